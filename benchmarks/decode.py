@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.harness import docs_page, report
-from generate.decoder import Decoder
+from generate.decoder import decoder_of
 from sharding import hardware
 from sharding.analysis.cost.prediction import predict
 from sharding.analysis.memory import memory
@@ -90,7 +90,7 @@ def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> di
         batch_size: number of rows.
         num_slots: number of slots of a row's caches.
     """
-    decoder = Decoder(model)
+    decoder = decoder_of(model)
     mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -106,7 +106,7 @@ def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> di
     rows_B = placed(jax.ShapeDtypeStruct((batch_size,), jnp.int32))
 
     def prefill(params, tokens_BT, lengths_B):
-        return decoder.prefill(params, tokens_BT, lengths_B, num_slots)
+        return decoder.prefill(params, tokens_BT, lengths_B, num_slots - _PROMPT)
 
     caches = placed(jax.eval_shape(prefill, params, tokens_BT, rows_B)[1])
 

@@ -28,6 +28,7 @@ from generate.prompts import (
     as_line,
     as_prompt,
     read_prompts,
+    start_token_of,
     stop_tokens_of,
     tokenizer_of,
 )
@@ -115,6 +116,7 @@ def _continue(args: argparse.Namespace) -> None:
         generator = Generator(
             load_model(source, dtype=args.dtype),
             stop=stop_tokens_of(source, tokenizer),
+            start=start_token_of(source, tokenizer),
             batch_size=args.batch_size,
         )
         began = time.perf_counter()
@@ -123,7 +125,9 @@ def _continue(args: argparse.Namespace) -> None:
             tokens = generator.stream(
                 prompts[0].tokens, max_new_tokens=args.max_new_tokens, sampling=sampling
             )
-            count = _print_stream(prompts[0], tokens, codec)
+            if generator.follows_prompt:
+                print(_shown(prompts[0], codec), end="")
+            count = _print_stream(tokens, codec)
         else:
             count = _write_all(
                 args, prompts, codec, generator, sampling if beams is None else beams
@@ -171,9 +175,12 @@ def _write_all(
     return sum(map(len, found))
 
 
-def _print_stream(prompt: Prompt, tokens: Iterable[int], codec: TextCodec) -> int:
+def _shown(prompt: Prompt, codec: TextCodec) -> str:
+    return codec.decode(prompt.tokens) if prompt.text is None else prompt.text
+
+
+def _print_stream(tokens: Iterable[int], codec: TextCodec) -> int:
     """Print a continuation while it grows; return the number of its tokens."""
-    print(prompt.text if prompt.text is not None else codec.decode(prompt.tokens), end="")
     seen: list[int] = []
     shown = ""
     for token in tokens:

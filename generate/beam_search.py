@@ -98,7 +98,6 @@ class BeamSearch:
     def first(
         self,
         max_new_tokens: int,
-        num_slots: int,
         beams: Beams,
         params: Tree,
         tokens_BT: jax.Array,
@@ -109,7 +108,6 @@ class BeamSearch:
 
         Args:
             max_new_tokens: M.
-            num_slots: as for `Decoder.prefill`.
             beams: the settings.
             params: as for `Decoder.prefill`.
             tokens_BT: as for `Decoder.prefill`.
@@ -118,7 +116,8 @@ class BeamSearch:
         """
         size = len(lengths_B)
         shape = size, beams.num_beams
-        logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, num_slots)
+        logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, max_new_tokens)
+        _, given_B = self._decoder.given(tokens_BT, lengths_B)
 
         def repeated(x: jax.Array) -> jax.Array:
             return jnp.repeat(x, beams.num_beams, axis=0)
@@ -126,7 +125,7 @@ class BeamSearch:
         scores_K = jnp.full(beams.num_beams, _NEVER, logits_BV.dtype).at[0].set(0)
         state = BeamState(
             caches=jax.tree.map(repeated, caches),
-            positions_R=repeated(lengths_B) - 1,
+            positions_R=repeated(given_B) - 1,
             tokens_BKM=jnp.full((*shape, max_new_tokens), NONE, jnp.int32),
             # All beams of a prompt are the same still, so only one counts.
             scores_BK=jnp.broadcast_to(scores_K, shape),
@@ -180,7 +179,7 @@ class BeamSearch:
         state = self._with_ended(state, tokens_BCM, scores_BC, ends_BC, beams)
         return dataclasses.replace(
             state,
-            caches=jax.tree.map(lambda x: x[rows_BK.reshape(-1)], state.caches),
+            caches=_caches_of(rows_BK.reshape(-1), state.caches),
             positions_R=state.positions_R + 1,
             tokens_BKM=_chosen(tokens_BCM, next_BK),
             scores_BK=next_scores_BK,
@@ -227,6 +226,13 @@ class BeamSearch:
         worst_B1 = jnp.min(state.ended_scores_BK, axis=1, keepdims=True)
         worst_BK = jnp.where(state.has_ended_BK, worst_B1, _NEVER)
         return state.can_improve_B & jnp.any(possible_B1 > worst_BK, axis=1)
+
+
+def _caches_of(rows_R: jax.Array, caches: Caches) -> Caches:
+    """Return the caches of some beams; the fixed ones are the same for all beams of a prompt."""
+    return tuple(
+        cache if cache.is_fixed else jax.tree.map(lambda x: x[rows_R], cache) for cache in caches
+    )
 
 
 def _chosen(values: jax.Array, numbers_BN: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A causal language model as two pure functions: a pass over prompts, and a pass over one token.
+"""A language model as two pure functions: a pass over prompts, and a pass over one token.
 
     prompts ──> prefill ──> logits of the next token, KV caches
                                    │
@@ -7,6 +7,9 @@
 Both call the blocks that training calls; models/layers/kv_cache.py keeps what they share. The
 layers are not in a loop here: a loop would copy the parameters of each layer, and its caches, for
 each token.
+
+A causal model continues its prompt. The decoder of a sequence-to-sequence model continues a start
+token, and its cross-attention reads the prompt; only the decoder has caches.
 
 B batch, T prompt seq, V vocab.
 """
@@ -22,28 +25,54 @@ from models.layers import kv_cache
 from models.layers.kv_cache import KVCache
 
 Tree = Any
+Batch = dict[str, jax.Array]
 Caches = tuple[KVCache, ...]
 
 
-class Decoder:
-    """The functions of a causal language model that generate text.
+def decoder_of(model: Any, start_token: int | None = None) -> "Decoder":
+    """Return the functions of a model that generate text.
 
     Args:
         model: the model, which may be abstract.
+        start_token: id of the token that the decoder of a sequence-to-sequence model begins with.
 
     Raises:
-        ValueError: the model does not predict the next token, or the frequencies of its rotary
-            embeddings depend on the length of a text.
+        ValueError: the model does not predict the next token, has no start token but needs one, or
+            the frequencies of its rotary embeddings depend on the length of a text.
     """
+    objectives = getattr(model, "objectives", ())
+    if "seq2seq" not in objectives:
+        return Decoder(model)
+    vocab_size = model.config.vocab_size
+    if start_token is None or not 0 <= start_token < vocab_size:
+        raise ValueError(
+            f"the decoder of a {type(model).__name__} begins with a start token, whose id must be "
+            f"in 0..{vocab_size - 1}, not {start_token}; put decoder_start_token_id into the "
+            "model's generation_config.json"
+        )
+    return Seq2SeqDecoder(model, start_token)
+
+
+class Decoder:
+    """The functions of a causal language model; see `decoder_of`.
+
+    Attributes:
+        max_positions: most tokens of a prompt and its continuation; None: any number.
+        follows_prompt: whether a continuation follows its prompt, and is not an answer to it.
+    """
+
+    follows_prompt = True
+    _objective = "causal_lm"
 
     def __init__(self, model: Any):
         self._functions = functions_of(model, remat=None)
         objectives = getattr(model, "objectives", ())
-        if self._functions.logits is None or "causal_lm" not in objectives:
+        if self._functions.logits is None or self._objective not in objectives:
             raise ValueError(
                 f"{type(model).__name__} cannot generate text: it has no method `logits`, or "
-                "causal_lm is not among its objectives"
+                "neither causal_lm nor seq2seq is among its objectives"
             )
+        self.max_positions: int | None = getattr(model.config, "max_positions", None)
         scaling = getattr(model.config, "rope_scaling", None) or {}
         if scaling.get("rope_type") == "longrope":
             raise ValueError(
@@ -63,8 +92,21 @@ class Decoder:
         }
         return {"non_stack": parts["non_stack"], "stacks": stacks}
 
+    def given(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the tokens that a continuation follows, and their numbers: the prompts.
+
+        Args:
+            tokens_BT: int32, prompts; padding follows them.
+            lengths_B: int32, number of tokens of each prompt.
+        """
+        return tokens_BT, lengths_B
+
     def prefill(
-        self, params: dict[str, Tree], tokens_BT: jax.Array, lengths_B: jax.Array, num_slots: int
+        self,
+        params: dict[str, Tree],
+        tokens_BT: jax.Array,
+        lengths_B: jax.Array,
+        max_new_tokens: int,
     ) -> tuple[jax.Array, Caches]:
         """Compute the logits of the first new token.
 
@@ -72,16 +114,25 @@ class Decoder:
             params: parameters from `separate`.
             tokens_BT: int32, prompts; padding follows them.
             lengths_B: int32, number of tokens of each prompt, at least 1.
-            num_slots: number of tokens that a row may have in the end.
+            max_new_tokens: most tokens of a continuation.
 
         Returns:
             Logits float32[B, V], or wider, and a cache for each attention.
         """
-        with kv_cache.filling(lengths_B, num_slots) as caches:
-            x_BTD = self._run(params, {"tokens": tokens_BT})
-        last_B11 = (lengths_B - 1)[:, None, None]
-        x_B1D = jnp.take_along_axis(x_BTD, last_B11, axis=1)
-        return self._logits(params, x_B1D), (*caches,)
+        batch = self._batch_of_prompts(tokens_BT, lengths_B)
+        x = self._functions.embed(params["non_stack"], batch)
+        *encoders, decoder = self._functions.num_layers
+        for name in encoders:
+            x = self._run(name, params, x, batch)
+        if decoder in self._functions.before:
+            x = self._functions.before[decoder](params["non_stack"], x, batch)
+        given_BT, given_B = self.given(tokens_BT, lengths_B)
+        num_slots = given_BT.shape[1] + max_new_tokens
+        if self.max_positions is not None:
+            num_slots = min(num_slots, self.max_positions)
+        with kv_cache.filling(given_B, num_slots) as caches:
+            x = self._run(decoder, params, x, batch)
+        return self._logits(params, self._last(x, lengths_B)), (*caches,)
 
     def decode(
         self,
@@ -101,20 +152,65 @@ class Decoder:
         Returns:
             Logits float32[B, V], or wider, and the caches with the token added.
         """
-        batch = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
+        batch = self._batch_of_newest(tokens_B[:, None], positions_B[:, None])
+        x = self._functions.embed(params["non_stack"], batch)
+        *_, decoder = self._functions.num_layers
         with kv_cache.reading(caches, positions_B) as grown:
-            x_B1D = self._run(params, batch)
-        return self._logits(params, x_B1D), (*grown,)
+            x = self._run(decoder, params, x, batch)
+        return self._logits(params, x), (*grown,)
 
-    def _run(self, params: dict[str, Tree], batch: dict[str, jax.Array]) -> jax.Array:
-        """Return the activations after the last block."""
-        functions = self._functions
-        x_BTD = functions.embed(params["non_stack"], batch)
-        for name, layers in params["stacks"].items():
-            for number, layer in enumerate(layers):
-                x_BTD = functions.blocks[name](layer, x_BTD, batch, jnp.int32(number))
-        return x_BTD
+    def _batch_of_prompts(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> Batch:
+        return {"tokens": tokens_BT}
 
-    def _logits(self, params: dict[str, Tree], x_B1D: jax.Array) -> jax.Array:
+    def _batch_of_newest(self, tokens_B1: jax.Array, positions_B1: jax.Array) -> Batch:
+        return {"tokens": tokens_B1, "positions": positions_B1}
+
+    def _last(self, x: Tree, lengths_B: jax.Array) -> Tree:
+        """Return the activations of the token after which a continuation begins."""
+        return jnp.take_along_axis(x, (lengths_B - 1)[:, None, None], axis=1)
+
+    def _run(self, stack: str, params: dict[str, Tree], x: Tree, batch: Batch) -> Tree:
+        """Return the activations after the last block of a stack."""
+        for number, layer in enumerate(params["stacks"][stack]):
+            x = self._functions.blocks[stack](layer, x, batch, jnp.int32(number))
+        return x
+
+    def _logits(self, params: dict[str, Tree], x: Tree) -> jax.Array:
         assert self._functions.logits is not None
-        return self._functions.logits(params["non_stack"], x_B1D)[:, 0]
+        return self._functions.logits(params["non_stack"], x)[:, 0]
+
+
+class Seq2SeqDecoder(Decoder):
+    """The functions of a sequence-to-sequence model; see `decoder_of`.
+
+    Prompts may have any length: its positions are relative.
+    """
+
+    follows_prompt = False
+    _objective = "seq2seq"
+
+    def __init__(self, model: Any, start_token: int):
+        super().__init__(model)
+        self._start_token = start_token
+
+    def given(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the tokens that a continuation follows, and their numbers: one start token."""
+        shape = len(tokens_BT), 1
+        return jnp.full(shape, self._start_token, jnp.int32), jnp.ones_like(lengths_B)
+
+    def _batch_of_prompts(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> Batch:
+        start_B1, _ = self.given(tokens_BT, lengths_B)
+        is_token_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
+        return {
+            "tokens": tokens_BT,
+            "segment_ids": is_token_BT.astype(jnp.int32),
+            "decoder_tokens": start_B1,
+            "decoder_segment_ids": jnp.ones_like(start_B1),
+        }
+
+    def _batch_of_newest(self, tokens_B1: jax.Array, positions_B1: jax.Array) -> Batch:
+        # The blocks of the decoder see the encoder through their caches alone.
+        return {"tokens": jnp.zeros_like(tokens_B1), "decoder_tokens": tokens_B1}
+
+    def _last(self, x: Tree, lengths_B: jax.Array) -> Tree:
+        return x

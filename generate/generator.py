@@ -1,4 +1,4 @@
-"""Continues prompts with a causal language model, on the mesh that its parameters are on.
+"""Continues prompts with a language model, on the mesh that its parameters are on.
 
 prompts ──by length──> batches ──> prefill ──> decode, many tokens in one compiled loop ──> tokens
 """
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from generate.beam_search import NONE, Beams, BeamSearch
-from generate.decoder import Caches, Decoder
+from generate.decoder import Caches, decoder_of
 from generate.sampling import Sampling, choose
 from sharding.logical import axis_rules
 from sharding.mesh import REPLICA_AXES
@@ -55,17 +55,30 @@ class Generator:
     """Continues prompts.
 
     Args:
-        model: a causal language model, as from `convert.from_hf.load`. Use the generator on the
+        model: a language model, as from `convert.from_hf.load`. Use the generator on the
             mesh that it was loaded on.
         stop: ids of tokens that end a text.
+        start: id of the token that the decoder of a sequence-to-sequence model begins with; not
+            part of a continuation.
         batch_size: most rows that are continued at the same time; a multiple of the number of
             replicas of the mesh.
 
+    Attributes:
+        follows_prompt: whether a continuation follows its prompt, and is not an answer to it.
+
     Raises:
-        ValueError: the model cannot generate text, or `batch_size` does not divide.
+        ValueError: the model cannot generate text, has no start token but needs one, or
+            `batch_size` does not divide.
     """
 
-    def __init__(self, model: Any, *, stop: Sequence[int] = (), batch_size: int = 32):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        stop: Sequence[int] = (),
+        start: int | None = None,
+        batch_size: int = 32,
+    ):
         mesh = jax.sharding.get_mesh()
         replicas = int(np.prod([mesh.shape.get(axis, 1) for axis in REPLICA_AXES]))
         if batch_size < 1 or batch_size % replicas:
@@ -74,19 +87,20 @@ class Generator:
                 "replicas"
             )
         self._config = model.config
-        self._decoder = Decoder(model)
+        self._decoder = decoder_of(model, start)
+        self.follows_prompt = self._decoder.follows_prompt
         self._stop = tuple(stop)
         self._batch_size = batch_size
         self._num_replicas = replicas
         self._rules = rules_on(mesh)
         params = nnx.to_pure_dict(nnx.split(model)[1])
         self._params = jax.jit(self._decoder.separate)(params)
-        self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1, 2))
+        self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1))
         self._advance = jax.jit(
             self._traced(self._further), static_argnums=0, donate_argnames="state"
         )
         search = BeamSearch(self._decoder, self._stop)
-        self._first_beams = jax.jit(self._traced(search.first), static_argnums=(0, 1, 2))
+        self._first_beams = jax.jit(self._traced(search.first), static_argnums=(0, 1))
         self._other_beams = jax.jit(
             self._traced(search.rest), static_argnums=0, donate_argnames="state"
         )
@@ -152,10 +166,9 @@ class Generator:
         found: list[list[int]] = [[] for _ in prompts]
         for numbers in self._batches(prompts):
             tokens_BT, lengths_B = self._padded([prompts[number] for number in numbers])
-            num_slots = self._num_slots(tokens_BT, max_new_tokens)
             is_prompt_B = np.arange(len(lengths_B)) < len(numbers)
             state = self._first_beams(
-                max_new_tokens, num_slots, beams, self._params, tokens_BT, lengths_B, is_prompt_B
+                max_new_tokens, beams, self._params, tokens_BT, lengths_B, is_prompt_B
             )
             state = self._other_beams(beams, self._params, state=state)
             for number, tokens in zip(numbers, np.asarray(state.ended_BKM)[:, 0], strict=False):
@@ -187,7 +200,7 @@ class Generator:
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-        most = self._config.max_positions
+        most = self._decoder.max_positions
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompt {i} is empty; give each at least one token")
@@ -197,7 +210,7 @@ class Generator:
                         f"prompt {i} has the token id {token}, but the model's ids are 0 to "
                         f"{self._config.vocab_size - 1}; use the tokenizer of the model"
                     )
-            if len(prompt) + max_new_tokens > most:
+            if most is not None and len(prompt) + max_new_tokens > most:
                 raise ValueError(
                     f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens}, "
                     f"they are more than the model's {most} positions; shorten one of them"
@@ -230,7 +243,6 @@ class Generator:
         rows_B[: len(rows)] = [*rows]
         return self._begin(
             max_new_tokens,
-            self._num_slots(tokens_BT, max_new_tokens),
             sampling,
             self._params,
             tokens_BT,
@@ -248,7 +260,7 @@ class Generator:
         size = min(size, self._batch_size)
         length = max(map(len, rows))
         length = -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
-        length = min(length, self._config.max_positions)
+        length = min(length, self._decoder.max_positions or length)
         tokens_BT = np.zeros((size, length), np.int32)
         lengths_B = np.ones(size, np.int32)
         for place, row in enumerate(rows):
@@ -256,13 +268,9 @@ class Generator:
             lengths_B[place] = len(row)
         return tokens_BT, lengths_B
 
-    def _num_slots(self, tokens_BT: np.ndarray, max_new_tokens: int) -> int:
-        return min(tokens_BT.shape[1] + max_new_tokens, self._config.max_positions)
-
     def _first(
         self,
         max_new_tokens: int,
-        num_slots: int,
         sampling: Sampling,
         params: Tree,
         tokens_BT: jax.Array,
@@ -270,8 +278,9 @@ class Generator:
         rows_B: jax.Array,
     ) -> _State:
         """Run the prompts, and choose the first token of each row."""
+        logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, max_new_tokens)
+        tokens_BT, lengths_B = self._decoder.given(tokens_BT, lengths_B)
         size, length = tokens_BT.shape
-        logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, num_slots)
         seen_BV = None
         if sampling.repetition_penalty != 1:
             is_token_BT = jnp.arange(length) < lengths_B[:, None]

@@ -55,17 +55,46 @@ def stop_tokens_of(source: Source, tokenizer: FileTokenizer | None) -> list[int]
     Raises:
         ValueError: the ids in a file are not numbers.
     """
+    found = _setting(source, "eos_token_id", int | list[int])
+    if found is None:
+        return [] if tokenizer is None else [tokenizer.eos_id]
+    return [found] if isinstance(found, int) else found
+
+
+def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | None:
+    """Return the id of the token that the decoder of a sequence-to-sequence model begins with.
+
+    generation_config.json has it, or else config.json. If neither does, it is the padding token of
+    the tokenizer, as in training.
+
+    Args:
+        source: the model on disk.
+        tokenizer: its tokenizer, from `tokenizer_of`.
+
+    Returns:
+        The id; None if nothing says which.
+
+    Raises:
+        ValueError: the id in a file is not a number.
+    """
+    found = _setting(source, "decoder_start_token_id", int)
+    if found is None and tokenizer is not None:
+        return tokenizer.special_ids.get("pad", tokenizer.eos_id)
+    return found
+
+
+def _setting(source: Source, key: str, type_: Any) -> Any:
+    """Return a value of generation_config.json, or else of config.json; None if neither has it."""
     configs: list[tuple[object, dict[str, Any]]] = []
     if source.hf_files is not None and (source.hf_files / "generation_config.json").is_file():
         file = source.hf_files / "generation_config.json"
         configs.append((file, read_json(file, within=source.hf_files)))
     configs.append((source.path / "config.json", source.hf_config or {}))
     for where, config in configs:
-        found = config.get("eos_token_id")
-        if found is not None:
-            check(found, int | list[int], f"{where}: eos_token_id")
-            return [found] if isinstance(found, int) else found
-    return [] if tokenizer is None else [tokenizer.eos_id]
+        if config.get(key) is not None:
+            check(config[key], type_, f"{where}: {key}")
+            return config[key]
+    return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

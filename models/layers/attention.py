@@ -19,16 +19,15 @@ import contextvars
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from models.layers import blocked_attention, cudnn_attention
-from models.layers.kv_cache import attend_with_cache
+from models.layers.kv_cache import Segments, attend_with_cache
 from sharding import hardware
 from sharding.ops.heads import over_heads
 
-Segments = tuple[jax.Array, jax.Array]
 Kernel = Literal["cudnn", "blocked", "plain"]
 
 #: Values of the setting `model.attention`: "auto" selects the best kernel for the hardware.
@@ -117,28 +116,25 @@ def attend(
         raise ValueError(f"window={window} needs is_causal=True; set window=None otherwise")
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
+    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "scale": scale}
+
     def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
         selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
         if (found := _recorded.get()) is not None:
             found[selected] = None
-        options = {
-            "is_causal": is_causal,
-            "window": window,
-            "segments": segments,
-            "bias_BNTS": bias_BNTS,
-            "scale": scale,
-        }
+        masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
         if selected.kernel == "blocked":
-            return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options)
+            return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **masks)
         if selected.kernel == "cudnn":
             can_pack = _can_pack()
-            return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **options, can_pack=can_pack)
-        return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **options)
+            return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **masks, can_pack=can_pack)
+        return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **masks)
 
     def kernel(q_BTNH, k_BSKH, v_BSKH) -> jax.Array:
         return over_heads(run, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
 
-    return attend_with_cache(kernel, q_BTNH, k_BSKH, v_BSKH, window=window, scale=scale)
+    arrays = kernel, q_BTNH, k_BSKH, v_BSKH
+    return attend_with_cache(*arrays, segments=segments, bias_BNTS=bias_BNTS, **options)
 
 
 def select_kernel(

@@ -11,6 +11,10 @@ A cache has room for S tokens and is a ring: position p is in slot p mod S. Atte
 window of W tokens needs at most W slots; other attention needs a slot for each token. Rows have
 different lengths, and each counts its own positions from 0.
 
+Cross-attention, which is not causal, has a fixed cache: `filling` keeps the keys and values of the
+encoder's output, `reading` adds none. The keys and values that it gets are not used, so the
+compiler drops their computation. The encoder runs outside of these contexts.
+
 B batch, T query seq, S slots, N heads, K key-value heads, G = N / K, H head_dim.
 """
 
@@ -24,6 +28,8 @@ import jax.numpy as jnp
 
 from sharding.logical import constrain
 
+Segments = tuple[jax.Array, jax.Array]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +39,17 @@ class KVCache:
     Attributes:
         k_BKSH: keys, after rotary embeddings.
         v_BKSH: values.
+        is_visible_BS: bool, which keys of cross-attention the row sees; None for self-attention.
     """
 
     k_BKSH: jax.Array
     v_BKSH: jax.Array
+    is_visible_BS: jax.Array | None = None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether this is the cache of cross-attention, which no new token changes."""
+        return self.is_visible_BS is not None
 
 
 class _Filling:
@@ -67,6 +80,21 @@ class _Filling:
         self.caches.append(KVCache(k_BKSH=kept(k_BTKH), v_BKSH=kept(v_BTKH)))
         return kernel(q_BTNH, k_BTKH, v_BTKH)
 
+    def attend_across(
+        self, kernel: Callable, q_BTNH, k_BSKH, v_BSKH, segments: Segments | None
+    ) -> jax.Array:
+        """Run the kernel of cross-attention, and keep all keys and values."""
+        is_visible_BS = jnp.ones(k_BSKH.shape[:2], bool)
+        if segments is not None:
+            is_visible_BS = segments[0][:, -1:] == segments[1]
+
+        def kept(x_BSKH: jax.Array) -> jax.Array:
+            return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
+
+        cache = KVCache(k_BKSH=kept(k_BSKH), v_BKSH=kept(v_BSKH), is_visible_BS=is_visible_BS)
+        self.caches.append(cache)
+        return kernel(q_BTNH, k_BSKH, v_BSKH)
+
 
 class _Reading:
     """Adds the keys and values of one token per row, and lets it see those before it.
@@ -77,13 +105,29 @@ class _Reading:
     """
 
     def __init__(self, caches: Sequence[KVCache], positions_B: jax.Array):
-        self._old = iter(caches)
+        self._old = caches
         self._positions_B = positions_B
         self.caches: list[KVCache] = []
 
-    def attend(self, q_B1NH, k_B1KH, v_B1KH, *, window: int | None, scale: float) -> jax.Array:
+    def key_distances(self) -> jax.Array:
+        """Return int32[B, S]: how far the keys of the next cache are before the query."""
+        last_B1 = self._positions_B[:, None]
+        num_slots = self._old[len(self.caches)].k_BKSH.shape[2]
+        return (last_B1 - jnp.arange(num_slots, dtype=jnp.int32)) % num_slots
+
+    def attend(
+        self,
+        q_B1NH,
+        k_B1KH,
+        v_B1KH,
+        *,
+        window: int | None,
+        bias_BN1S: jax.Array | None,
+        scale: float,
+    ) -> jax.Array:
         """Return the attention of the tokens, `[B, 1, N, H]`."""
-        old = next(self._old)
+        distances_BS = self.key_distances()
+        old = self._old[len(self.caches)]
         num_slots = old.k_BKSH.shape[2]
         rows_B = jnp.arange(len(self._positions_B))
         slots_B = self._positions_B % num_slots
@@ -94,12 +138,17 @@ class _Reading:
 
         cache = KVCache(k_BKSH=added(old.k_BKSH, k_B1KH), v_BKSH=added(old.v_BKSH, v_B1KH))
         self.caches.append(cache)
-        last_B1 = self._positions_B[:, None]
-        positions_BS = _position_in(jnp.arange(num_slots, dtype=jnp.int32), last_B1, num_slots)
-        is_visible_BS = positions_BS >= 0
+        is_visible_BS = distances_BS <= self._positions_B[:, None]
         if window is not None:
-            is_visible_BS &= positions_BS > last_B1 - window
-        return _attend_to_one(q_B1NH, cache, is_visible_BS, scale)
+            is_visible_BS &= distances_BS < window
+        return _attend_to_one(q_B1NH, cache, is_visible_BS, bias_BN1S, scale)
+
+    def attend_across(self, q_B1NH, scale: float) -> jax.Array:
+        """Return the cross-attention of the tokens, `[B, 1, N, H]`."""
+        cache = self._old[len(self.caches)]
+        self.caches.append(cache)
+        assert cache.is_visible_BS is not None
+        return _attend_to_one(q_B1NH, cache, cache.is_visible_BS, None, scale)
 
 
 _current: contextvars.ContextVar[_Filling | _Reading | None] = contextvars.ContextVar(
@@ -148,31 +197,53 @@ def _used(found: _Filling | _Reading) -> Iterator[list[KVCache]]:
         _current.reset(token)
 
 
+def key_distances() -> jax.Array | None:
+    """Return how far the keys of the next self-attention are before its query, int32[B, S].
+
+    For a bias that depends on distances, in `reading`; None for a pass over whole rows. A slot that
+    is still empty has a distance too; its key is not seen.
+    """
+    current = _current.get()
+    return current.key_distances() if isinstance(current, _Reading) else None
+
+
 def attend_with_cache(
     kernel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     *,
+    is_causal: bool,
     window: int | None,
+    segments: Segments | None,
+    bias_BNTS: jax.Array | None,
     scale: float,
 ) -> jax.Array:
-    """Return causal attention with the caches of the current context, or else the kernel's.
+    """Return attention with the caches of the current context, or else the kernel's.
 
     Args:
         kernel: attention over whole rows.
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKH: values.
-        window: as for `models.layers.attention.attend`.
+        is_causal: as for `models.layers.attention.attend`; False for cross-attention.
+        window: as there.
+        segments: as there; self-attention with caches has none.
+        bias_BNTS: as there; in `reading`, S are the slots of the cache.
         scale: factor of the products.
     """
     current = _current.get()
     if current is None:
         return kernel(q_BTNH, k_BSKH, v_BSKH)
     if isinstance(current, _Filling):
-        return current.attend(kernel, q_BTNH, k_BSKH, v_BSKH, window)
-    return current.attend(q_BTNH, k_BSKH, v_BSKH, window=window, scale=scale)
+        if is_causal:
+            return current.attend(kernel, q_BTNH, k_BSKH, v_BSKH, window)
+        return current.attend_across(kernel, q_BTNH, k_BSKH, v_BSKH, segments)
+    if is_causal:
+        return current.attend(
+            q_BTNH, k_BSKH, v_BSKH, window=window, bias_BN1S=bias_BNTS, scale=scale
+        )
+    return current.attend_across(q_BTNH, scale)
 
 
 def _position_in(slots_S: jax.Array, last_B1: jax.Array, num_slots: int) -> jax.Array:
@@ -181,7 +252,11 @@ def _position_in(slots_S: jax.Array, last_B1: jax.Array, num_slots: int) -> jax.
 
 
 def _attend_to_one(
-    q_B1NH: jax.Array, cache: KVCache, is_visible_BS: jax.Array, scale: float
+    q_B1NH: jax.Array,
+    cache: KVCache,
+    is_visible_BS: jax.Array,
+    bias_BN1S: jax.Array | None,
+    scale: float,
 ) -> jax.Array:
     """Return the attention of one query per row, `[B, 1, N, H]`."""
     batch, _, num_heads, head_dim = q_B1NH.shape
@@ -191,6 +266,8 @@ def _attend_to_one(
     logits_BKGS = scale * jnp.einsum(
         "BKGH,BKSH->BKGS", q_BKGH, cache.k_BKSH, preferred_element_type=wide
     )
+    if bias_BN1S is not None:
+        logits_BKGS += bias_BN1S.reshape(-1, *logits_BKGS.shape[1:]).astype(wide)
     logits_BKGS = jnp.where(is_visible_BS[:, None, None], logits_BKGS, -jnp.inf)
     weights_BKGS = jax.nn.softmax(logits_BKGS, axis=-1).astype(q_B1NH.dtype)
     y_BKGH = jnp.einsum("BKGS,BKSH->BKGH", weights_BKGS, cache.v_BKSH)

@@ -12,16 +12,16 @@ Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, dropout, lookup, param
+from models.layers.kv_cache import key_distances
+from models.layers.relative_bias import relative_bias, relative_bias_of_one
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
@@ -115,18 +115,20 @@ class Block(nnx.Module):
         config = self.config
         x_BTD = x[self.side]
         is_decoder = self.side == "decoder"
-        bias_1NTT = relative_bias(
-            x[f"{self.side}_bias"],
-            x_BTD.shape[1],
-            is_causal=is_decoder,
-            max_distance=config.max_distance,
-        )
+        table_RN = x[f"{self.side}_bias"]
+        longest = config.max_distance
+        if is_decoder and (distances_BS := key_distances()) is not None:
+            bias_BNTS = relative_bias_of_one(table_RN, distances_BS, max_distance=longest)
+        else:
+            bias_BNTS = relative_bias(
+                table_RN, x_BTD.shape[1], is_causal=is_decoder, max_distance=longest
+            )
         ids = segments(batch, "decoder_segment_ids" if is_decoder else "segment_ids")
         branch = self.attention(
             self.attention_norm(x_BTD),
             is_causal=is_decoder,
             segments=ids,
-            bias_BNTS=bias_1NTT,
+            bias_BNTS=bias_BNTS,
             scale=1.0,
         )
         x_BTD += dropout(branch, config.dropout, keys, site=0)
@@ -244,6 +246,10 @@ class T5(nnx.Module):
                 batch[name] = (jnp.ones_like(ids) if mask is None else mask).astype(jnp.int32)
         x = self.encoder(self.embed(batch), batch)
         x = self.decoder(self.before_decoder(x, batch), batch)
+        return self.logits(x)
+
+    def logits(self, x: dict) -> jax.Array:
+        """Return logits float32[B, T, V] for the activations after the last block."""
         return vocab_logits(self._outputs(x), self._table(), vocab_size=self.config.vocab_size)
 
     def _outputs(self, x: dict) -> jax.Array:
@@ -254,46 +260,3 @@ class T5(nnx.Module):
     def _table(self) -> jax.Array:
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         return table[...]
-
-
-def relative_bias(
-    table_RN: jax.Array, length: int, *, is_causal: bool, max_distance: int
-) -> jax.Array:
-    """Return the bias of the logits of T queries and T keys, `[1, N, T, T]`.
-
-    Args:
-        table_RN: bias for each bucket of distances and each head.
-        length: T.
-        is_causal: whether all buckets are for keys before the query; otherwise half of them are for
-            keys after it.
-        max_distance: this distance and all larger ones share one bucket.
-    """
-    distances = np.arange(-(length - 1), length)  # key position minus query position
-    buckets = _buckets(distances, table_RN.shape[0], is_causal, max_distance)
-    by_distance_NR = table_RN[buckets].T
-    # Query q needs the distances -q .. T-1-q, a window that moves left by one with each q. Repeat
-    # the line of 2T-1 distances, drop its first T-1, and cut the rest into rows that are one
-    # shorter than the line, so that each begins one distance further left. For T = 3:
-    #     -2 -1 [0 1 2 -2] [-1 0 1 2] [-2 -1 0 1] 2      ->  [0 1 2], [-1 0 1], [-2 -1 0]
-    num = len(distances)
-    lines = jnp.tile(by_distance_NR, (1, length))[:, length - 1 :][:, : length * (num - 1)]
-    return lines.reshape(-1, length, num - 1)[None, :, :, :length]
-
-
-def _buckets(
-    distances: np.ndarray, num_buckets: int, is_causal: bool, max_distance: int
-) -> np.ndarray:
-    """Return the bucket of each distance: one each for small distances, then logarithmic ones."""
-    first = np.zeros_like(distances)
-    if is_causal:
-        distances = np.maximum(-distances, 0)
-    else:
-        num_buckets //= 2
-        first = np.where(distances > 0, num_buckets, 0)
-        distances = np.abs(distances)
-    exact = num_buckets // 2
-    # Use float32, like the training of published checkpoints: a boundary may be a whole number.
-    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact))
-    ratio /= np.float32(math.log(max_distance / exact))
-    large = exact + (ratio * np.float32(num_buckets - exact)).astype(np.int64)
-    return first + np.where(distances < exact, distances, np.minimum(large, num_buckets - 1))

@@ -1,6 +1,7 @@
 """The command `python -m generate`: models, prompts, output, errors."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from generate.__main__ import main
 from tests.runs import TINY, arguments
 from train import main as train
 
+TOKENIZER = ByteTokenizer(has_special_tokens=True)
 NEW = "--max_new_tokens=12"
 GREEDY = "--temperature=0"
 
@@ -21,19 +23,22 @@ def directory(tmp_path_factory):
     """A Hugging Face model with a tokenizer of bytes."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    tokenizer = ByteTokenizer(has_special_tokens=True)
     config = hf.GPT2Config(
-        vocab_size=tokenizer.vocab_size, n_positions=64, n_layer=2, n_head=2, n_embd=32
+        vocab_size=TOKENIZER.vocab_size, n_positions=64, n_layer=2, n_head=2, n_embd=32
     )
-    model = hf.GPT2LMHeadModel(config)
+    save(hf.GPT2LMHeadModel(config), path)
+    return path
+
+
+def save(model: Any, path: Path) -> None:
+    """Save a model with larger weights, whose continuations vary, and the tokenizer."""
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim > 1:
                 weight.mul_(4)
-    model.generation_config.eos_token_id = tokenizer.eos_id
+    model.generation_config.eos_token_id = TOKENIZER.eos_id
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
-    return path
+    (path / "tokenizer.json").write_text(TOKENIZER.content, encoding="utf-8")
 
 
 def lines(text: str) -> list[dict]:
@@ -66,6 +71,27 @@ def test_one_prompt_is_printed_with_its_continuation(directory, capsys, tmp_path
     (line,) = lines((tmp_path / "out").read_text(encoding="utf-8"))
     assert printed == f"héllo{line['text']}\n"
     assert "12 tokens in" in log and "tokens/s" in log
+
+
+def test_a_t5_answers_a_prompt(capsys, tmp_path):
+    start = 7
+    sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "d_model": 32, "d_kv": 16, "d_ff": 32}
+    sizes |= {"vocab_size": TOKENIZER.vocab_size, "decoder_start_token_id": start}
+    torch.manual_seed(0)
+    config = hf.T5Config(pad_token_id=0, **sizes)
+    save(hf.T5ForConditionalGeneration(config), tmp_path)
+    arguments = [f"--model={tmp_path}", "--prompt=héllo", NEW, GREEDY]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert main([*arguments, f"--out={tmp_path / 'out'}"]) == 0
+    (line,) = lines((tmp_path / "out").read_text(encoding="utf-8"))
+    assert printed == f"{line['text']}\n"
+    model: Any = hf.T5ForConditionalGeneration.from_pretrained(tmp_path)
+    expected = model.generate(
+        torch.tensor([list("héllo".encode())]), max_new_tokens=12, do_sample=False
+    )
+    assert line["tokens"] == expected[0, 1:].tolist()
+    assert expected[0, 0] == start
 
 
 def test_samples_are_as_many_as_asked_for_and_the_same_on_a_mesh(directory, capsys):

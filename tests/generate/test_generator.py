@@ -1,16 +1,11 @@
 """Continuations equal those of `transformers.generate`, on every mesh."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
-import torch
-import transformers as hf
 from flax import nnx
-from jax.sharding import AxisType
 
 from convert.from_hf import load
 from generate.beam_search import Beams
@@ -19,124 +14,15 @@ from generate.sampling import Sampling
 from models.text.bert import Bert, BertConfig
 from models.text.llama import Llama, LlamaConfig
 from sharding.analysis.memory import memory
-from sharding.mesh import AXES
-
-VOCAB = 211
-#: Lengths of the prompts; the window of the Mistral is shorter than most of them.
-LENGTHS = (3, 20, 7, 12, 1, 33, 16, 9)
-NEW = 64
-PAD = 1
-
-_LLAMA: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "hidden_size": 36,
-    "intermediate_size": 44,
-}
-_MODELS: dict[str, Any] = {
-    "gpt2": lambda: hf.GPT2LMHeadModel(
-        hf.GPT2Config(vocab_size=VOCAB, n_positions=128, n_layer=3, n_head=4, n_embd=40)
-    ),
-    "opt": lambda: hf.OPTForCausalLM(
-        hf.OPTConfig(
-            vocab_size=VOCAB,
-            max_position_embeddings=128,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            hidden_size=39,
-            word_embed_proj_dim=39,
-            ffn_dim=50,
-        )
-    ),
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)),
-    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA)),
-    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=10)),
-}
-
-
-def saved(name: str, directory: Path) -> Any:
-    """Save a random model whose continuations have many different tokens; return it."""
-    torch.manual_seed(0)
-    model = _MODELS[name]().eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.mul_(3)
-    model.save_pretrained(directory)
-    model.generation_config = hf.GenerationConfig(pad_token_id=PAD)
-    return model
-
-
-def prompts() -> list[list[int]]:
-    rng = np.random.default_rng(0)
-    return [rng.integers(2, VOCAB, length).tolist() for length in LENGTHS]
-
-
-def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int]]:
-    """Return the continuations of transformers, without random choices.
-
-    Its prompts are padded on the left.
-    """
-    width = max(LENGTHS)
-    rows = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts()]
-    masks = [[0] * (width - length) + [1] * length for length in LENGTHS]
-    found = model.generate(
-        torch.tensor(rows),
-        attention_mask=torch.tensor(masks),
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=stop,
-        **options,
-    )
-    continuations = found[:, width:].tolist()
-    return [row[: row.index(stop) + 1] if stop in row else row for row in continuations]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[] if name in ("gpt2", "mistral") else [pytest.mark.thorough])
-        for name in _MODELS
-    ],
-)
-def model(request, tmp_path_factory):
-    """A model of transformers, and the directory that it is saved in."""
-    directory = tmp_path_factory.mktemp(request.param)
-    return saved(request.param, directory), directory
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A model of transformers, and the directory that it is saved in."""
-    directory = tmp_path_factory.mktemp("llama")
-    return saved("llama", directory), directory
-
-
-@pytest.fixture(scope="module")
-def greedy(llama):
-    """The greedy continuations of the LLaMA in transformers."""
-    return theirs(llama[0])
-
-
-def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
-    axes = {axis: sizes.get(axis, 1) for axis in AXES}
-    mesh_axes = [*axes.values()], [*axes]
-    devices = jax.devices()[: int(np.prod([*axes.values()]))]
-    return jax.make_mesh(*mesh_axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
-
-
-GREEDY = Sampling(temperature=0.0)
+from tests.generate.references import GREEDY, NEW, START, VOCAB, mesh_of, prompts, theirs
 
 
 def test_greedy_continuations_equal_those_of_transformers(model):
     reference, directory = model
     expected = theirs(reference)
     assert len({token for tokens in expected for token in tokens}) > 10
-    found = Generator(load(directory)).generate(prompts(), max_new_tokens=NEW, sampling=GREEDY)
+    generator = Generator(load(directory), start=START)
+    found = generator.generate(prompts(), max_new_tokens=NEW, sampling=GREEDY)
     assert found == expected
 
 
@@ -195,78 +81,24 @@ def test_continuations_are_the_same_on_every_mesh(sizes, llama):
         assert continued() == alone
 
 
-def expected_beams(model: Any, beams: Beams, stop: int) -> list[list[int]]:
-    return theirs(
-        model,
-        stop,
-        num_beams=beams.num_beams,
-        length_penalty=beams.length_penalty,
-        early_stopping=beams.early_stopping,
-    )
-
-
-def a_stop_token(tokens: list[list[int]]) -> int:
-    """Return a token that some of the greedy continuations contain, not at once."""
-    found = [token for row in tokens for token in row[4:]]
-    return max(sorted(set(found)), key=found.count)
-
-
 @pytest.mark.thorough
-def test_beams_of_every_family_equal_those_of_transformers(model):
-    reference, directory = model
-    stop = a_stop_token(theirs(reference))
-    beams = Beams(num_beams=4)
-    generator = Generator(load(directory), stop=[stop])
-    expected = expected_beams(reference, beams, stop)
-    assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == expected
-
-
 @pytest.mark.parametrize(
-    "beams",
-    [
-        Beams(num_beams=3, early_stopping=True),
-        pytest.param(Beams(num_beams=2, length_penalty=2.5), marks=pytest.mark.thorough),
-        pytest.param(Beams(num_beams=3, length_penalty=0.0), marks=pytest.mark.thorough),
-        pytest.param(
-            Beams(num_beams=3, length_penalty=-1.0, early_stopping="never"),
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            Beams(num_beams=5, length_penalty=0.7, early_stopping="never"),
-            marks=pytest.mark.thorough,
-        ),
-    ],
-    ids=str,
+    "sizes", [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}], ids=str
 )
-def test_beams_end_as_those_of_transformers(beams, llama, greedy):
-    reference, directory = llama
-    stop = a_stop_token(greedy)
-    expected = expected_beams(reference, beams, stop)
-    assert beams.length_penalty > 1 or len({len(tokens) for tokens in expected}) > 1
-    # The last batch is filled up with rows that are no prompts.
-    generator = Generator(load(directory), stop=[stop], batch_size=3)
-    assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == expected
+def test_a_t5_continues_the_same_on_every_mesh(sizes, t5):
+    beams = Beams(num_beams=3)
 
+    def continued() -> list[list[list[int]]]:
+        generator = Generator(load(t5[1]), start=START, batch_size=4)
+        samples = [
+            generator.generate(prompts(), max_new_tokens=NEW, sampling=sampling)
+            for sampling in (GREEDY, SAMPLED)
+        ]
+        return [*samples, generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams)]
 
-@pytest.mark.thorough
-def test_beams_are_the_same_on_a_mesh(llama):
-    beams = Beams(num_beams=4)
-    alone = Generator(load(llama[1])).beam_search(prompts(), max_new_tokens=NEW, beams=beams)
-    with jax.set_mesh(mesh_of({"pipeline": 2, "data": 2, "model": 2})):
-        generator = Generator(load(llama[1]))
-        assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == alone
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_beams": 0}, "num_beams=0 must be at least 1"),
-        ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping='soon' must be True, False"),
-    ],
-)
-def test_unusable_beams_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        Beams(**values)
+    alone = continued()
+    with jax.set_mesh(mesh_of(sizes)):
+        assert continued() == alone
 
 
 def test_models_that_cannot_generate_are_refused():
@@ -286,8 +118,32 @@ def test_models_that_cannot_generate_are_refused():
         Generator(Llama(config, rngs=nnx.Rngs(0)))
 
 
-def test_decoding_copies_no_cache(llama):
-    generator = Generator(load(llama[1]))
+@pytest.mark.parametrize("start", [None, VOCAB])
+def test_a_decoder_without_a_start_token_is_refused(start, t5):
+    with pytest.raises(ValueError, match=f"a start token, whose id must be in 0..210, not {start}"):
+        Generator(load(t5[1]), start=start)
+
+
+def test_cross_attention_is_not_computed_again(t5):
+    # A decode step with longer prompts differs only by the attention to their cached keys.
+    generator = Generator(load(t5[1]), start=START)
+
+    def flops(length: int) -> float:
+        state = generator._started({0: [5] * length}, NEW, GREEDY)
+        step = generator._advance.lower(GREEDY, generator._params, NEW, state=state).compile()
+        analysis = step.cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]
+
+    config = generator._config
+    per_token = 4 * config.num_decoder_layers * config.num_heads * config.head_dim
+    softmax = 10 * config.num_decoder_layers * config.num_heads
+    assert flops(96) - flops(32) < 64 * (per_token + softmax)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_decoding_copies_no_cache(name, request):
+    generator = Generator(load(request.getfixturevalue(name)[1]), start=START)
     rows = dict(enumerate(prompts()))
     state = generator._started(rows, NEW, GREEDY)
     (cache, *_) = state.caches

@@ -1,0 +1,76 @@
+"""A learned bias of attention's logits that depends on the distance of query and key.
+
+Distances are sorted into buckets: one each for small distances, then logarithmic ones. Half of the
+buckets are for keys after the query, unless attention is causal.
+
+B batch, T seq, S key seq, N heads, R buckets.
+
+Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def relative_bias(
+    table_RN: jax.Array, length: int, *, is_causal: bool, max_distance: int
+) -> jax.Array:
+    """Return the bias of the logits of T queries and T keys, `[1, N, T, T]`.
+
+    Args:
+        table_RN: bias for each bucket of distances and each head.
+        length: T.
+        is_causal: whether all buckets are for keys before the query; otherwise half of them are for
+            keys after it.
+        max_distance: this distance and all larger ones share one bucket.
+    """
+    distances = np.arange(-(length - 1), length)  # key position minus query position
+    buckets = _buckets(distances, table_RN.shape[0], is_causal, max_distance)
+    by_distance_NR = table_RN[buckets].T
+    if length == 1:  # the rows below would be empty
+        return by_distance_NR[None, :, None]
+    # Query q needs the distances -q .. T-1-q, a window that moves left by one with each q. Repeat
+    # the line of 2T-1 distances, drop its first T-1, and cut the rest into rows that are one
+    # shorter than the line, so that each begins one distance further left. For T = 3:
+    #     -2 -1 [0 1 2 -2] [-1 0 1 2] [-2 -1 0 1] 2      ->  [0 1 2], [-1 0 1], [-2 -1 0]
+    num = len(distances)
+    lines = jnp.tile(by_distance_NR, (1, length))[:, length - 1 :][:, : length * (num - 1)]
+    return lines.reshape(-1, length, num - 1)[None, :, :, :length]
+
+
+def relative_bias_of_one(
+    table_RN: jax.Array, distances_BS: jax.Array, *, max_distance: int
+) -> jax.Array:
+    """Return the bias of the logits of one query of the decoder and S keys, `[B, N, 1, S]`.
+
+    Args:
+        table_RN: bias for each bucket of distances and each head.
+        distances_BS: int32, how far the keys are before the query.
+        max_distance: this distance and all larger ones share one bucket.
+    """
+    distances = -np.arange(max_distance + 1)
+    buckets = jnp.asarray(_buckets(distances, table_RN.shape[0], True, max_distance))
+    bias_BSN = table_RN[buckets[jnp.minimum(distances_BS, max_distance)]]
+    return bias_BSN.swapaxes(1, 2)[:, :, None]
+
+
+def _buckets(
+    distances: np.ndarray, num_buckets: int, is_causal: bool, max_distance: int
+) -> np.ndarray:
+    """Return the bucket of each distance: one each for small distances, then logarithmic ones."""
+    first = np.zeros_like(distances)
+    if is_causal:
+        distances = np.maximum(-distances, 0)
+    else:
+        num_buckets //= 2
+        first = np.where(distances > 0, num_buckets, 0)
+        distances = np.abs(distances)
+    exact = num_buckets // 2
+    # Use float32, like the training of published checkpoints: a boundary may be a whole number.
+    ratio = np.log(np.maximum(distances, 1).astype(np.float32) / np.float32(exact))
+    ratio /= np.float32(math.log(max_distance / exact))
+    large = exact + (ratio * np.float32(num_buckets - exact)).astype(np.int64)
+    return first + np.where(distances < exact, distances, np.minimum(large, num_buckets - 1))

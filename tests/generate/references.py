@@ -1,0 +1,117 @@
+"""Small models of transformers, their prompts, and their continuations, which ours must equal."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+import transformers as hf
+from jax.sharding import AxisType
+
+from generate.sampling import Sampling
+from sharding.mesh import AXES
+
+VOCAB = 211
+#: Lengths of the prompts; the window of the Mistral is shorter than most of them.
+LENGTHS = (3, 20, 7, 12, 1, 33, 16, 9)
+NEW = 64
+PAD = 1
+#: The token that the decoder of a T5 begins with.
+START = 0
+
+GREEDY = Sampling(temperature=0.0)
+
+_T5: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_layers": 4,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "d_model": 36,
+    "d_kv": 10,
+    "d_ff": 44,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 20,  # less than NEW
+}
+_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "hidden_size": 36,
+    "intermediate_size": 44,
+}
+MODELS: dict[str, Any] = {
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=VOCAB, n_positions=128, n_layer=3, n_head=4, n_embd=40)
+    ),
+    "opt": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(
+            vocab_size=VOCAB,
+            max_position_embeddings=128,
+            num_hidden_layers=3,
+            num_attention_heads=3,
+            hidden_size=39,
+            word_embed_proj_dim=39,
+            ffn_dim=50,
+        )
+    ),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)),
+    "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA)),
+    "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=10)),
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
+}
+
+
+def saved(name: str, directory: Path) -> Any:
+    """Save a random model whose continuations have many different tokens; return it."""
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(3)
+    model.save_pretrained(directory)
+    model.generation_config = hf.GenerationConfig(pad_token_id=PAD, decoder_start_token_id=START)
+    return model
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(2, VOCAB, length).tolist() for length in LENGTHS]
+
+
+def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int]]:
+    """Return the continuations of transformers, without random choices.
+
+    Its prompts are padded on the left, and the result has them, but not those of an encoder.
+    """
+    width = max(LENGTHS)
+    rows = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts()]
+    masks = [[0] * (width - length) + [1] * length for length in LENGTHS]
+    first = width
+    if model.config.is_encoder_decoder:
+        rows = [prompt + [PAD] * (width - len(prompt)) for prompt in prompts()]
+        masks = [mask[::-1] for mask in masks]
+        first = 1
+    found = model.generate(
+        torch.tensor(rows),
+        attention_mask=torch.tensor(masks),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=stop,
+        **options,
+    )
+    continuations = found[:, first:].tolist()
+    return [row[: row.index(stop) + 1] if stop in row else row for row in continuations]
+
+
+def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
+    axes = {axis: sizes.get(axis, 1) for axis in AXES}
+    mesh_axes = [*axes.values()], [*axes]
+    devices = jax.devices()[: int(np.prod([*axes.values()]))]
+    return jax.make_mesh(*mesh_axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)
