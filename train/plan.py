@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import re
 import shlex
 import sys
@@ -108,7 +109,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     if args.json:
         found = {"target": args.target, "num_devices": devices.count}
         found["plans"] = plans_as_json(choices, per_host)
-        found["runners_up"] = not_compiled_as_json(runners_up, choices, budget_bytes)
+        found["runners_up"] = not_compiled_as_json(runners_up, choices, math.inf)
         found["first_tried"] = not_compiled_as_json(tried, choices, budget_bytes)
         return json.dumps(found)
     options = " ".join(_option(key, value) for key, value in choices[0].plan.settings().items())

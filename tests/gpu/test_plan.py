@@ -175,4 +175,5 @@ def test_every_shipped_config_has_a_plan(name, target, capfd, tmp_path):
     report = json.loads(capfd.readouterr().out)
     times = [each["predicted"]["step_time_s"] for each in report["plans"]]
     assert times == sorted(times) and times[0] > 0
+    assert all(each["composed_step_time_s"] >= times[0] for each in report["runners_up"])
     assert all(each["memory"]["fits"] for each in report["plans"])

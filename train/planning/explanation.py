@@ -3,6 +3,7 @@
 The sentences come from the predicted steps of both plans.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,20 +78,19 @@ def not_compiled_as_text(
         budget_bytes: memory that a step may use on a device.
     """
     known = {choice.plan.mesh for choice in choices} | {each.mesh for each in runners_up}
-    parts = {
-        "Slower, by composed times alone, which are shorter than those of whole steps:": runners_up,
-        "Meshes to try first, which are not among these (composed, not compiled):": [
-            each for each in first_tried if each.mesh not in known
-        ],
-    }
-    blocks = []
-    for heading, found in parts.items():
-        lines = [
-            f"{each.plan or each.mesh}: {_why_not(each, choices[0], budget_bytes)}"
-            for each in found
-        ]
-        blocks += ["\n".join([heading, *lines])] * (len(lines) > 0)
+    slower = [_line(each, choices[0], math.inf) for each in runners_up]
+    others = [
+        _line(each, choices[0], budget_bytes) for each in first_tried if each.mesh not in known
+    ]
+    heading = "Slower, by composed times alone, which are shorter than those of whole steps:"
+    blocks = ["\n".join([heading, *slower])] * (len(slower) > 0)
+    heading = "Meshes to try first, which are not among these (composed, not compiled):"
+    blocks += ["\n".join([heading, *others])] * (len(others) > 0)
     return "\n\n".join(blocks)
+
+
+def _line(plan: NotCompiled, best: Choice, budget_bytes: float) -> str:
+    return f"{plan.plan or plan.mesh}: {_why_not(plan, best, budget_bytes)}"
 
 
 def not_compiled_as_json(
@@ -101,7 +101,7 @@ def not_compiled_as_json(
     Args:
         found: the plans.
         choices: the plans that were compiled, the fastest first.
-        budget_bytes: memory that a step may use on a device.
+        budget_bytes: memory that a step may use on a device; composed memory beyond it is a reason.
     """
     return [
         {

@@ -42,6 +42,9 @@ NUM_PLANS = 5
 #: How many plans are compiled whole first. The time of the best of them bounds the others: composed
 #: times are shorter than those of whole steps, 0.55 to 0.99 times in 35 plans of five models.
 _NUM_FIRST = 2
+#: How many plans are compiled at most besides, and in how many other ZeRO stages the best one.
+_NUM_MORE = 3
+_NUM_VARIANTS = 2
 #: How many parts are compiled at most, besides those that others are scaled from.
 _MAX_PARTS = 8
 #: How many of the most promising plans must be known before the search ends.
@@ -50,8 +53,6 @@ _NUM_KNOWN = 8
 _MAX_TRIES = 4
 #: How many of the leanest plans are tried if none of these fits.
 _NUM_LEAN = 4
-#: In how many other ZeRO stages the best plan is compiled.
-_NUM_VARIANTS = 2
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
 
@@ -155,7 +156,7 @@ class PlanSearch:
         found = _choices(self._compile(pairs, _NUM_FIRST, pool))
         if not found:
             leanest = self._costs.leanest(self.plans, _NUM_LEAN)
-            found = _choices(self._compile(leanest, NUM_PLANS - 1, pool))
+            found = _choices(self._compile(leanest, _NUM_LEAN, pool))
         if not found:
             raise self._runs.error()
         best = self._sorted(found)[0]
@@ -163,7 +164,7 @@ class PlanSearch:
         others = self._compile(self._zero_variants(best, best_s), _NUM_VARIANTS, pool)
         rest = [*pairs]
         faster = [pair for pair in rest if pair[1].step_s < best_s]
-        others += self._compile(faster, NUM_PLANS - _NUM_FIRST, pool)
+        others += self._compile(faster, _NUM_MORE, pool)
         self._slower = [pair for pair in rest if pair[1].step_s >= best_s]
         if not others:
             others = self._compile(self._slower, 1, pool)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_limits import (
     DoesNotFit,
+    NotCompiled,
     check_max_microbatches,
     first_tried,
     no_division,
@@ -131,3 +133,16 @@ def test_mesh_that_cannot_be_used_says_why():
     text = not_compiled_as_text([], found, [choice], 2**20)
     assert "data=8, " in text and "its leanest plan takes 8.00 GiB a device, of 1.0 MiB" in text
     assert "data=2 × model=4: it does not divide the model or the batch" in text
+
+
+def test_plans_that_were_not_compiled_say_what_they_lose():
+    plans = [*space()]
+    best, other = (next(plan for plan in plans if plan.mesh.model == n) for n in (1, 4))
+    choice: Any = dataclasses.make_dataclass("Choice", ["plan", "cost"])(best, cost(best))
+    runner_up = NotCompiled(mesh=other.mesh, plan=other, cost=cost(other))
+    # Composed memory is not exact, so it is no reason here.
+    text = not_compiled_as_text([runner_up], [runner_up], [choice], budget_bytes=1)
+    heading, line = text.splitlines()
+    assert heading.startswith("Slower, by composed times alone")
+    assert line == f"{other}: +22.2%; layers 2,000 ms more, of 2,000 ms"
+    assert not_compiled_as_text([], [], [choice], budget_bytes=1) == ""
