@@ -22,6 +22,7 @@ from convert.from_hf import load_model
 from convert.source import read_source
 from generate.beam_search import Beams
 from generate.generator import Generator
+from generate.model_options import add_model_options, mesh_of
 from generate.prompts import (
     Prompt,
     TextCodec,
@@ -34,12 +35,10 @@ from generate.prompts import (
 )
 from generate.sampling import Sampling
 from sharding.distributed.startup import start
-from sharding.mesh import AXES, MeshConfig, use_mesh
+from sharding.mesh import use_mesh
 from untrusted.files import write_text
-from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
 
-_DTYPES = ("float32", "bfloat16", "float64")
 _EARLY_STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
 
@@ -58,9 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m generate", allow_abbrev=False)
-    parser.add_argument(
-        "--model", type=Path, required=True, help="a run, a checkpoint, or a Hugging Face model"
-    )
+    add_model_options(parser, batch_size=32)
     parser.add_argument("--prompt", action="append", default=[], help="a text; may be repeated")
     parser.add_argument(
         "--prompts", type=Path, help='a file with {"prompt": …} or {"tokens": […]} per line'
@@ -82,10 +79,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--early_stopping", choices=_EARLY_STOPPING, default="false", help="when beams end"
     )
-    parser.add_argument("--batch_size", type=int, default=32, metavar="N", help="rows at a time")
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the computation")
-    parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
-    add_allow_import(parser)
     return parser
 
 
@@ -103,7 +96,7 @@ def _continue(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     beams = _beams_of(args, sampling)
-    mesh = start(_mesh_of(args.mesh))
+    mesh = start(mesh_of(args.mesh))
     source = read_source(args.model, allow_import=args.allow_import)
     tokenizer = tokenizer_of(source)
     codec = None if tokenizer is None else TextCodec(tokenizer)
@@ -212,24 +205,6 @@ def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:
         length_penalty=args.length_penalty,
         early_stopping=_EARLY_STOPPING[args.early_stopping],
     )
-
-
-def _mesh_of(text: str) -> MeshConfig:
-    """Return the mesh of `--mesh`: one device if the text is empty.
-
-    Raises:
-        ValueError: the text is not a mesh.
-    """
-    sizes: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        axis, _, size = part.partition("=")
-        if axis not in AXES or not size.isdecimal():
-            raise ValueError(
-                f"--mesh={text}: {part!r} is not one of {', '.join(AXES)} with a size, such as "
-                "model=2"
-            )
-        sizes[axis] = int(size)
-    return MeshConfig(**sizes)
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -12,17 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from generate.batches import batches_of, check_batch_size, padded
 from generate.beam_search import NONE, Beams, BeamSearch
 from generate.decoder import Caches, decoder_of
 from generate.sampling import Sampling, choose
 from sharding.logical import axis_rules
-from sharding.mesh import REPLICA_AXES
 from sharding.rules import rules_on
 
 Tree = Any
-
-#: Prompts are padded to a multiple of this, so that few programs are compiled.
-_PROMPT_MULTIPLE = 32
 
 
 @jax.tree_util.register_dataclass
@@ -80,18 +77,12 @@ class Generator:
         batch_size: int = 32,
     ):
         mesh = jax.sharding.get_mesh()
-        replicas = int(np.prod([mesh.shape.get(axis, 1) for axis in REPLICA_AXES]))
-        if batch_size < 1 or batch_size % replicas:
-            raise ValueError(
-                f"batch_size={batch_size} must be a positive multiple of the mesh's {replicas} "
-                "replicas"
-            )
+        self._num_replicas = check_batch_size(mesh, batch_size)
         self._config = model.config
         self._decoder = decoder_of(model, start)
         self.follows_prompt = self._decoder.follows_prompt
         self._stop = tuple(stop)
         self._batch_size = batch_size
-        self._num_replicas = replicas
         self._rules = rules_on(mesh)
         params = nnx.to_pure_dict(nnx.split(model)[1])
         self._params = jax.jit(self._decoder.separate)(params)
@@ -135,7 +126,7 @@ class Generator:
             raise ValueError(f"num_samples={num_samples} must be at least 1")
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
         found: list[list[int]] = [[] for _ in rows]
-        for numbers in self._batches(rows):
+        for numbers in batches_of(rows, self._batch_size):
             batch = {number: rows[number] for number in numbers}
             for number, tokens in self._continued(batch, max_new_tokens, sampling).items():
                 found[number] = tokens
@@ -164,7 +155,7 @@ class Generator:
         """
         self._check(prompts, max_new_tokens)
         found: list[list[int]] = [[] for _ in prompts]
-        for numbers in self._batches(prompts):
+        for numbers in batches_of(prompts, self._batch_size):
             tokens_BT, lengths_B = self._padded([prompts[number] for number in numbers])
             is_prompt_B = np.arange(len(lengths_B)) < len(numbers)
             state = self._first_beams(
@@ -216,12 +207,6 @@ class Generator:
                     f"they are more than the model's {most} positions; shorten one of them"
                 )
 
-    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the numbers of the rows of each batch; rows of similar length are together."""
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        for start in range(0, len(order), self._batch_size):
-            yield order[start : start + self._batch_size]
-
     def _continued(
         self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
     ) -> dict[int, list[int]]:
@@ -251,22 +236,7 @@ class Generator:
         )
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a batch, int32[B, T], and the lengths of its rows, int32[B].
-
-        There are few batch sizes and lengths, so that few programs are compiled.
-        """
-        size = 1 << (len(rows) - 1).bit_length()
-        size = -(-size // self._num_replicas) * self._num_replicas
-        size = min(size, self._batch_size)
-        length = max(map(len, rows))
-        length = -(-length // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE
-        length = min(length, self._decoder.max_positions or length)
-        tokens_BT = np.zeros((size, length), np.int32)
-        lengths_B = np.ones(size, np.int32)
-        for place, row in enumerate(rows):
-            tokens_BT[place, : len(row)] = row
-            lengths_B[place] = len(row)
-        return tokens_BT, lengths_B
+        return padded(rows, self._num_replicas, self._batch_size, self._decoder.max_positions)
 
     def _first(
         self,

@@ -28,9 +28,9 @@ class TextCodec:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer puts before each text."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text, with the special ones that the tokenizer adds to a text."""
+        return self._tokenizer.encode(text, add_special_tokens=has_special_tokens).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
@@ -81,6 +81,21 @@ def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | Non
     if found is None and tokenizer is not None:
         return tokenizer.special_ids.get("pad", tokenizer.eos_id)
     return found
+
+
+def first_token_of(source: Source, tokenizer: FileTokenizer) -> int:
+    """Return the id of the token that a text begins with where it needs one.
+
+    It is the `bos_token` of tokenizer_config.json, or else the end-of-text token.
+    """
+    file = None if source.hf_files is None else source.hf_files / "tokenizer_config.json"
+    if file is None or not file.is_file():
+        return tokenizer.eos_id
+    found = read_json(file, within=source.hf_files).get("bos_token")
+    content = found.get("content") if isinstance(found, dict) else found
+    known = tokenizers.Tokenizer.from_str(tokenizer.content)
+    token = known.token_to_id(content) if isinstance(content, str) else None
+    return tokenizer.eos_id if token is None else token
 
 
 def _setting(source: Source, key: str, type_: Any) -> Any:

@@ -1,0 +1,250 @@
+"""Evaluates a model with the tasks of lm-eval, EleutherAI's harness.
+
+    python -m generate.lm_eval --model=runs/gpt2_3d --tasks=my_task --include_path=tasks
+
+lm-eval reads the tasks, asks for log-probabilities and continuations, and computes the metrics;
+`TaskModel` answers it with our model. docs/generate.md explains the options.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from convert.from_hf import load_model
+from convert.source import read_source
+from data.text.tokenization.file_tokenizer import FileTokenizer
+from generate.generator import Generator
+from generate.model_options import add_model_options, mesh_of
+from generate.prompts import TextCodec, first_token_of, stop_tokens_of, tokenizer_of
+from generate.sampling import Sampling
+from generate.scoring import Scorer
+from sharding.distributed.startup import start
+from sharding.mesh import use_mesh
+from untrusted.files import write_text
+from untrusted.messages import sentence_of, shortened
+
+try:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"error: {error}; evaluations need: pip install 'lm-eval>=0.4.13,<0.5'")
+
+#: A context, a continuation, and the texts that they come from.
+_Request = tuple[Any, list[int], list[int]]
+#: Keys of a task's `generation_kwargs` -> fields of `Sampling`.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_MAX_NEW_TOKENS = 256
+
+
+class TaskModel(TemplateLM):
+    """A model as lm-eval asks it. Texts get no special tokens, as in its Hugging Face backend.
+
+    Args:
+        model: a causal language model, as from `convert.from_hf.load`.
+        tokenizer: its tokenizer.
+        first_token: id of the token that an empty context consists of.
+        stop: ids of tokens that end a continuation.
+        batch_size: most texts at a time; a multiple of the number of replicas of the mesh.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: FileTokenizer,
+        *,
+        first_token: int,
+        stop: Sequence[int],
+        batch_size: int,
+    ):
+        super().__init__()
+        self._codec = TextCodec(tokenizer)
+        self._eos = tokenizer.eos_id
+        self._first_token = first_token
+        self._most = model.config.max_positions
+        self._scorer = Scorer(model, batch_size=batch_size)
+        self._generator = Generator(model, stop=stop, batch_size=batch_size)
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the end-of-text token."""
+        return self._eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Id of the token that an empty context consists of."""
+        return self._first_token
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Return the tokens of a text, without special ones unless asked for."""
+        return self._codec.encode(string, has_special_tokens=bool(add_special_tokens))
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-probability of each whole text, in windows as long as the model allows."""
+        windows: list[_Request] = []
+        owners = []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            for window in get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._most,
+                context_len=1,
+            ):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+            totals[number] += log_prob
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[_Request], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether it is the likeliest.
+
+        A context that is too long loses its first tokens.
+        """
+        texts = [[*context, *continuation] for _, context, continuation in requests]
+        scores = self._scorer.score([text[-(self._most + 1) :] for text in texts])
+        found = []
+        for (_, _, continuation), score in zip(requests, scores, strict=True):
+            log_probs = score.log_probs[-len(continuation) :]
+            is_likeliest = score.is_likeliest[-len(continuation) :]
+            found.append((float(log_probs.sum()), bool(is_likeliest.all())))
+        return found
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Return a continuation of each context, up to the first of the task's stop texts."""
+        asked: list[Any] = [request.args for request in requests]  # (context, generation_kwargs)
+        groups: dict[str, list[int]] = {}
+        for number, (_, options) in enumerate(asked):
+            groups.setdefault(json.dumps(options, sort_keys=True), []).append(number)
+        found = [""] * len(requests)
+        for numbers in groups.values():
+            options: dict[str, Any] = {
+                **normalize_gen_kwargs(asked[numbers[0]][1], _MAX_NEW_TOKENS)
+            }
+            until = options.pop("until")
+            most = options.pop("max_gen_toks")
+            room = self._most - most
+            if room < 1:
+                raise ValueError(
+                    f"the task asks for {most} new tokens, but the model has {self._most} positions"
+                )
+            continuations = self._generator.generate(
+                [self.tok_encode(asked[number][0])[-room:] for number in numbers],
+                max_new_tokens=most,
+                sampling=_sampling_of(options),
+            )
+            for number, tokens in zip(numbers, continuations, strict=True):
+                text = self._codec.decode(tokens)
+                found[number] = postprocess_generated_text(text, until, None)
+        return found
+
+
+def _sampling_of(options: dict[str, Any]) -> Sampling:
+    """Return how tokens are chosen, from a task's `generation_kwargs`.
+
+    Raises:
+        ValueError: a key is not known.
+    """
+    values = {key: options.pop(key) for key in _SAMPLING if key in options}
+    if not options.pop("do_sample", False):
+        values["temperature"] = 0.0
+        values = {
+            key: values[key] for key in ("temperature", "repetition_penalty") if key in values
+        }
+    if options:
+        raise ValueError(
+            f"the task's generation_kwargs have {shortened([*options])}, which is not supported; "
+            f"known are until, max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
+        )
+    return Sampling(**values)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 after an error."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    jax.config.update("jax_enable_x64", args.dtype == "float64")
+    try:
+        print(_evaluate(args))
+    except (ValueError, OSError) as error:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m generate.lm_eval", allow_abbrev=False)
+    add_model_options(parser, batch_size=8)
+    parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks")
+    parser.add_argument(
+        "--include_path", type=Path, metavar="DIR", help="directory with tasks of your own"
+    )
+    parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question")
+    parser.add_argument("--limit", type=int, metavar="N", help="only N questions of each task")
+    parser.add_argument("--out", type=Path, help="write the metrics here, as JSON")
+    return parser
+
+
+def _evaluate(args: argparse.Namespace) -> str:
+    """Evaluate the model; return the metrics as a table."""
+    # lm-eval would fork processes for bootstraps, which jax's threads do not survive.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    manager = TaskManager(
+        include_path=None if args.include_path is None else str(args.include_path)
+    )
+    tasks = args.tasks.split(",")
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        raise ValueError(
+            f"--tasks={args.tasks}: lm-eval has no task {unknown[0]!r}; pass --include_path with "
+            "the directory of its YAML file"
+        )
+    mesh = start(mesh_of(args.mesh))
+    source = read_source(args.model, allow_import=args.allow_import)
+    tokenizer = tokenizer_of(source)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer.json; put it beside the model")
+    with use_mesh(mesh):
+        model = TaskModel(
+            load_model(source, dtype=args.dtype),
+            tokenizer,
+            first_token=first_token_of(source, tokenizer),
+            stop=stop_tokens_of(source, tokenizer),
+            batch_size=args.batch_size,
+        )
+        found: Any = simple_evaluate(
+            model=model,
+            tasks=tasks,
+            task_manager=manager,
+            num_fewshot=args.num_fewshot,
+            limit=args.limit,
+            log_samples=False,
+        )
+    if args.out is not None:
+        kept = {key: found[key] for key in ("results", "n-shot", "versions")}
+        write_text(args.out, json.dumps({"model": str(args.model), **kept}, indent=1) + "\n")
+    return make_table(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

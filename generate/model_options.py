@@ -1,0 +1,46 @@
+"""Options of the commands that load a model: which one, its dtype, and its mesh."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sharding.mesh import AXES, MeshConfig
+from untrusted.imports import add_allow_import
+
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> None:
+    """Add these options to a parser.
+
+    Args:
+        parser: the parser.
+        batch_size: default of `--batch_size`.
+    """
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a run, a checkpoint, or a Hugging Face model"
+    )
+    parser.add_argument(
+        "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the computation")
+    parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
+    add_allow_import(parser)
+
+
+def mesh_of(text: str) -> MeshConfig:
+    """Return the mesh of `--mesh`: one device if the text is empty.
+
+    Raises:
+        ValueError: the text is not a mesh.
+    """
+    sizes: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, size = part.partition("=")
+        if axis not in AXES or not size.isdecimal():
+            raise ValueError(
+                f"--mesh={text}: {part!r} is not one of {', '.join(AXES)} with a size, such as "
+                "model=2"
+            )
+        sizes[axis] = int(size)
+    return MeshConfig(**sizes)
