@@ -82,7 +82,7 @@ def not_compiled_as_text(
     others = [
         _line(each, choices[0], budget_bytes) for each in first_tried if each.mesh not in known
     ]
-    heading = "Slower, by composed times alone, which are shorter than those of whole steps:"
+    heading = "Slower, by their composed times (not compiled):"
     blocks = ["\n".join([heading, *slower])] * (len(slower) > 0)
     heading = "Meshes to try first, which are not among these (composed, not compiled):"
     blocks += ["\n".join([heading, *others])] * (len(others) > 0)
