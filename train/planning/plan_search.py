@@ -35,17 +35,15 @@ from train.planning.scaled_times import ScaledTimes
 from train.reporting.compiled_step import CompiledStep
 from train.run.run import Run
 
-#: How many programs are compiled at a time.
 _NUM_THREADS = os.cpu_count() or 1
 #: How many plans are listed.
 NUM_PLANS = 5
 #: How many plans are compiled whole first. The time of the best of them bounds the others: composed
 #: times are shorter than those of whole steps, 0.55 to 0.99 times in 35 plans of five models.
 _NUM_FIRST = 2
-#: How many plans are compiled at most besides, and in how many other ZeRO stages the best one.
+#: How many plans are compiled at most besides, in other ZeRO stages of the best; at least in all.
 _NUM_MORE = 3
 _NUM_VARIANTS = 2
-#: How many are compiled at least, if so many fit.
 _NUM_LEAST = 3
 #: Within a host, where plans are closer together: composed times are 0.59 to 1.18 times as long in
 #: 37 plans of a T5, so plans up to this times above the bound are compiled.
@@ -108,6 +106,7 @@ class PlanSearch:
         self._devices = devices
         self._fixed = fixed
         self._budget = devices.budget
+        self._sure_bytes = devices.budget.device_bytes / _MEMORY_TOLERANCE
         # The smallest split that any plan has.
         self._layers = ScaledTimes(
             config,
@@ -155,7 +154,7 @@ class PlanSearch:
             DoesNotFit: no plan fits into memory.
             ValueError: no plan is legal.
         """
-        ranked = distinct(self._refine(pool))[: _MAX_TRIES * NUM_PLANS]
+        ranked = distinct(self._refine(pool), self._sure_bytes)[: _MAX_TRIES * NUM_PLANS]
         self._say("compiles the best plans whole")
         pairs = iter(ranked)
         found = _choices(self._compile(pairs, _NUM_FIRST, pool))
@@ -292,7 +291,8 @@ class PlanSearch:
             return self._costs.leanest(self.plans, _MAX_TRIES * NUM_PLANS)
         while True:
             ranked = self._costs.ranked(may_fit)
-            front = [part for _, cost in distinct(ranked)[:_NUM_KNOWN] for part in cost.unknown]
+            best = distinct(ranked, self._sure_bytes)[:_NUM_KNOWN]
+            front = [part for _, cost in best for part in cost.unknown]
             for part in dict.fromkeys(front):
                 running = pending.values()
                 is_free = len(running) < _NUM_THREADS and num_parts < _MAX_PARTS

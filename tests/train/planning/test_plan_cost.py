@@ -14,7 +14,7 @@ from tests.train.planning.test_parallel_plan import config_of
 from train.planning.layer_times import Part, PartMemory
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
-from train.planning.plan_cost import PlanCosts
+from train.planning.plan_cost import PlanCosts, distinct
 from train.planning.scaled_times import LayerTimes
 from train.planning.step_time import machine_of
 
@@ -216,3 +216,22 @@ def test_activations_in_flight_are_those_of_the_whole_schedule(name, chunks):
         for count in (num_stages, 4 * num_stages, 7 * num_stages):
             whole = max_in_flight(make_schedule(name, num_stages, count, chunks))
             assert in_flight(num_stages, count, name, chunks) == max(whole)
+
+
+def test_the_lowest_zero_stage_that_takes_hardly_longer_stands_for_a_mesh():
+    def costed(step_s: float, zero_stage: int, num_microbatches: int = 4, num_bytes: int = 1):
+        cost = dataclasses.replace(
+            COSTS.cost(plan()), layers_s=step_s, exposed_s=0.0, update_s=0.0, memory_bytes=num_bytes
+        )
+        return plan(num_microbatches, data=2, zero_stage=zero_stage), cost
+
+    ranked = [
+        costed(1.00, 2),
+        costed(1.01, 3),
+        costed(1.03, 1, num_bytes=9),  # may not fit
+        costed(1.04, 1, 8),
+        costed(1.049, 0),
+        costed(1.20, 0, 8),  # takes longer
+    ]
+    found = distinct(ranked, sure_bytes=8)
+    assert [(each.zero_stage, each.num_microbatches) for each, _ in found] == [(0, 4), (1, 8)]
