@@ -9,20 +9,17 @@ model. docs/generate.md explains the options.
 
 import argparse
 import dataclasses
-import logging
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from convert.from_hf import load_model
 from convert.source import read_source
 from generate.beam_search import Beams
+from generate.command import add_model_options, mesh_of, run
 from generate.generator import Generator
-from generate.model_options import add_model_options, mesh_of
 from generate.prompts import (
     Prompt,
     TextCodec,
@@ -37,22 +34,13 @@ from generate.sampling import Sampling
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
-from untrusted.messages import sentence_of
 
 _EARLY_STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    jax.config.update("jax_enable_x64", args.dtype == "float64")
-    try:
-        _continue(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run(_continue, _parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,27 +8,24 @@ lm-eval reads the tasks, asks for log-probabilities and continuations, and compu
 
 import argparse
 import json
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from convert.from_hf import load_model
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
+from generate.command import add_model_options, mesh_of, run
 from generate.generator import Generator
-from generate.model_options import add_model_options, mesh_of
 from generate.prompts import TextCodec, first_token_of, stop_tokens_of, tokenizer_of
 from generate.sampling import Sampling
 from generate.scoring import Scorer
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
-from untrusted.messages import sentence_of, shortened
+from untrusted.messages import shortened
 
 try:
     from lm_eval.api.instance import Instance
@@ -96,7 +93,7 @@ class TaskModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each whole text, in windows as long as the model allows."""
+        """Return the log-probability of each text; long texts are divided into windows."""
         windows: list[_Request] = []
         owners = []
         for number, request in enumerate(requests):
@@ -181,15 +178,7 @@ def _sampling_of(options: dict[str, Any]) -> Sampling:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    args = _parser().parse_args(argv)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
-    jax.config.update("jax_enable_x64", args.dtype == "float64")
-    try:
-        print(_evaluate(args))
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run(_evaluate, _parser().parse_args(argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -205,8 +194,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _evaluate(args: argparse.Namespace) -> str:
-    """Evaluate the model; return the metrics as a table."""
+def _evaluate(args: argparse.Namespace) -> None:
+    """Evaluate the model, and print the metrics as a table."""
     # lm-eval would fork processes for bootstraps, which jax's threads do not survive.
     os.environ["DISABLE_MULTIPROC"] = "1"
     manager = TaskManager(
@@ -243,7 +232,7 @@ def _evaluate(args: argparse.Namespace) -> str:
     if args.out is not None:
         kept = {key: found[key] for key in ("results", "n-shot", "versions")}
         write_text(args.out, json.dumps({"model": str(args.model), **kept}, indent=1) + "\n")
-    return make_table(found)
+    print(make_table(found))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from sharding.rules import rules_on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a model predicts for the tokens of a text, except the first.
+    """Log-probabilities of the tokens of a text, except the first.
 
     Attributes:
         log_probs: float32[T - 1], or wider: log-probability of each token after those before it.

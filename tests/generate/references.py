@@ -88,7 +88,8 @@ def prompts() -> list[list[int]]:
 def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int]]:
     """Return the continuations of transformers, without random choices.
 
-    Its prompts are padded on the left, and the result has them, but not those of an encoder.
+    It takes prompts with padding on the left, or on the right for an encoder. The result of a
+    causal model begins with its prompt, which is dropped.
     """
     width = max(LENGTHS)
     rows = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts()]

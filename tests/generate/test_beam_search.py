@@ -1,4 +1,4 @@
-"""Beam searches find what those of `transformers.generate` find, on every mesh."""
+"""Beam search returns the same tokens as `transformers.generate`, on every mesh."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Continuations equal those of `transformers.generate`, on every mesh."""
+"""Continuations have the same tokens as in `transformers.generate`, on every mesh."""
 
 import dataclasses
 from typing import Any

@@ -10,6 +10,7 @@ whole compiled steps.
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -219,9 +220,7 @@ class PlanSearch:
         return self._costs.cost(plan)
 
     def runners_up(self, choices: Sequence[Choice]) -> list[NotCompiled]:
-        """Return plans that complete the list, after the search.
-
-        They were not compiled, because their composed time is longer than the best plan's.
+        """Return plans that complete the list, after the search; composed times rule them out.
 
         Args:
             choices: the plans from `best`.
@@ -273,7 +272,7 @@ class PlanSearch:
             allows=self._allows,
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
             can_share_vocab=can_share_vocab(base.model),
-            cuts=self._layers.cuts_to_try,
+            cuts=functools.cache(self._layers.cuts_to_try),
             max_microbatches=self._max_microbatches,
         )
 

@@ -1,11 +1,17 @@
-"""Options of the commands that load a model: which one, its dtype, and its mesh."""
+"""What the commands that load a model share: the options for it, and how errors end."""
 
 import argparse
+import logging
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from sharding.mesh import AXES, MeshConfig
 from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
 
 _DTYPES = ("float32", "bfloat16", "float64")
 
@@ -44,3 +50,20 @@ def mesh_of(text: str) -> MeshConfig:
             )
         sizes[axis] = int(size)
     return MeshConfig(**sizes)
+
+
+def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Run a command; return the exit code: 0, or 2 after an error.
+
+    Args:
+        command: the command.
+        args: its arguments, with those of `add_model_options`.
+    """
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
+    jax.config.update("jax_enable_x64", args.dtype == "float64")
+    try:
+        command(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    return 0
