@@ -3,6 +3,7 @@
     python -m benchmarks.plans --config=configs/gpt2.py --target=h100:1x8 --check=all
     python -m benchmarks.plans --config=configs/gpt2.py --target=cpu:1x8 --check=times
     python -m benchmarks.plans --config=configs/gpt2.py:small --target=h100:1x1 --check=times
+    python -m benchmarks.plans --check=again --out=benchmarks/results/plans.json
     python -m benchmarks.plans --docs
 
 - *all* compiles every legal plan whole, and says by how much the planner's choice is slower than
@@ -10,6 +11,8 @@
 - *times* runs the best plan of each mesh on this machine, in turns, and compares the order of the
   measured times with the predicted order (Kendall's tau). A single device has one mesh; there it
   runs the best plan of each number of microbatches and rematerialization.
+- *again* plans the configs of all *all* in a file again, and compares the choices with the times
+  in the file. If the predictor has changed, these must be compiled again with *all*.
 
 A plan that does not fit into memory, or that the run's checks refuse, is not legal. With --docs,
 the command writes the tables of docs/plan.md from benchmarks/results/plans.json.
@@ -49,6 +52,8 @@ from untrusted.messages import sentence_of
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "plans.json"
 _DOCS = _ROOT / "docs" / "plan.md"
+#: Relative difference of two predictions of the same step.
+_SAME_TIME = 1e-6
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
     parser.add_argument("--config", help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--target", help="as for train.plan; --check=times needs these devices")
-    parser.add_argument("--check", choices=("all", "times"))
+    parser.add_argument("--check", choices=("all", "times", "again"))
     parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
     parser.add_argument("--docs", action="store_true", help="write docs/plan.md from the results")
@@ -65,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         results = json.loads(_RESULTS.read_text(encoding="utf-8"))
         _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
         return 0
+    if args.check == "again" and args.out is not None:
+        return _again(args.out)
     if args.config is None or args.target is None or args.check is None:
         parser.error("the following arguments are required: --config, --target, --check")
     logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
@@ -72,11 +79,7 @@ def main(argv: list[str] | None = None) -> int:
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        overrides = parse_overrides(others)
-        given = load_config(args.config, overrides)
-        fixed = {Override.parse(override).key for override in overrides}
-        config = open_config(given, fixed)
-        devices = devices_of(args.target, config)
+        config, devices, fixed = _inputs(args.config, args.target, others)
         if args.check == "all":
             figures = check_all(config, devices, fixed)
         else:
@@ -93,6 +96,48 @@ def main(argv: list[str] | None = None) -> int:
         known = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
         text = json.dumps([*known, figures], indent=1, allow_nan=False)
         args.out.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _inputs(config: str, target: str, others: list[str]) -> tuple[RunConfig, PlanDevices, set[str]]:
+    """Return the config, the devices, and the keys that the command line fixes."""
+    overrides = parse_overrides(others)
+    given = load_config(config, overrides)
+    fixed = {Override.parse(override).key for override in overrides}
+    opened = open_config(given, fixed)
+    return opened, devices_of(target, opened), fixed
+
+
+def _again(file: Path) -> int:
+    """Plan the configs in a file again, and update their choices; return the exit code."""
+    jax.config.update("jax_platforms", "cpu")
+    results = json.loads(file.read_text(encoding="utf-8"))
+    for number, result in enumerate(results):
+        if result["check"] != "all":
+            continue
+        words = [
+            word
+            for word in shlex.split(result["command"])[3:]
+            if not word.startswith(("--check=", "--out="))
+        ]
+        options = dict(word.split("=", 1) for word in words)
+        others = [word for word in words if not word.startswith(("--config=", "--target="))]
+        search = PlanSearch(*_inputs(options["--config"], options["--target"], others))
+        chosen = search.best()[0]
+        name = str(chosen.plan)
+        stored_s = result["steps_s"].get(name)
+        chosen_s = chosen.step.prediction.step_s
+        if stored_s is None or abs(chosen_s / stored_s - 1) > _SAME_TIME:
+            print(
+                f"error: {name} now takes {chosen_s} s, but {file} has {stored_s} s; compile all "
+                f"plans again: {result['command']}",
+                file=sys.stderr,
+            )
+            return 2
+        loss = stored_s / result["best_s"] - 1
+        print(f"{loss:6.1%}  {options['--target']}  {options['--config']}  {name}", flush=True)
+        results[number] = result | {"chosen": name, "chosen_s": stored_s, "loss": loss}
+    file.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
 
 

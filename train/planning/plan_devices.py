@@ -7,8 +7,9 @@
 They build the runs whose steps are compiled.
 """
 
+import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ class PlanDevices:
     def compile_whole(self, run: Run) -> CompiledStep:
         """Compile the step of a run from `assemble`, and predict its time."""
         return compile_and_predict(run, self.name, self.machine, self.budget)
+
+
+class Compilations:
+    """Compilations in threads, each of which is started once.
+
+    Args:
+        num_threads: how many run at the same time.
+    """
+
+    def __init__(self, num_threads: int):
+        self._pool = concurrent.futures.ThreadPoolExecutor(num_threads)
+        self._started: dict[Hashable, concurrent.futures.Future] = {}
+
+    def __enter__(self) -> "Compilations":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, key: Hashable, compile_it: Callable[[], Any]) -> concurrent.futures.Future:
+        """Return the future of a compilation, which is started unless the key is known."""
+        if key not in self._started:
+            self._started[key] = self._pool.submit(compile_it)
+        return self._started[key]
 
 
 def described_devices(

@@ -7,6 +7,7 @@ requests with more devices is composed, not compiled; see plan_cost.py.
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from sharding.analysis.cost.machine import Machine
 from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
@@ -142,6 +143,18 @@ class DoesNotFit(Exception):
         super().__init__(str(leanest[0]))
         self.leanest = leanest
         self.needs = needs
+
+
+def may_use_host_memory(config: RunConfig, fixed: Collection[str], machine: Machine) -> bool:
+    """Return whether plans may place the optimizer state in host memory.
+
+    Args:
+        config: the run's config.
+        fixed: keys of the config that stay as they are.
+        machine: the rates of the devices.
+    """
+    is_open = config.memory.placement == "device" and "memory.placement" not in fixed
+    return is_open and config.optimizer.name in ELEMENTWISE and not machine.shares_cores
 
 
 def no_memory(

@@ -16,19 +16,20 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from models.functions import can_share_vocab
 from train.config.schema import RunConfig
-from train.optim.optimizer import ELEMENTWISE
 from train.planning.fitting import FittingRuns
 from train.planning.layer_times import Part
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost, PlanCosts, distinct
-from train.planning.plan_devices import PlanDevices
+from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
     DoesNotFit,
     NotCompiled,
     first_tried,
+    may_use_host_memory,
     no_division,
     no_memory,
 )
@@ -42,10 +43,11 @@ NUM_PLANS = 5
 #: How many plans are compiled whole first. The time of the best of them bounds the others: composed
 #: times are shorter than those of whole steps, 0.55 to 0.99 times in 35 plans of five models.
 _NUM_FIRST = 2
-#: How many plans are compiled at most besides, in other ZeRO stages of the best; at least in all.
+#: How many plans are compiled at most besides, and in other ZeRO stages of the best.
 _NUM_MORE = 3
 _NUM_VARIANTS = 2
-_NUM_LEAST = 3
+#: Another ZeRO stage is compiled if its composed time is less than this times the best's.
+_LEAST_GAIN = 0.995
 #: Within a host, where plans are closer together: composed times are 0.59 to 1.18 times as long in
 #: 37 plans of a T5, so plans up to this times above the bound are compiled.
 _NUM_MORE_IN_HOST = 4
@@ -121,6 +123,7 @@ class PlanSearch:
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
         self._slower: list[tuple[ParallelPlan, PlanCost]] = []
+        self._compiles = Compilations(_NUM_THREADS)
         self._started = time.monotonic()
 
     def best(self) -> list[Choice]:
@@ -132,21 +135,21 @@ class PlanSearch:
         Raises:
             ValueError: no plan divides the model and the batch, or none fits into memory.
         """
-        with concurrent.futures.ThreadPoolExecutor(_NUM_THREADS) as pool:
-            self._start(pool)
+        with self._compiles:
+            self._start()
             try:
-                choices = self._finalists(pool)
+                choices = self._finalists()
             except DoesNotFit as found:
-                if not self._may_use_host_memory():
+                if not may_use_host_memory(self._config, self._fixed, self._devices.machine):
                     raise ValueError(self._no_memory(found)) from None
                 self._place_in_host_memory()
                 try:
-                    choices = self._finalists(pool)
+                    choices = self._finalists()
                 except DoesNotFit as again:
                     raise ValueError(self._no_memory(again)) from None
         return self._sorted(choices)[:NUM_PLANS]
 
-    def _finalists(self, pool: concurrent.futures.Executor) -> list[Choice]:
+    def _finalists(self) -> list[Choice]:
         """Return the most promising plans that fit.
 
         Two are compiled, then others that may be faster, then the best in other ZeRO stages.
@@ -155,13 +158,13 @@ class PlanSearch:
             DoesNotFit: no plan fits into memory.
             ValueError: no plan is legal.
         """
-        ranked = distinct(self._refine(pool), self._sure_bytes)[: _MAX_TRIES * NUM_PLANS]
+        ranked = distinct(self._refine(), self._sure_bytes)[: _MAX_TRIES * NUM_PLANS]
         self._say("compiles the best plans whole")
         pairs = iter(ranked)
-        found = _choices(self._compile(pairs, _NUM_FIRST, pool))
+        found = _choices(self._compile(pairs, _NUM_FIRST))
         if not found:
             leanest = self._costs.leanest(self.plans, _NUM_LEAN)
-            found = _choices(self._compile(leanest, _NUM_LEAN, pool))
+            found = _choices(self._compile(leanest, _NUM_LEAN))
         if not found:
             raise self._runs.error()
         is_in_host = self._devices.count <= self._devices.machine.gpus_per_host
@@ -171,41 +174,29 @@ class PlanSearch:
         faster = [pair for pair in rest if pair[1].step_s < bound_s]
         self._slower = [pair for pair in rest if pair[1].step_s >= bound_s]
         num_more = _NUM_MORE_IN_HOST if is_in_host else _NUM_MORE
-        found += _choices(self._compile(faster, num_more, pool))
-        others = self._compile(self._zero_variants(self._sorted(found)[0]), _NUM_VARIANTS, pool)
-        if len(found) + len(others) < _NUM_LEAST:
-            others += self._compile(self._slower, 1, pool)
-        return found + _choices(others)
+        found += _choices(self._compile(faster, num_more))
+        variants = self._zero_variants(self._sorted(found)[0])
+        return found + _choices(self._compile(variants, _NUM_VARIANTS))
 
     def _compile(
-        self,
-        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
-        count: int,
-        pool: concurrent.futures.Executor,
+        self, pairs: Iterable[tuple[ParallelPlan, PlanCost]], count: int
     ) -> list[_Pending]:
         """Start to compile the first plans that fit, at most `count` of them."""
         return [
-            (plan, cost, pool.submit(self._devices.compile_whole, run))
+            (plan, cost, self._compiles.start(plan, partial(self._devices.compile_whole, run)))
             for plan, cost, run in self._runs.first(pairs, count)
         ]
 
     def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
         others = {dataclasses.replace(best.plan, zero_stage=stage) for stage in range(4)}
-        others.discard(best.plan)
-        ranked = self._costs.ranked([plan for plan in self.plans if plan in others])
-        return [pair for pair in ranked if pair[1].step_s < best.step.prediction.step_s]
+        ranked = self._costs.ranked([plan for plan in self.plans if plan in others - {best.plan}])
+        return [pair for pair in ranked if pair[1].step_s < _LEAST_GAIN * best.cost.step_s]
 
     def _sorted(self, choices: list[Choice]) -> list[Choice]:
         """Return the choices that fit as compiled, the fastest first; if none does, all."""
         fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
         return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
-
-    def _may_use_host_memory(self) -> bool:
-        config = self._config
-        is_open = config.memory.placement == "device" and "memory.placement" not in self._fixed
-        is_elementwise = config.optimizer.name in ELEMENTWISE
-        return is_open and is_elementwise and not self._devices.machine.shares_cores
 
     def _place_in_host_memory(self) -> None:
         """Continue with the same plans, but with optimizer state in host memory."""
@@ -242,7 +233,7 @@ class PlanSearch:
             budget_bytes=self._budget.device_bytes,
         )
 
-    def _start(self, pool: concurrent.futures.Executor) -> None:
+    def _start(self) -> None:
         """Find all plans, and compile the parts that others are scaled from."""
         layers = self._layers
         count = self._devices.count
@@ -252,7 +243,11 @@ class PlanSearch:
         self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
         size = self._config.data.global_batch_size
         parts = layers.parts_of_base(min(plan.microbatch_size(size) for plan in self.plans))
-        for compiled in [self._submit(part, pool) for part in parts]:
+        running = [self._submit(part) for part in parts]
+        splits = {layers.with_split(plan.mesh) for plan in self.plans} - {layers.base}
+        if len(splits) == 1:  # it will be needed, and a thread may be idle
+            self._submit(*splits)
+        for compiled in running:
             compiled.result()
         layers.measure_base(parts)
 
@@ -276,14 +271,14 @@ class PlanSearch:
             max_microbatches=self._max_microbatches,
         )
 
-    def _refine(self, pool: concurrent.futures.Executor) -> list[tuple[ParallelPlan, PlanCost]]:
+    def _refine(self) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the plans that may fit, the fastest first; compile parts of the most promising.
 
         Whenever a part has been compiled, the plans are ranked again to choose the next one. If no
         plan may fit, the leanest are returned.
         """
         pending: dict[concurrent.futures.Future, Part] = {}
-        num_parts = 0
+        num_parts = num_early = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
         may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
         if not may_fit:
@@ -297,8 +292,12 @@ class PlanSearch:
                 is_free = len(running) < _NUM_THREADS and num_parts < _MAX_PARTS
                 if is_free and part not in running and not self._layers.is_between(part, running):
                     self._say(f"compiles the layers with {part}")
-                    pending[self._submit(part, pool)] = part
+                    pending[self._submit(part)] = part
                     num_parts += 1
+            if 0 < len(pending) < _NUM_THREADS:  # a thread is idle
+                known = [pair for pair in best if not pair[1].unknown]
+                self._compile(known[: not num_early], 1)
+                num_early += 1
             if not pending:  # a plan whose times are only assumed comes last
                 return sorted(ranked, key=lambda pair: len(pair[1].unknown) > 0)
             for done in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
@@ -315,11 +314,11 @@ class PlanSearch:
             self._costs.cost,
         )
 
-    def _submit(self, part: Part, pool: concurrent.futures.Executor) -> concurrent.futures.Future:
+    def _submit(self, part: Part) -> concurrent.futures.Future:
         """Compile a part in a thread."""
         compiled = self._layers.compiled(part)
         _ = compiled.run.trace_train_step()  # tracing holds the interpreter's lock
-        return pool.submit(lambda: compiled.times)
+        return self._compiles.start(part, lambda: compiled.times)
 
     def _allows(self, context: int, model: int) -> bool:
         """Return whether the model can be split over these axes."""

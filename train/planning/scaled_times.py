@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
+from sharding.mesh import MeshConfig
 from sharding.pipeline.config import BALANCED
 from sharding.pipeline.stack_layout import even_cut
 from train.config.schema import RunConfig
@@ -171,12 +172,16 @@ class ScaledTimes:
             backward_s = max(0.0, times.step_s - rest_s)
             self._times.append(LayerTimes(forward_s=times.forward_s, backward_s=backward_s))
 
+    def with_split(self, split: Part | MeshConfig) -> Part:
+        """Return the base with the sizes of `context` and `model` of a part or a mesh."""
+        return dataclasses.replace(self.base, context=split.context, model=split.model)
+
     def unknown(self, part: Part) -> list[Part]:
         """Return the parts to compile before the times of `part` are known."""
         base = self.base
         found = []
         if self._measured_split(part.context, part.model) is None:
-            found.append(dataclasses.replace(base, context=part.context, model=part.model))
+            found.append(self.with_split(part))
         if part.remat not in self._recomputed:
             found.append(dataclasses.replace(base, remat=part.remat))
         return found
