@@ -53,6 +53,11 @@ class LazyArray(abc.ABC):
         """
 
     @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of the smallest part that is read at once; by default the whole array."""
+        return self.shape
+
+    @property
     def size(self) -> int:
         """The number of elements of the whole array."""
         return math.prod(self.shape)

@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from convert import preprocessor
+from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from convert.directories import new_directory
 from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
@@ -125,8 +126,9 @@ def convert(
 ) -> None:
     """Write a Hugging Face model as the directory of a run, with its parameters as step 0.
 
-    The directory contains `checkpoints/0/`, `config.yaml` with the section `model`, and `hf/` with
-    the files that `python -m convert.to_hf` needs to restore the original model.
+    It may have adapters of PEFT. The directory contains `checkpoints/0/`, `config.yaml` with the
+    section `model` (and `lora`, with adapters), and `hf/` with the files that `python -m
+    convert.to_hf` needs to restore the original model.
 
     Args:
         src: The directory of the Hugging Face model.
@@ -142,7 +144,7 @@ def convert(
     """
     with new_directory(dst) as directory:
         source = read_source(src, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
-        if source.hf_files != src:
+        if source.hf_files != src and not (src / ADAPTER_CONFIG_FILE).exists():
             raise ValueError(f"{src} is a run of Taibai; use the directory of a Hugging Face model")
         model = source.abstract()
         params = nnx.to_pure_dict(nnx.split(model)[1])
@@ -159,7 +161,11 @@ def convert(
         for name in preprocessor.FIELDS - source.fields.keys():
             fields.pop(name, None)  # Left out, so that the config of a run decides.
         section = {"name": source.model, **plain(fields)}
-        write_text(directory / CONFIG_FILE, yaml.safe_dump({"model": section}, sort_keys=False))
+        sections: dict[str, Any] = {"model": section}
+        if source.lora.rank is not None:
+            lora = plain(dataclasses.asdict(source.lora))
+            sections |= {"lora": lora, "init_from": source.init_from}
+        write_text(directory / CONFIG_FILE, yaml.safe_dump(sections, sort_keys=False))
         keep_hf_files(source, directory)
         num_params = sum(array.size for array in arrays.values())
     _log.info("%s: %s parameters of a %s", dst, f"{num_params:,}", source.model_class.__name__)

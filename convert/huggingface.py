@@ -77,9 +77,9 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {name: [] for name in shapes}
         for place in tensor_mappings:
             if place.ours in shapes:
-                _check_shape(place, by_name[place.theirs])
+                check_shape(place, by_name[place.theirs])
                 parts[place.ours].append((place, by_name[place.theirs]))
-        return {name: _ConvertedArray(shapes[name], part) for name, part in parts.items()}
+        return {name: ConvertedArray(shapes[name], part) for name, part in parts.items()}
 
     dtypes = {name: tensor.dtype.name for name, tensor in by_name.items()}
     return dataclasses.replace(source, open=open_arrays, dtypes=dtypes)
@@ -123,7 +123,7 @@ def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the tensor of a mapping; if the files have it under several names, compare them."""
     found = [tensors[name] for name in (place.theirs, *place.tied) if name in tensors]
     for tensor in found:
-        _check_shape(place, tensor)
+        check_shape(place, tensor)
     for tensor in found[1:]:
         if not same_values(found[0], tensor):
             raise ValueError(
@@ -134,7 +134,16 @@ def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
     return found[0]
 
 
-def _check_shape(place: TensorMapping, tensor: Tensor) -> None:
+def check_shape(place: TensorMapping, tensor: Tensor) -> None:
+    """Check that a tensor is a weight of the shape that a mapping expects.
+
+    Args:
+        place: The mapping.
+        tensor: The tensor.
+
+    Raises:
+        ValueError: It has another shape, or a dtype that weights cannot have.
+    """
     if tensor.dtype == np.dtype(np.void):
         tensor.map()  # Raises an error with the reason.
     if tensor.shape != place.their_shape:
@@ -145,7 +154,7 @@ def _check_shape(place: TensorMapping, tensor: Tensor) -> None:
         )
 
 
-class _ConvertedArray(LazyArray):
+class ConvertedArray(LazyArray):
     """A parameter that is read from the tensors of its layers, or from its single tensor.
 
     Its dtype is the smallest one that can represent the values of all these tensors.

@@ -10,6 +10,8 @@ from flax import nnx
 
 from checkpoint.lazy import LazyArray
 from convert.architecture import Architecture
+from models.adapters import add_adapters
+from models.layers.lora import LoraConfig
 from untrusted.documents import read_json
 from untrusted.imports import record_received
 from untrusted.messages import shortened
@@ -18,6 +20,8 @@ from untrusted.schema import check_fields
 Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
 
+
+NO_ADAPTERS = LoraConfig()
 
 #: The file in `hf_files` with the names of a classifier's labels, in order.
 LABELS_FILE = "labels.json"
@@ -49,6 +53,8 @@ class Source:
         open: A function {path of a parameter: shape} -> {path of a parameter: array that is read
             lazily}. The vocabulary is padded to the given shapes.
         dtypes: Name of a Hugging Face tensor -> its original dtype, for tensors where it is known.
+        lora: The adapters of the model.
+        init_from: The checkpoint that a run started from; empty for none.
     """
 
     path: Path
@@ -61,6 +67,8 @@ class Source:
     tokenizer: Path | None
     open: Callable[[Shapes], Mapping[str, LazyArray]]
     dtypes: Mapping[str, str]
+    lora: LoraConfig = NO_ADAPTERS
+    init_from: str = ""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -84,7 +92,12 @@ class Source:
         """Return the model with abstract parameters (shapes and dtypes without values)."""
         # On a mesh, nnx would mistake the names of logical axes for mesh axes.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return nnx.eval_shape(lambda: self.model_class(self.config, rngs=nnx.Rngs(0)))
+            return nnx.eval_shape(self._build)
+
+    def _build(self) -> nnx.Module:
+        model = self.model_class(self.config, rngs=nnx.Rngs(0))
+        add_adapters(model, self.lora, seed=0)
+        return model
 
 
 def read_config(file: Path, *, within: Path) -> dict[str, Any]:

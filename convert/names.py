@@ -265,15 +265,20 @@ def match(
         else:
             unknown.append(name)
     missing = [p.theirs for p in tensor_mappings if not matched.keys() & {p.theirs, *p.tied}]
-    _check_names({"lacks": missing, "has unknown": unknown, "has twice": duplicated})
+    check_names({"lacks": missing, "has unknown": unknown, "has twice": duplicated})
     return matched, left_out
 
 
-def _check_names(problems: Mapping[str, Sequence[str]]) -> None:
+def check_names(
+    problems: Mapping[str, Sequence[str]],
+    *,
+    what: str = "the checkpoint does not match its config.json",
+) -> None:
     """Raise a ValueError if there are names with problems.
 
     Args:
-        problems: A problem, in words that follow "the checkpoint" -> the names that have it.
+        problems: A problem, in words that follow "it" -> the names that have it.
+        what: The beginning of the message.
     """
     descriptions = [
         f"{problem} {len(names)} tensor(s): {listed(names, most=8)}"
@@ -281,7 +286,4 @@ def _check_names(problems: Mapping[str, Sequence[str]]) -> None:
         if names
     ]
     if descriptions:
-        raise ValueError(
-            f"the checkpoint does not match its config.json: it {'; it '.join(descriptions)}; "
-            "both must be of the same model"
-        )
+        raise ValueError(f"{what}: it {'; it '.join(descriptions)}; both must be of the same model")

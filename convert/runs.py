@@ -21,6 +21,7 @@ from convert.registry import find
 from data.text.tokenization.file_tokenizer import find_tokenizer
 from fields.keys import check_keys
 from fields.types import check_types
+from models.layers.lora import LoraConfig
 from models.registry import find_model
 from models.section import split_model_keys
 from models.stack import logical_axes
@@ -136,6 +137,11 @@ def open_run(
     dtypes_file = files / DTYPES_FILE
     dtypes = read_json(dtypes_file, within=workdir) if dtypes_file.exists() else {}
     check(dtypes, dict[str, str], dtypes_file)
+    adapters = config.get("lora", {})
+    check_fields(adapters, {}, f"{file}: lora")
+    check_keys(LoraConfig, adapters, f"{file}: lora")
+    init_from = config.get("init_from", "")
+    check(init_from, str, f"{file}: init_from")
     source = Source(
         path=path,
         model=name,
@@ -147,6 +153,8 @@ def open_run(
         tokenizer=find_tokenizer(files),
         open=lambda shapes: _open_checkpoint(source, step, shapes, averaged),
         dtypes=dtypes,
+        lora=LoraConfig(**adapters),
+        init_from=init_from,
     )
     return source
 
@@ -163,7 +171,11 @@ class _PaddedArray(LazyArray):
         self._array = array
         self.shape = shape
         self.dtype = array.dtype
-        self.chunk_shape = array.chunk_shape
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """The shape of a chunk, the smallest part that is read from disk."""
+        return self._array.chunk_shape
 
     def read(self, index: Index) -> np.ndarray:
         """Read a part of the padded parameter."""

@@ -1,6 +1,7 @@
 """Open a model on disk, either a Hugging Face model or a run, and load its parameters."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoint.lazy import LazyArray
+from convert.adapters.peft_format import CONFIG_FILE
+from convert.adapters.read_peft import open_adapter
 from convert.huggingface import open_huggingface
 from convert.model_on_disk import Source
 from convert.runs import newest_checkpoint, open_run
@@ -29,7 +32,8 @@ def read_source(
     occur twice. For a run, it reads the checkpoint once, to check that it is intact.
 
     Args:
-        path: A Hugging Face model, the directory of a run, or one of its checkpoints.
+        path: A Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
+            checkpoints.
         harmless: Unknown keys of config.json to ignore.
         allow_pickle_weights: Whether to open `.bin` files.
         averaged: Whether to use the averages of the parameters, if the run kept such averages.
@@ -45,6 +49,15 @@ def read_source(
     path = Path(path)
     if (path / "config.json").is_file():
         return open_huggingface(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
+    if (path / CONFIG_FILE).is_file():
+        open_base = partial(
+            read_source,
+            harmless=harmless,
+            allow_pickle_weights=allow_pickle_weights,
+            averaged=averaged,
+            allow_import=allow_import,
+        )
+        return open_adapter(path, open_base)
     return open_run(path, newest_checkpoint(path), averaged=averaged, allow_import=allow_import)
 
 

@@ -81,7 +81,7 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
     """
     if (directory / INDEX_FILE).exists() or (directory / SINGLE_FILE).exists():
         files = _files(directory, INDEX_FILE, SINGLE_FILE)
-        read = _open_safetensors
+        read = open_safetensors
     elif (directory / _PICKLE_INDEX).exists() or (directory / _PICKLE_FILE).exists():
         files = _files(directory, _PICKLE_INDEX, _PICKLE_FILE)
         read = _open_pickle
@@ -127,7 +127,8 @@ class ShardWriter:
         directory: The directory to write to.
         tensors: The (name, dtype, shape) of all tensors.
         max_shard_bytes: The maximum number of bytes of values in a file, unless it contains a
-            single tensor.
+            single tensor; None: everything is in one file.
+        single: The name of the file, if there is only one.
     """
 
     def __init__(
@@ -135,14 +136,17 @@ class ShardWriter:
         directory: Path,
         tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]],
         *,
-        max_shard_bytes: int,
+        max_shard_bytes: int | None,
+        single: str = SINGLE_FILE,
     ):
         self._directory = directory
+        self._single = single
+        most_bytes = math.inf if max_shard_bytes is None else max_shard_bytes
         self._shards: list[list[tuple[str, np.dtype, tuple[int, ...]]]] = [[]]
         self._total = filled = 0
         for tensor in tensors:
             num_bytes = _num_bytes(*tensor[1:])
-            if self._shards[-1] and filled + num_bytes > max_shard_bytes:
+            if self._shards[-1] and filled + num_bytes > most_bytes:
                 self._shards.append([])
                 filled = 0
             self._shards[-1].append(tensor)
@@ -158,7 +162,7 @@ class ShardWriter:
         count = len(self._shards)
         weight_map = {}
         for number, shard in enumerate(self._shards, 1):
-            file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            file = self._single if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             weight_map |= {name: file for name, _, _ in shard}
             with open_new(self._directory / file) as stream:
                 stream.write(_header(shard))
@@ -204,7 +208,15 @@ def _files(directory: Path, index: str, single: str) -> list[Path]:
     return files
 
 
-def _open_safetensors(file: Path) -> Iterator[Tensor]:
+def open_safetensors(file: Path) -> Iterator[Tensor]:
+    """Yield the tensors of a safetensors file.
+
+    Args:
+        file: The file.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     header, start = _read_header(file)
     size = file.stat().st_size - start
     end = 0

@@ -15,6 +15,8 @@ from flax import nnx
 
 from checkpoint.lazy import blocks
 from convert import preprocessor
+from convert.adapters.merged import merged
+from convert.adapters.write_peft import write_adapter
 from convert.architecture import Architecture
 from convert.directories import new_directory
 from convert.from_hf import copy_hf_files
@@ -54,12 +56,13 @@ def convert(
     dtype: str | None = None,
     max_shard_bytes: int = 2**30,
     averaged: bool = True,
+    merge: bool = False,
     allow_import: Sequence[str] = (),
 ) -> None:
-    """Write the parameters of a run as a Hugging Face model.
+    """Write the parameters of a run as a Hugging Face model, or its adapters for PEFT.
 
-    The directory gets safetensors files, config.json, preprocessor_config.json for a vision model,
-    and the tokenizer files found in the run's `hf/`.
+    The directory of a model gets safetensors files, config.json, preprocessor_config.json for a
+    vision model, and the tokenizer files found in the run's `hf/`.
 
     Args:
         checkpoint: The directory of a run, whose newest intact checkpoint is read, or one of its
@@ -70,6 +73,7 @@ def convert(
         max_shard_bytes: The maximum size of a file in bytes, at least 1, unless it contains a
             single tensor.
         averaged: Whether to write the averages of the parameters, if the run kept such averages.
+        merge: Whether to merge the adapters into the model, instead of writing only them.
         allow_import: Import paths, packages and modules that the run's `config.yaml` may import
             from.
 
@@ -88,17 +92,37 @@ def convert(
         )
     step = newest_checkpoint(checkpoint)
     source = read_source(step, averaged=averaged, allow_import=allow_import)
+    if merge:
+        source = merged(source)
     with new_directory(dst) as directory:
         architecture, hf = describe(source.model, source.config, source)
-        hf, default = _with_dtype({**hf, **_labels(source)}, dtype)
-        _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
-        preprocessor.write(source, directory)
         if source.hf_files is not None:
             copy_hf_files(source.hf_files, directory)
-        # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
-        hf = {**write_tokenizer(source, architecture, directory), **hf}
-        write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
-    _log.info("%s: %s of %s", dst, architecture.name, step)
+        has_adapters = source.lora.rank is not None
+        if has_adapters:
+            chosen = None if dtype is None else _DTYPES[dtype]
+            write_adapter(source, architecture, directory, chosen)
+        else:
+            _write_model(source, architecture, hf, directory, dtype, max_shard_bytes)
+    what = f"adapters of {architecture.name}" if has_adapters else architecture.name
+    _log.info("%s: %s of %s", dst, what, step)
+
+
+def _write_model(
+    source: Source,
+    architecture: Architecture,
+    hf: dict[str, Any],
+    directory: Path,
+    dtype: str | None,
+    max_shard_bytes: int,
+) -> None:
+    """Write the files of a model; `hf` is its config.json without dtype and labels."""
+    hf, default = _with_dtype({**hf, **_labels(source)}, dtype)
+    _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
+    preprocessor.write(source, directory)
+    # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
+    hf = {**write_tokenizer(source, architecture, directory), **hf}
+    write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
 
 
 def _write_tensors(
@@ -290,6 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--raw", action="store_true", help="write the weights themselves, not their averages"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge adapters into the model; otherwise, write them"
+    )
     add_allow_import(parser)
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # An accelerator would only be used for its memory.
@@ -302,6 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dtype=args.dtype,
             max_shard_bytes=args.max_shard_bytes,
             averaged=not args.raw,
+            merge=args.merge,
             allow_import=args.allow_import,
         )
     except (ValueError, OSError) as error:

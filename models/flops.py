@@ -43,7 +43,9 @@ def attention_flops(
     return full * (2 * num_keys - seen) * seen // (2 * num_keys**2)
 
 
-def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> int:
+def train_flops(
+    model: object, shapes: Mapping[str, Any], num_params: int, *, has_adapters: bool = False
+) -> int:
     """Return the FLOPs of a batch, forward and backward.
 
     Args:
@@ -52,11 +54,13 @@ def train_flops(model: object, shapes: Mapping[str, Any], num_params: int) -> in
             `teach_flops(shapes)`, that counts the teacher, which has no backward pass.
         shapes: the batch's arrays, or their ShapeDtypeStructs, by name.
         num_params: number of parameters.
+        has_adapters: whether only adapters are trained. Then the gradients of kernels, half of the
+            backward pass, do not count; nor do the adapters.
     """
     count = getattr(model, "forward_flops", None)
     forward = count(shapes) if count else dense_flops(num_params, num_tokens(shapes))
     teacher_outputs = getattr(model, "teach_flops", lambda shapes: 0)
-    return 3 * forward + teacher_outputs(shapes)
+    return (2 if has_adapters else 3) * forward + teacher_outputs(shapes)
 
 
 def num_tokens(shapes: Mapping[str, Any]) -> int:

@@ -57,6 +57,7 @@ from flax import nnx
 
 from fields.numbers import MAX_LAYERS
 from models.layers.basic import use_float8
+from models.layers.lora import use_dropout
 
 Tree = Any
 
@@ -104,6 +105,12 @@ def only_layers(numbers: jax.Array) -> Iterator[None]:
         _only_layers.reset(token)
 
 
+def layer_numbers(num_layers: int) -> jax.Array:
+    """Return the numbers of the layers that a stack of `num_layers` layers has here, int32[n]."""
+    numbers = _only_layers.get()
+    return jnp.arange(num_layers, dtype=jnp.int32) if numbers is None else numbers
+
+
 class Stack(nnx.Module):
     """`num_layers` identical blocks whose parameters are stacked on a leading `layers` axis."""
 
@@ -119,9 +126,9 @@ class Stack(nnx.Module):
 
         @nnx.split_rngs(splits=num_layers)
         def make_layers(rngs: nnx.Rngs) -> nnx.Module:
-            numbers = _only_layers.get()
-            if numbers is None:
+            if _only_layers.get() is None:
                 return make(rngs)
+            numbers = layer_numbers(num_layers)
             # Each layer has its own RNG key, so some layers can be made without the others.
             graph, keys = nnx.split(rngs)
             return make(nnx.merge(graph, jax.tree.map(lambda x: x[numbers], keys)))
@@ -213,6 +220,7 @@ def block_function(
         layer = nnx.merge(graph, params)
         if in_float8:
             use_float8(layer, scaling)
+        use_dropout(layer, keys)
         return layer(x, batch, keys)
 
     return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -43,6 +43,12 @@ class PrecisionConfig(Section, section="precision"):
         choices=("bfloat16", "float32", "float64"),
         required=True,
     )
+    frozen: str | None = field(
+        None,
+        "dtype of parameters that are not trained (`optimizer.frozen`, `lora`). None: that of "
+        "`params`.",
+        choices=("bfloat16", "float16", "float32"),
+    )
     reduce: str | None = field(
         None,
         "dtype in which gradients are summed over devices. None: the one in which they were "

@@ -93,6 +93,8 @@ class Linear(nnx.Module):
         can_use_float8: whether its product can be in float8.
         in_float8: whether its product is in float8.
         scaling: its scales; None: current scaling. See models/layers/float8.py.
+        lora: its adapter, if it has one: (x·kernel, x, kernel) -> the adapted output without bias.
+            See models/layers/lora.py.
     """
 
     def __init__(
@@ -117,9 +119,19 @@ class Linear(nnx.Module):
         self.can_use_float8 = can_use_float8 and all(n % _FLOAT8_MULTIPLE == 0 for n in counts)
         self.in_float8 = False
         self.scaling: float8.Scaling | None = nnx.data(None)
+        self.lora: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = nnx.data(None)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Apply the layer to x `[*batch, *inputs]` and return `[*batch, *outputs]`."""
+    def __call__(self, x: jax.Array, split: jax.Array | None = None) -> jax.Array:
+        """Apply the layer.
+
+        Args:
+            x: `[*batch, *inputs]`.
+            split: x before `gather_tokens`; `x` by default. An adapter reads it, so that the
+                gradients of x from several layers are still summed over devices at once.
+
+        Returns:
+            `[*batch, *outputs]`.
+        """
         kernel = self.kernel[...]
         outputs = kernel.shape[self.num_inputs :]
         # A GPU's product adds a bias of one dim without a pass over y. Where dims after the first
@@ -138,6 +150,8 @@ class Linear(nnx.Module):
             y = jax.lax.dot_general(
                 flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
             )
+        if self.lora is not None:
+            y = self.lora(y, x if split is None else split, kernel)
         if self.bias is not None:
             bias = self.bias[...]
             y = y + (bias.reshape(-1) if merges else bias)[None]

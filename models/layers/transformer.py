@@ -89,11 +89,12 @@ class Attention(nnx.Module):
         Returns:
             `[B, T, D]`.
         """
-        x_BTD = gather_tokens(x_BTD)
-        source_BSD = x_BTD if source_BSD is None else gather_tokens(source_BSD)
-        q = self.q(x_BTD)
-        k = self.k(source_BSD)
-        v = self.v(source_BSD)
+        whole_BTD = gather_tokens(x_BTD)
+        whole_BSD = whole_BTD if source_BSD is None else gather_tokens(source_BSD)
+        source_BSD = x_BTD if source_BSD is None else source_BSD
+        q = self.q(whole_BTD, x_BTD)
+        k = self.k(whole_BSD, source_BSD)
+        v = self.v(whole_BSD, source_BSD)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -145,14 +146,14 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the network to `x_BTD`; names the input of the activation "mlp"."""
         activation = ACTIVATIONS[self.activation]
-        x_BTD = gather_tokens(x_BTD)
-        h_BTF = self._project(self.up, x_BTD)
+        whole_BTD = gather_tokens(x_BTD)
+        h_BTF = self._project(self.up, whole_BTD, x_BTD)
         if self.gate is None:
             activated_BTF = recomputed(activation, stores_gradient=True)(h_BTF)
             return scatter_tokens(self.down(activated_BTF))
-        gate_BTF = self._project(self.gate, x_BTD)
+        gate_BTF = self._project(self.gate, whole_BTD, x_BTD)
         product_BTF = recomputed(lambda gate, h: activation(gate) * h)(gate_BTF, h_BTF)
         return scatter_tokens(self.down(product_BTF))
 
-    def _project(self, linear: Linear, x_BTD: jax.Array) -> jax.Array:
-        return checkpoint_name(constrain(linear(x_BTD), "batch", "seq", "mlp"), "mlp")
+    def _project(self, linear: Linear, whole_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+        return checkpoint_name(constrain(linear(whole_BTD, x_BTD), "batch", "seq", "mlp"), "mlp")

@@ -73,8 +73,8 @@ class FusedQKVAttention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, segments: Segments | None) -> jax.Array:
         """Return the output projection of the attention, `[B, T, D]`."""
-        qkv = constrain(self.qkv(gather_tokens(x_BTD)), "batch", "seq", None, "heads", "head_dim")
-        qkv = checkpoint_name(qkv, "qkv")
+        qkv = self.qkv(gather_tokens(x_BTD), x_BTD)
+        qkv = checkpoint_name(constrain(qkv, "batch", "seq", None, "heads", "head_dim"), "qkv")
         q_BTNH = qkv[:, :, 0]
         k_BTNH = qkv[:, :, 1]
         v_BTNH = qkv[:, :, 2]

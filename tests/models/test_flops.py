@@ -99,3 +99,4 @@ def test_flops_without_a_formula_count_a_multiply_add_per_parameter_and_token():
     shapes = {"tokens": ids(2, 5), "decoder_tokens": ids(2, 3), "targets": ids(2, 3)}
     assert num_tokens(shapes) == 16
     assert train_flops(object(), shapes, num_params=10) == 6 * 10 * 16
+    assert train_flops(object(), shapes, num_params=10, has_adapters=True) == 4 * 10 * 16

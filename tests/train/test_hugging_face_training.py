@@ -1,9 +1,13 @@
 """Compares 30 training steps with `transformers` and torch's AdamW on the same data."""
 
+from typing import Any
+
 import jax
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
 
 from convert.source import read_source
 from data.batches import train_batches
@@ -90,19 +94,19 @@ def torch_step(model, optimizer, batch):
     return float(loss.detach())
 
 
-@pytest.mark.thorough(but=["gpt2"])
-@pytest.mark.parametrize("name", MODELS)
-def test_losses_of_30_steps_equal_torch(name, tmp_path):
-    class_name, settings, changes = MODELS[name]
-    model = save_model(tmp_path / "model", class_name, **settings).train()
-    overrides = (
-        *SHARED,
-        *write_corpus(tmp_path),
-        *changes,
-        f"init_from={tmp_path / 'model'}",
-    )
+def losses_of_both(name, model, start, overrides, corpus_overrides):
+    """Return the losses of Taibai and of torch, which train on the same batches.
+
+    Args:
+        name: config in configs/.
+        model: the model of transformers or PEFT; it is trained.
+        start: directory with the same model.
+        overrides: overrides of the config.
+        corpus_overrides: overrides to train on a corpus.
+    """
+    overrides = (*SHARED, *corpus_overrides, *overrides, f"init_from={start}")
     config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
-    source = read_source(tmp_path / "model")
+    source = read_source(start)
     inherit_config(config, source, overrides)
     validated = validate_config(config)
     corpus = load_text(validated.data)
@@ -110,11 +114,12 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
     run = assemble_run(validated, mesh, vocab_size=corpus.tokenizer.vocab_size)
     state = run.state_layout.initial(start_params(run, source))
 
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    rest = [p for p in model.parameters() if p.ndim <= 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1]
+    rest = [p for p in trained if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
+        lr=validated.optimizer.learning_rate,
         betas=(validated.optimizer.beta1, validated.optimizer.beta2),
         eps=validated.optimizer.epsilon,
     )
@@ -127,5 +132,45 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
         placed = place_batch(batch, run.rows, run.batch_sharding, len(run.rows))
         state, metrics = run.compile_train_step()(state, placed)
         ours.append(float(jax.device_get(metrics["loss"])))
+    return ours, theirs
+
+
+@pytest.mark.thorough(but=["gpt2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_of_30_steps_equal_torch(name, tmp_path):
+    class_name, settings, changes = MODELS[name]
+    model = save_model(tmp_path / "model", class_name, **settings).train()
+    ours, theirs = losses_of_both(name, model, tmp_path / "model", changes, write_corpus(tmp_path))
+    np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+    assert ours[-1] < ours[0] - 0.3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("variant", [(), ("use_rslora",), ("use_dora",)])
+def test_losses_of_30_steps_with_adapters_equal_peft(variant, tmp_path):
+    class_name, settings, _ = MODELS["gpt2"]
+    base = save_model(tmp_path / "model", class_name, **settings)
+    # transformers changes names in a config that it has created itself.
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager"
+    )
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_fc"]}
+    settings |= {"fan_in_fan_out": True, "task_type": "CAUSAL_LM", **dict.fromkeys(variant, True)}
+    adapters = peft.LoraConfig(**settings)
+    model = peft.get_peft_model(base, adapters)
+    model.save_pretrained(str(tmp_path / "adapters"))
+    ours, theirs = losses_of_both(
+        "gpt2",
+        model.train(),
+        tmp_path / "adapters",
+        (
+            "lora.rank=4",
+            "lora.alpha=8",
+            "lora.targets=attention.qkv,mlp.up",
+            "optimizer.learning_rate=0.02",
+            *(f"lora.{name}=true" for name in variant),
+        ),
+        write_corpus(tmp_path),
+    )
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
     assert ours[-1] < ours[0] - 0.3

@@ -19,6 +19,7 @@ from fields.keys import check_keys, nearest
 from fields.numbers import shown
 from fields.section import Section
 from fields.types import check_types
+from models.layers.lora import LoraConfig
 from models.registry import MODELS, find_model
 from models.section import ModelSettings, split_model_keys
 from sharding.memory import MemoryConfig
@@ -58,6 +59,7 @@ class RunConfig:
         required=True,
     )
     model: ModelSettings
+    lora: LoraConfig
     mesh: MeshConfig
     rules: Mapping[str, Any] = field(
         {},

@@ -28,6 +28,7 @@ from untrusted.files import check_links, write_text
 FIXED = (
     "init_from",
     "model",
+    "lora",
     "data",
     "images",
     "train.seed",
@@ -36,6 +37,7 @@ FIXED = (
     "optimizer.name",
     "optimizer.frozen",
     "precision.params",
+    "precision.frozen",
 )
 #: Keys below FIXED that may change: they only set how fast and from where data is read, and how
 #: changes of it are noticed. The data itself is compared by hash.

@@ -1,4 +1,4 @@
-"""Frozen parameters: parameters that training does not change (`optimizer.frozen`)."""
+"""Frozen parameters: parameters that training does not change (`optimizer.frozen`, `lora`)."""
 
 import dataclasses
 import difflib
@@ -8,39 +8,56 @@ from typing import Any
 
 import jax
 
+from models.adapters import is_adapter
 from models.functions import ModelFunctions
+from models.layers.lora import LoraConfig
 
 Tree = Any
 
 
-def frozen_params(params: Tree, patterns: Sequence[str]) -> Tree:
-    """Return a bool per parameter: whether one of the patterns matches its name.
+def frozen_params(params: Tree, patterns: Sequence[str], lora: LoraConfig) -> Tree | None:
+    """Return a bool per parameter, whether it is frozen, or None if all are trained.
+
+    With adapters, all other parameters are frozen, except for those in `lora.also_trained`.
 
     Args:
         params: tree of parameters.
-        patterns: patterns of dotted names, such as "token_embedding" or "encoder.*". `*` matches
-            dots too.
+        patterns: `optimizer.frozen`: patterns of dotted names, such as "token_embedding" or
+            "encoder.*". `*` matches dots too.
+        lora: the section `lora`.
 
     Raises:
-        ValueError: a pattern matches no parameter, or the patterns match all of them.
+        ValueError: a pattern matches no parameter, or there is nothing to train.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    names = [".".join(str(key.key) for key in path) for path, _ in leaves]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            near = near or sorted({name.partition(".")[0] for name in names})
-            raise ValueError(
-                f"optimizer.frozen: {pattern!r} matches no parameter; the nearest are "
-                f"{', '.join(near)} (`python -m checkpoint show` lists all names, after `params.`)"
-            )
-    are_frozen = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
+    paths = [[str(key.key) for key in path] for path, _ in leaves]
+    names = [".".join(path) for path in paths]
+    are_frozen = _matched(names, patterns, "optimizer.frozen")
+    if lora.rank is not None:
+        also_trained = _matched(names, lora.also_trained, "lora.also_trained")
+        are_frozen = [
+            frozen or not (trained or is_adapter(path))
+            for frozen, trained, path in zip(are_frozen, also_trained, paths, strict=True)
+        ]
     if all(are_frozen):
         raise ValueError(
             f"optimizer.frozen={','.join(patterns)} matches all {len(names)} parameters, so there "
             "is nothing to train; remove some patterns"
         )
-    return jax.tree.unflatten(structure, are_frozen)
+    return jax.tree.unflatten(structure, are_frozen) if any(are_frozen) else None
+
+
+def _matched(names: Sequence[str], patterns: Sequence[str], key: str) -> list[bool]:
+    """Return whether a pattern matches, for each name; each pattern must match one."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            near = near or sorted({name.partition(".")[0] for name in names})
+            raise ValueError(
+                f"{key}: {pattern!r} matches no parameter; the nearest are "
+                f"{', '.join(near)} (`python -m checkpoint show` lists all names, after `params.`)"
+            )
+    return [any(fnmatchcase(name, pattern) for pattern in patterns) for name in names]
 
 
 def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunctions:

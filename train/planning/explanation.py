@@ -116,7 +116,7 @@ def not_compiled_as_json(
 
 
 def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
-    """Return what a plan loses to the best one, by their composed costs; "" if nothing."""
+    """Return what a plan loses to the best one, by their composed costs."""
     if tried.plan is None or tried.cost is None:
         return "it does not divide the model or the batch, or contradicts what is fixed"
     if tried.cost.memory_bytes > budget_bytes:
@@ -131,7 +131,10 @@ def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
     }
     more_s = tried.cost.step_s - best.cost.step_s
     if more_s <= 0:
-        return ""
+        return (
+            "its composed time is not longer; it was not compiled because its estimated memory "
+            "does not fit, or because plans that are as fast were compiled"
+        )
     increases = {part: getattr(tried.cost, part) - getattr(best.cost, part) for part in names}
     part = max(increases, key=lambda part: increases[part])
     return (
@@ -158,10 +161,11 @@ def plans_as_json(choices: Sequence[Choice], gpus_per_host: int) -> list[dict[st
 
 
 def _reason(choice: Choice, best: Choice, gpus_per_host: int) -> str:
-    """Return why a plan is slower than the best one; "" for the best."""
+    """Return why a plan is slower than the best one, or that it is not; "" for the best."""
     step = choice.step
     shape = step.run.mesh.shape
-    return why_slower(best.step.prediction, step.prediction, shape, gpus_per_host)
+    found = why_slower(best.step.prediction, step.prediction, shape, gpus_per_host)
+    return found or "it is as fast as the best" * (choice is not best)
 
 
 def why_slower(

@@ -139,6 +139,10 @@ class PlanCosts:
         """Return the number of parameters that a device of the largest stage computes with."""
         return self._layers.num_params * self._largest_stage(plan) / plan.mesh.model
 
+    def _trained(self, plan: ParallelPlan) -> float:
+        """Return how many of the parameters of the largest stage on a device are trained."""
+        return self._layers.trained_fraction * self._params(plan)
+
     def _shares(self, plan: ParallelPlan) -> tuple[float, ...]:
         """Return the share of the layers' work in each chunk, in layer order."""
         is_balanced = plan.layers_per_stage == BALANCED
@@ -167,7 +171,7 @@ class PlanCosts:
         backward_s = times.backward_s
         if count > 1:  # the sums of gradients are read and written for every microbatch
             shards = plan.num_replicas if plan.effective_zero_stage == 3 else 1
-            sums_s = 4 * self._params(plan) / shards / self._layers.memory_rate
+            sums_s = 4 * self._trained(plan) / shards / self._layers.memory_rate
             backward_s += num_stages * sums_s
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
@@ -188,6 +192,7 @@ class PlanCosts:
             return 0.0
         group = [group_over(plan.mesh.sizes, ("data", "fsdp"))]
         params = self._params(plan)
+        gradient_bytes = 4 * self._trained(plan)
         share = self._largest_stage(plan)
         forward_s = times.forward_s * share
         backward_s = times.backward_s * share
@@ -198,16 +203,16 @@ class PlanCosts:
         if plan.effective_zero_stage == 3:  # one collective for each layer
             layers = share * len(self._layers.work.layers)
             gather_s = layers * seconds("all-gather", self._compute_bytes * params / layers)
-            scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas / layers)
+            scatter_s = seconds("reduce-scatter", gradient_bytes / plan.num_replicas / layers)
             combined = _COMBINED_BYTES * layers / (self._compute_bytes * params)
             least = min(1.0, max(_EXPOSED_SHARE, combined))
             exposed_s = self._waits_s(gather_s, forward_s, least)
             exposed_s += self._waits_s(gather_s + layers * scatter_s, backward_s, least)
             return plan.num_microbatches * exposed_s
         gather_s = seconds("all-gather", self._compute_bytes * params)
-        scatter_s = seconds("reduce-scatter", 4 * params / plan.num_replicas)
+        scatter_s = seconds("reduce-scatter", gradient_bytes / plan.num_replicas)
         if plan.zero_stage < 2:
-            scatter_s = seconds("all-reduce", 4 * params)
+            scatter_s = seconds("all-reduce", gradient_bytes)
         # Such gradients are summed over microbatches first, and then over replicas.
         return scatter_s + (self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0)
 
@@ -236,7 +241,7 @@ class PlanCosts:
         # Each microbatch reads these parameters twice, and adds to their gradients.
         copied += plan.num_microbatches * (8 + 8) * memory.offload_parameters_fraction
         rate = HOST_EFFICIENCY * self._machine.host_bytes_per_s
-        return copied * self._params(plan) / shards / rate
+        return copied * self._trained(plan) / shards / rate
 
     def _state_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of parameters, optimizer and gradients in device memory."""
@@ -246,22 +251,32 @@ class PlanCosts:
         # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
         # plans of these stages that do not fit take the places of plans that do.
         weights = 4 / (shards if stage == 3 else 1) + 8 / (shards if stage >= 1 else 1)
-        gradients = self._gradient_bytes(plan) / self._params(plan)
+        gradients = self._gradient_bytes(plan) / self._trained(plan)
         copy = self._compute_bytes / (shards if stage == 3 else 1)
         on_device = weights + gradients + (copy if stage < 3 and self._compute_bytes < 4 else 0)
+        frozen_bytes = self._frozen_bytes(plan)
         if plan.placement != "host":
-            return self._params(plan) * on_device
+            return frozen_bytes + self._trained(plan) * on_device
         optimizer = memory.offload_optimizer_fraction
         in_blocks = memory.offload_parameters_fraction
         # One layer of the stage at a time is on the device.
         layers = self._largest_stage(plan) * len(self._layers.work.layers)
         updated = (12 + 4 * in_blocks) / layers / (shards if stage >= 1 else 1)
         kept = (1 - in_blocks) * (copy + gradients) + updated
-        return self._params(plan) * ((1 - optimizer) * on_device + optimizer * kept)
+        return frozen_bytes + self._trained(plan) * ((1 - optimizer) * on_device + optimizer * kept)
+
+    def _frozen_bytes(self, plan: ParallelPlan) -> float:
+        """Return the bytes of frozen parameters, and of their copies in the compute dtype."""
+        precision = self._config.precision
+        stored = jnp.dtype(precision.frozen or precision.params).itemsize
+        copy = self._compute_bytes if stored > self._compute_bytes else 0
+        is_split = plan.effective_zero_stage == 3
+        size = stored / plan.num_replicas if is_split else stored + copy
+        return (self._params(plan) - self._trained(plan)) * size
 
     def _gradient_bytes(self, plan: ParallelPlan) -> float:
         shards = plan.num_replicas if plan.effective_zero_stage >= 2 else 1
-        return 4 * self._params(plan) / shards
+        return 4 * self._trained(plan) / shards
 
     def may_fit(self, plan: ParallelPlan, most_bytes: float) -> bool:
         """Return whether the memory of a plan is at most this."""

@@ -106,6 +106,11 @@ class ScaledTimes:
         return self.compiled(self.base).run.num_params
 
     @cached_property
+    def trained_fraction(self) -> float:
+        """Fraction of the parameters that are trained."""
+        return 1 - self.compiled(self.base).run.num_frozen / self.num_params
+
+    @cached_property
     def work(self) -> LayerCosts:
         """FLOPs of the layers, the embedding and the head."""
         return self.compiled(self.base).run.traces.work
@@ -159,7 +164,8 @@ class ScaledTimes:
 
     def measure_base(self, parts: Sequence[Part]) -> None:
         """Read the times of `parts_of_base`, after they have been compiled."""
-        self._update_s = _UPDATE_BYTES * self.num_params / self.base.model / self.memory_rate
+        trained = self.trained_fraction * self.num_params / self.base.model
+        self._update_s = _UPDATE_BYTES * trained / self.memory_rate
         found = [self.compiled(part).times for part in parts]
         growing_s = found[-1].step_s - found[-2].step_s
         work = self.work

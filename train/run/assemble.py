@@ -14,6 +14,7 @@ import jax
 import optax
 from flax import nnx
 
+from models.adapters import add_adapters
 from models.functions import ModelFunctions, functions_of
 from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
@@ -130,7 +131,9 @@ def _abstract_model(
     model_config = config.model_config(vocab_size=vocab_size, num_labels=num_labels)
 
     def build() -> nnx.Module:
-        return config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
+        model = config.model_class(model_config, rngs=nnx.Rngs(config.train.seed))
+        add_adapters(model, config.lora, seed=config.train.seed)
+        return model
 
     model = nnx.eval_shape(build)
     offload = config.memory.offload_activations
@@ -210,5 +213,4 @@ def _optimizer(
         depths=traces.depths if config.optimizer.layer_decay != 1 else None,
         average=average,
     )
-    patterns = config.optimizer.frozen
-    return optimizer, frozen_params(traces.params, patterns) if patterns else None
+    return optimizer, frozen_params(traces.params, config.optimizer.frozen, config.lora)

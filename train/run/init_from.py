@@ -15,18 +15,22 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from convert.adapters.merged import merged
 from convert.source import Source, load_params
+from models.adapters import is_adapter
+from models.layers.lora import norms
 from models.vision.common import resized_positions
-from sharding.memory import in_device_memory
+from sharding.memory import in_device_memory, to_device
 from train.run.run import Run
 
 #: The layer whose outputs are the labels of a task.
 _TASK_HEAD = "classifier"
 #: Origin of a parameter: loaded unchanged, resized to another number of patches, with labels in
-#: another order, or initialized as in a run without a checkpoint.
+#: another order, the norms of a loaded kernel, or initialized as in a run without a checkpoint.
 _LOADED = "loaded"
 _RESIZED = "resized"
 _REORDERED = "reordered"
+_NORMS = "norms of the kernel"
 _NEW = "new"
 
 Tree = Any
@@ -48,9 +52,12 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     Raises:
         ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
     """
+    if run.config.lora.rank is None:
+        source = merged(source)
     _check_windows(run, source)
     wanted = _flat(run.state_layout.portable.params)
     stored = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    _check_adapters(run, source, wanted, stored)
     keeps_head = _keeps_head(run, source, wanted)
     order = _label_order(wanted, stored, labels, run, source) if keeps_head else None
     origins = {
@@ -59,7 +66,7 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     _check_patches(run, source, [p for p in _paths_with(_LOADED, origins) if p in stored], stored)
     _report({**origins, **{path: "left out" for path in stored.keys() - wanted.keys()}})
 
-    requested = {path: leaf for path, leaf in wanted.items() if origins[path] != _NEW}
+    requested = {path: leaf for path, leaf in wanted.items() if origins[path] not in (_NEW, _NORMS)}
     # Load tables to resize unsharded: shards of the new table need rows from anywhere in the old.
     whole = NamedSharding(run.mesh, PartitionSpec())
     for path in _paths_with(_RESIZED, origins):
@@ -72,6 +79,10 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
         params[path] = _reordered(params[path], wanted[path], order)
     if new := _paths_with(_NEW, origins):
         params |= _newly_initialized(run, new)
+    for path in _paths_with(_NORMS, origins):
+        kernel = params[(*path[:-2], "kernel")]
+        is_stacked = path[0] in run.functions.num_layers
+        params[path] = _norms(kernel, wanted[path], is_stacked=is_stacked)
     return nnx.traversals.unflatten_mapping(params)
 
 
@@ -83,7 +94,7 @@ def _origin(
     keeps_head: bool,
     order: np.ndarray | None,
 ) -> str:
-    """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED or _NEW.
+    """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED, _NORMS or _NEW.
 
     Args:
         path: the parameter.
@@ -92,6 +103,8 @@ def _origin(
         keeps_head: whether the run uses the checkpoint's head.
         order: new order of the checkpoint's labels; None: unchanged.
     """
+    if is_adapter(path) and path not in stored:
+        return _NORMS if path[-1] == "magnitude" else _NEW
     is_of_labels = path[0] == _TASK_HEAD
     if not keeps_head and (is_of_labels or path not in stored):
         return _NEW
@@ -102,6 +115,26 @@ def _origin(
     if is_of_patches and path in stored and stored[path].shape[1] != wanted[path].shape[1]:
         return _RESIZED
     return _LOADED
+
+
+def _check_adapters(
+    run: Run, source: Source, wanted: Mapping[Path, Any], stored: Mapping[Path, Any]
+) -> None:
+    """Reject adapters of the checkpoint that the run does not have, or has in another form."""
+    others = [
+        ".".join(path[:-2])
+        for path in sorted(stored)
+        if is_adapter(path) and getattr(wanted.get(path), "shape", None) != stored[path].shape
+    ]
+    ours, theirs = run.config.lora, source.lora
+    if others or (theirs.rank is not None and ours.scale != theirs.scale):
+        raise ValueError(
+            f"init_from={source.path} has adapters with lora.rank={theirs.rank}, "
+            f"lora.alpha={theirs.alpha}, lora.use_rslora={theirs.use_rslora} and "
+            f"lora.use_dora={theirs.use_dora} in the layers {','.join(theirs.targets)}, but the "
+            "run has others; set the same, or merge the adapters of the checkpoint first "
+            "(python -m convert.to_hf --merge)"
+        )
 
 
 def _paths_with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
@@ -230,6 +263,24 @@ def _newly_initialized(run: Run, paths: Sequence[Path]) -> dict[Path, jax.Array]
         return {path: params[path].astype(wanted[path].dtype) for path in paths}
 
     return jax.jit(make, out_shardings={path: wanted[path].sharding for path in paths})()
+
+
+def _norms(kernel: jax.Array, wanted: jax.ShapeDtypeStruct, *, is_stacked: bool) -> jax.Array:
+    """Return the norms of a loaded kernel, in the layout of the magnitudes of its adapter.
+
+    Args:
+        kernel: `[*layers, *inputs, *outputs]`.
+        wanted: the magnitudes, `[*layers, *outputs]`.
+        is_stacked: whether they have a dim of layers.
+    """
+    num_inputs = kernel.ndim - wanted.ndim
+    sharding: Any = wanted.sharding
+
+    def make(kernel: jax.Array) -> jax.Array:
+        return norms(to_device(kernel), num_inputs, num_layers=int(is_stacked)).astype(wanted.dtype)
+
+    found = jax.jit(make, out_shardings=in_device_memory(sharding))(kernel)
+    return jax.device_put(found, sharding)
 
 
 def _flat(params: Tree) -> dict[Path, Any]:

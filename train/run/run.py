@@ -136,7 +136,10 @@ class Run:
 
         0 if they are unknown, because an image model does not define them.
         """
-        flops = train_flops(self.model, self._abstract_batch(), self.num_params)
+        has_adapters = self.config.lora.rank is not None
+        flops = train_flops(
+            self.model, self._abstract_batch(), self.num_params, has_adapters=has_adapters
+        )
         return flops // self.units_per_step
 
     @_once

@@ -73,7 +73,15 @@ class StateSpec:
         """Initialize the model's parameters; stacks are `[layers, ...]`."""
         params: Any = nnx.to_pure_dict(nnx.split(self.build())[1])
         # Random numbers are drawn in float32, whatever the dtype of the master weights.
-        return jax.tree.map(lambda x: x.astype(self.precision.params), params)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), params, self._dtypes(params))
+
+    def _dtypes(self, params: Tree) -> Tree:
+        """Return the dtype of every parameter."""
+        dtype = self.precision.params
+        if self.frozen is None:
+            return jax.tree.map(lambda _: dtype, params)
+        frozen_dtype = self.precision.frozen or dtype
+        return jax.tree.map(lambda is_frozen: frozen_dtype if is_frozen else dtype, self.frozen)
 
     def state(self, params: Tree) -> TrainState:
         """Return the initial state for these parameters, which have the dtype of `params()`."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data.batches import train_batches
+from models.layers.lora import LoraConfig
 from sharding.analysis.communication import collectives
 from sharding.analysis.flops import flops
 from tests.runs import TINY, make_run
@@ -20,7 +21,7 @@ PARAMS = {"table": np.zeros(2), "decoder": {"norm": {"scale": np.ones(2), "bias"
 
 
 def test_pattern_marks_matching_parameters():
-    found = frozen_params(PARAMS, ("decoder.*.sc*", "table"))
+    found = frozen_params(PARAMS, ("decoder.*.sc*", "table"), LoraConfig())
     assert found == {"table": True, "decoder": {"norm": {"scale": True, "bias": False}}}
 
 
@@ -36,7 +37,7 @@ def test_pattern_marks_matching_parameters():
 )
 def test_pattern_that_matches_nothing_or_everything_is_rejected(patterns, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        frozen_params(PARAMS, patterns)
+        frozen_params(PARAMS, patterns, LoraConfig())
 
 
 @functools.cache

@@ -1,0 +1,62 @@
+"""The format of adapters in Hugging Face's PEFT: files, and names of tensors.
+
+An adapter is stored under the name of its layer, so the tables of the families (convert/families)
+also name the tensors of adapters:
+
+    ours                               theirs
+    decoder.layers.mlp.up.kernel       model.layers.0.mlp.up_proj.weight
+    decoder.layers.mlp.up.lora.a       base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from convert.model_on_disk import Shapes
+from convert.names import TensorMapping
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+#: The beginning of the names of all tensors.
+PREFIX = "base_model.model."
+
+#: Name of a part of an adapter in a linear layer -> its name in the files.
+PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+
+def module_of(place: TensorMapping) -> str:
+    """Return the name of the module that a tensor belongs to."""
+    return place.theirs.rpartition(".")[0]
+
+
+def name_of(kernel: TensorMapping, part: str) -> str:
+    """Return the name of a part of a kernel's adapter, without PREFIX.
+
+    Args:
+        kernel: The mapping of the kernel.
+        part: A key of PARTS.
+    """
+    return f"{module_of(kernel)}.{PARTS[part]}"
+
+
+def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Iterator[TensorMapping]:
+    """Yield the mappings of all adapters.
+
+    Args:
+        mappings: The mappings of the model without adapters.
+        shapes: The parameters of the model with adapters.
+    """
+    for kernel in mappings:
+        layer, _, word = kernel.ours.rpartition(".")
+        for part in PARTS:
+            ours = f"{layer}.lora.{part}"
+            if word != "kernel" or ours not in shapes:
+                continue
+            yield dataclasses.replace(
+                kernel,
+                theirs=name_of(kernel, part),
+                tied=(),
+                ours=ours,
+                shape=shapes[ours][kernel.layer is not None :],
+                kind="flat" if part == "magnitude" else "linear",
+                num_inputs=1 if part == "b" else kernel.num_inputs,
+            )

@@ -1,0 +1,189 @@
+"""Read adapters in the format of Hugging Face's PEFT; see peft_format.py."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from checkpoint.lazy import LazyArray
+from convert.adapters.merged import merged
+from convert.adapters.peft_format import (
+    CONFIG_FILE,
+    PARTS,
+    PREFIX,
+    TENSORS_FILE,
+    adapter_mappings,
+    module_of,
+    name_of,
+)
+from convert.architecture import Architecture
+from convert.huggingface import ConvertedArray, check_shape
+from convert.model_on_disk import Shapes, Source, shapes_of
+from convert.names import TensorMapping, check_names
+from convert.tensor_files import Tensor, open_safetensors
+from models.layers.lora import LoraConfig
+from untrusted.documents import read_json
+from untrusted.schema import check_fields
+
+_PICKLE_FILE = "adapter_model.bin"
+
+#: Types of the keys of adapter_config.json that are read.
+_CONFIG_TYPES = {
+    "peft_type": str,
+    "base_model_name_or_path": str | None,
+    "r": int,
+    "lora_alpha": float,
+    "lora_dropout": float | None,
+    "use_rslora": bool | None,
+    "use_dora": bool | None,
+    "bias": str | None,
+    "init_lora_weights": bool | str | None,
+}
+#: Keys that do not affect the computation, or whose effect the tensors show.
+_HARMLESS = frozenset(
+    """
+    auto_mapping exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform
+    megatron_core modules_to_save peft_version qalora_group_size revision target_modules task_type
+    """.split()
+)
+#: Ways to initialize adapters that leave the base model as it is.
+_HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
+    """Open a model with the adapters of a PEFT directory.
+
+    Args:
+        path: The directory.
+        open_base: Opens the model that the adapters are for.
+
+    Returns:
+        The model with its adapters.
+
+    Raises:
+        ValueError: A key of adapter_config.json is not supported, the base model is not on this
+            machine, or tensors are missing, unknown or of the wrong shape.
+    """
+    file = path / CONFIG_FILE
+    config = read_json(file, within=path)
+    _check_config(config, file)
+    base = _base(config, file, open_base)
+    architecture = base.architecture
+    assert architecture is not None
+    base_shapes = shapes_of(nnx.to_pure_dict(nnx.split(base.abstract())[1]))
+    vocab_size = base.fields.get("vocab_size")
+    mappings = architecture.tensor_mappings(base_shapes, vocab_size=vocab_size)
+    tensors = _tensors(path, architecture, mappings)
+    lora = _lora(config, mappings, tensors)
+    source = dataclasses.replace(base, path=path, lora=lora, init_from=str(base.path))
+    shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    in_file = [*adapter_mappings(mappings, shapes)]
+    in_file += [m for m in mappings if m.ours in lora.also_trained]
+    names = {m.theirs for m in in_file}
+    check_names(
+        {"lacks": sorted(names - tensors.keys()), "has unknown": sorted(tensors.keys() - names)},
+        what=f"{path / TENSORS_FILE} does not match {CONFIG_FILE} and the model {base.path}",
+    )
+    for place in in_file:
+        check_shape(place, tensors[place.theirs])
+
+    def open_arrays(wanted: Shapes) -> Mapping[str, LazyArray]:
+        parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {}
+        for place in in_file:
+            if place.ours in wanted:
+                parts.setdefault(place.ours, []).append((place, tensors[place.theirs]))
+        rest = {name: shape for name, shape in wanted.items() if name not in parts}
+        own = {name: ConvertedArray(wanted[name], part) for name, part in parts.items()}
+        return {**base.open(rest), **own}
+
+    return dataclasses.replace(source, open=open_arrays)
+
+
+def _lora(
+    config: Mapping[str, Any], mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor]
+) -> LoraConfig:
+    """Return the section `lora` that describes the adapters and parameters in the file.
+
+    Args:
+        config: The content of adapter_config.json.
+        mappings: The mappings of the model without adapters.
+        tensors: The tensors in the file.
+    """
+    kernels = [m for m in mappings if m.ours.endswith(".kernel")]
+    targets = {m.ours.removesuffix(".kernel") for m in kernels if name_of(m, "a") in tensors}
+    return LoraConfig(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        dropout=config.get("lora_dropout") or 0.0,
+        targets=tuple(sorted(targets)),
+        also_trained=tuple(sorted({m.ours for m in mappings if m.theirs in tensors})),
+        use_rslora=bool(config.get("use_rslora")),
+        use_dora=bool(config.get("use_dora")),
+    )
+
+
+def _check_config(config: Mapping[str, Any], file: Path) -> None:
+    """Check that the adapters are of a kind that can be read."""
+    check_fields(config, _CONFIG_TYPES, file)
+    for name, allowed in {
+        "peft_type": ("LORA",),
+        "bias": (None, "none"),
+        "init_lora_weights": _HARMLESS_STARTS,
+    }.items():
+        if config.get(name) not in allowed:
+            choices = ", ".join(map(repr, allowed))
+            raise ValueError(
+                f"{file} has {name}={config[name]!r}, which is not supported; choose {choices}, or "
+                "merge the adapter with PEFT (merge_and_unload)"
+            )
+    for name, value in config.items():
+        # A value of None, False, 0 or empty stands for a feature that is not used.
+        if name not in {*_HARMLESS, *_CONFIG_TYPES} and value:
+            raise ValueError(
+                f"{file} has {name}={value!r}, which is not supported; merge the adapter with PEFT "
+                "(merge_and_unload)"
+            )
+
+
+def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Source]) -> Source:
+    """Open the model that the adapters are for."""
+    name = config.get("base_model_name_or_path")
+    if not name or not Path(name).is_dir():
+        raise ValueError(
+            f"{file} has base_model_name_or_path={name!r}, which is not a directory here; download "
+            "the model, and set this key to its directory"
+        )
+    base = merged(open_base(Path(name)))
+    if base.architecture is None:
+        raise ValueError(
+            f"{file} has base_model_name_or_path={name!r}, whose model does not come from Hugging "
+            "Face, so the names of its layers there are not known; set the directory of a Hugging "
+            "Face model"
+        )
+    return base
+
+
+def _tensors(
+    path: Path, architecture: Architecture, mappings: Sequence[TensorMapping]
+) -> dict[str, Tensor]:
+    """Return the tensors by the names that a model of this architecture has for them."""
+    if not (path / TENSORS_FILE).exists():
+        is_pickle = (path / _PICKLE_FILE).exists()
+        why = f"{_PICKLE_FILE} is a pickle, which can run code; " if is_pickle else ""
+        raise ValueError(f"{path} has no {TENSORS_FILE}; {why}save the adapter as safetensors")
+    modules = {module_of(m) for m in mappings}
+    prefix = architecture.prefix
+    by_name: dict[str, Tensor] = {}
+    for tensor in open_safetensors(path / TENSORS_FILE):
+        name = tensor.name.removeprefix(PREFIX)
+        candidates = (name, prefix + name, name.removeprefix(prefix))
+        part = next((f".{part}" for part in PARTS.values() if name.endswith(part)), "")
+        known = (
+            each
+            for each in candidates
+            if (each.removesuffix(part) if part else each.rpartition(".")[0]) in modules
+        )
+        by_name[next(known, name)] = tensor
+    return by_name

@@ -1,0 +1,134 @@
+"""Write adapters in the format of Hugging Face's PEFT; see peft_format.py."""
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from checkpoint.lazy import LazyArray
+from convert.adapters.peft_format import (
+    CONFIG_FILE,
+    PARTS,
+    PREFIX,
+    TENSORS_FILE,
+    adapter_mappings,
+    module_of,
+)
+from convert.architecture import Architecture
+from convert.model_on_disk import Source, shapes_of
+from convert.names import TensorMapping
+from convert.tensor_files import ShardWriter
+from untrusted.files import write_text
+
+#: The end of an architecture's name -> the task of an adapter.
+_TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+}
+
+
+def write_adapter(
+    source: Source, architecture: Architecture, directory: Path, dtype: np.dtype | None
+) -> None:
+    """Write the adapters of a model, and what was trained besides, for PEFT.
+
+    Args:
+        source: The model with adapters.
+        architecture: Its Hugging Face architecture.
+        directory: The directory to write to.
+        dtype: The dtype of the tensors; None: as they are stored.
+
+    Raises:
+        ValueError: A part of a module was trained besides, which PEFT cannot express.
+    """
+    all_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
+    vocab_size = getattr(source.config, "vocab_size", None)
+    mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
+    of_adapters = [*adapter_mappings(mappings, all_shapes)]
+    trained = [m for m in mappings if _is_any(m.ours, source.lora.also_trained)]
+    _check_whole_modules(mappings, trained)
+    places = {PREFIX + m.theirs: m for m in (*of_adapters, *trained)}
+    arrays = source.open({m.ours: all_shapes[m.ours] for m in places.values()})
+    dtypes = {name: dtype or arrays[m.ours].dtype for name, m in places.items()}
+    tensors = [(name, dtypes[name], m.their_shape) for name, m in places.items()]
+    writer = ShardWriter(directory, tensors, max_shard_bytes=None, single=TENSORS_FILE)
+    writer.write(lambda name: _tensor(places[name], arrays[places[name].ours], dtypes[name]))
+    config = _config(source, architecture, mappings, of_adapters, trained)
+    write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
+
+
+def _config(
+    source: Source,
+    architecture: Architecture,
+    mappings: Sequence[TensorMapping],
+    of_adapters: Sequence[TensorMapping],
+    trained: Sequence[TensorMapping],
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    lora = source.lora
+    task = next((t for end, t in _TASKS.items() if architecture.name.endswith(end)), None)
+    names = {m.theirs for m in of_adapters if m.ours.endswith(".a")}
+    modules = {name.removesuffix(f".{PARTS['a']}") for name in names}
+    kinds = {m.kind for m in mappings if m.theirs.removesuffix(".weight") in modules}
+    return {
+        "peft_type": "LORA",
+        "task_type": task,
+        "base_model_name_or_path": source.init_from or None,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": _short_names(modules, {module_of(m) for m in mappings}),
+        "modules_to_save": sorted({module_of(m) for m in trained}) or None,
+        "fan_in_fan_out": "conv1d" in kinds,
+        "bias": "none",
+        "use_rslora": lora.use_rslora,
+        "use_dora": lora.use_dora,
+        "inference_mode": True,
+    }
+
+
+def _short_names(modules: set[str], known: set[str]) -> list[str]:
+    """Return the last words of the modules' names, or whole names where a word is ambiguous."""
+    names = set()
+    for module in modules:
+        word = module.rpartition(".")[2]
+        same = {each for each in known if each.rpartition(".")[2] == word}
+        names.add(word if same <= modules else module)
+    return sorted(names)
+
+
+def _check_whole_modules(
+    mappings: Sequence[TensorMapping], trained: Sequence[TensorMapping]
+) -> None:
+    """Check that the parameters that were trained besides are all those of their modules."""
+    modules = {module_of(m) for m in trained}
+    names = {m.theirs for m in trained}
+    missing = [m.ours for m in mappings if module_of(m) in modules and m.theirs not in names]
+    if missing:
+        raise ValueError(
+            f"lora.also_trained has parameters of a module without its {missing[0]}, but PEFT "
+            "stores whole modules only; write the whole model with --merge"
+        )
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _tensor(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
+    """Return a tensor for the file."""
+    values = np.empty(place.their_shape, dtype)
+    whole = tuple(slice(0, size) for size in place.shape)
+    if place.layer is None:
+        part = array.read(whole)
+    else:
+        part = array.read((slice(place.layer, place.layer + 1), *whole))[0]
+    place.write(values, whole, part.astype(dtype))
+    return values
