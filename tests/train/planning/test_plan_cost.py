@@ -26,6 +26,7 @@ class GivenLayers:
     """Layers that take 8 s forward and 16 s backward for 16 examples, and a head of 2 s."""
 
     num_params = PARAMS
+    trained_fraction = 1.0
     memory_rate = 3e12
     work = types.SimpleNamespace(layers=(1,) * 8)
 
@@ -206,6 +207,21 @@ def test_zero_divides_weights_moments_and_gradients(zero_stage, per_param):
     found = COSTS.cost(plan(1, data=8, zero_stage=zero_stage)).memory_bytes
     rest = COSTS.cost(plan(1, data=8, zero_stage=0)).memory_bytes - 16 * PARAMS
     assert (found - rest) / PARAMS == pytest.approx(per_param)
+
+
+@pytest.mark.parametrize(("zero_stage", "per_param"), [(0, 4), (1, 4), (3, 0.5)])
+def test_frozen_parameters_have_neither_gradients_nor_moments(zero_stage, per_param):
+    layers = GivenLayers()
+    costs = PlanCosts(config_of(), machine_of(TARGET), layers)  # pyright: ignore[reportArgumentType]
+    found = plan(1, data=8, zero_stage=zero_stage)
+    whole = costs.cost(found)
+    layers.trained_fraction = 0.25
+    costs = PlanCosts(config_of(), machine_of(TARGET), layers)  # pyright: ignore[reportArgumentType]
+    frozen = costs.cost(found)
+    of_trained = {0: 16, 1: 9, 3: 2}[zero_stage]
+    saved = whole.memory_bytes - frozen.memory_bytes
+    assert saved / PARAMS == pytest.approx(0.75 * (of_trained - per_param))
+    assert frozen.exposed_s < whole.exposed_s
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,9 @@ class GivenTimes(ScaledTimes):
         return types.SimpleNamespace(
             times=PartTimes(step_s=step_s, forward_s=forward_s(part)),
             memory=PartMemory(activations=7.0, temporaries=3.0),
-            run=types.SimpleNamespace(num_params=10**9, traces=types.SimpleNamespace(work=_WORK)),
+            run=types.SimpleNamespace(
+                num_params=10**9, num_frozen=0, traces=types.SimpleNamespace(work=_WORK)
+            ),
         )
 
 
