@@ -170,7 +170,7 @@ def _check_module(model: Any) -> None:
         if not isinstance(variable, nnx.Param):
             raise ValueError(
                 f"{name}.{'.'.join(map(str, path))} is a {type(variable).__name__}: a model may "
-                "only hold nnx.Param; for dropout use models.layers.basic.dropout"
+                "only hold nnx.Param; for dropout use models.layers.dropout.dropout"
             )
 
 

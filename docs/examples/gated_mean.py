@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
+from models.layers.basic import LayerNorm, Linear, lookup, param
+from models.layers.dropout import dropout
 from models.losses import chunked_vocab_loss
 from models.stack import Stack
 from sharding.logical import constrain

@@ -1,19 +1,17 @@
-"""Layers that several models share: linear, normalization, embedding lookup, dropout.
+"""Layers that several models share: linear, normalization, embedding lookup.
 
 Every layer computes in the dtype of its parameters, so the place where parameters are cast decides
 the precision. A parameter's `out_sharding` metadata holds the names of its logical axes.
 
-Flax's layers are not used here. Its `Dropout` draws the masks of a batch from one key, so they
-would depend on the division into microbatches. Its `Embed` and `BatchNorm` cannot sum over mesh
-axes that are manual in a pipeline stage, and `BatchNorm` keeps running averages. Its
-`LinearGeneral` does not flatten the batch dims (see `Linear`). Its norms round in another order.
+Flax's layers are not used here. Its `Embed` and `BatchNorm` cannot sum over mesh axes that are
+manual in a pipeline stage, and `BatchNorm` keeps running averages. Its `LinearGeneral` does not
+flatten the batch dims (see `Linear`). Its norms round in another order.
 
 B batch, T seq, D embed, V vocab.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -310,44 +308,3 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
     is_here = (here >= 0) & (here < table_VD.shape[0])
     rows = jnp.where(is_here[..., None], table_VD[jnp.where(is_here, here, 0)], 0)
     return sum_over("vocab", rows)
-
-
-def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) -> jax.Array:
-    """Set elements of `x` to zero at random, and scale all others by 1 / (1 - rate).
-
-    Each example has its own key, so its mask depends neither on the mesh nor on how the batch is
-    divided into microbatches.
-
-    Args:
-        x: float[B, ...].
-        rate: probability that an element is set to zero, in [0, 1).
-        keys: key[B], one per example; None disables dropout.
-        site: number of this dropout among those that use the same `keys`, such as 0 and 1 for the
-            two in a block. It must be unique, so that their masks differ.
-    """
-    if keys is None or rate == 0.0:
-        return x
-    keep = jax.vmap(
-        lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
-    )(keys)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
-
-
-def drop_path(x: jax.Array, rate: Any, keys: jax.Array | None, site: int = 0) -> jax.Array:
-    """Set whole examples of `x` to zero at random, and scale all others by 1 / (1 - rate).
-
-    Args:
-        x: float[B, ...], a residual branch.
-        rate: probability that an example is set to zero, in [0, 1): a number or float[].
-        keys: key[B], one per example; None disables it.
-        site: as for `dropout`, in the same numbering.
-
-    Source: Huang et al. 2016 (arXiv:1603.09382), applied to each example independently.
-    """
-    if keys is None or (isinstance(rate, float) and rate == 0.0):
-        return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate))(
-        keys
-    )
-    scaled = (x / (1.0 - rate)).astype(x.dtype)
-    return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), scaled, jnp.zeros((), x.dtype))

@@ -23,10 +23,10 @@ from flax import nnx
 
 from fields.field import field
 from fields.section import Section
-from models.layers.basic import dropout
+from models.layers.dropout import dropout
 from sharding.logical import gather_tokens
 
-#: Number of the first adapter's dropout among the dropouts of a block (`basic.dropout`).
+#: Number of the first adapter's dropout among the dropouts of a block (models/layers/dropout.py).
 FIRST_SITE = 1000
 
 
@@ -91,7 +91,7 @@ class Lora(nnx.Module):
         b: B, `[r, *outputs]`, zeros.
         magnitude: m, `[*outputs]`, the norm of W; None without DoRA.
         dropout_keys: a key per example; None: no dropout.
-        site: number of its dropout; see `models.layers.basic.dropout`.
+        site: number of its dropout; see models/layers/dropout.py.
     """
 
     def __init__(

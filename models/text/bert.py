@@ -19,7 +19,8 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import ACTIVATIONS, check_activation
-from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
+from models.layers.basic import LayerNorm, Linear, lookup, param
+from models.layers.dropout import dropout
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack

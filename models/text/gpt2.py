@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.attention import Segments, attend
-from models.layers.basic import LayerNorm, Linear, dropout, lookup, param
+from models.layers.basic import LayerNorm, Linear, lookup, param
+from models.layers.dropout import dropout
 from models.layers.transformer import MLP
 from models.losses import make_token_loss
 from models.stack import Stack

@@ -19,7 +19,8 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
-from models.layers.basic import RMSNorm, dropout, lookup, param
+from models.layers.basic import RMSNorm, lookup, param
+from models.layers.dropout import dropout
 from models.layers.kv_cache import key_distances
 from models.layers.relative_bias import relative_bias, relative_bias_of_one
 from models.layers.transformer import MLP, Attention

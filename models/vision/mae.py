@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.flops import dense_flops
-from models.layers.basic import LayerNorm, Linear, dropout, param
+from models.layers.basic import LayerNorm, Linear, param
+from models.layers.dropout import dropout
 from models.stack import Stack
 from models.text.common import check_heads_divide
 from models.vision.common import patchify, unpatchify

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.flops import dense_flops
-from models.layers.basic import BatchNorm, Linear, dropout, unit_length
+from models.layers.basic import BatchNorm, Linear, unit_length
+from models.layers.dropout import dropout
 from models.vision.vit import Block, ImageEncoder, PreTrainingConfig, encoder_flops
 from sharding.logical import constrain_residual, first_example, gather_batch
 

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.flops import dense_flops
-from models.layers.basic import Linear, drop_path, param, recomputed
+from models.layers.basic import Linear, param, recomputed
+from models.layers.dropout import drop_path
 from models.layers.transformer import MLP
 from models.stack import Stack
 from models.text.common import check_sizes

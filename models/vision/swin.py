@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.flops import dense_flops
-from models.layers.basic import LayerNorm, Linear, drop_path, dropout
+from models.layers.basic import LayerNorm, Linear
+from models.layers.dropout import drop_path, dropout
 from models.layers.transformer import MLP, Attention
 from models.layers.windows import (
     BIAS_DIM,

@@ -20,7 +20,8 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
-from models.layers.basic import LayerNorm, Linear, drop_path, dropout, param
+from models.layers.basic import LayerNorm, Linear, param
+from models.layers.dropout import drop_path, dropout
 from models.layers.transformer import MLP, Attention
 from models.stack import Stack
 from models.text.common import check_heads_divide, check_sizes

@@ -1,4 +1,4 @@
-"""A step that splits its tokens over `model` between the branches of a block, for H100s."""
+"""Steps that split their tokens over `model` between the branches of a block, for H100s."""
 
 import pytest
 
@@ -30,3 +30,29 @@ def test_sums_of_branches_become_reduce_scatters_and_the_step_needs_less_memory(
     assert steps.compiled_bytes(split) < steps.compiled_bytes(whole)
     low, high = SMALL_BOUNDS
     assert low < split.estimate_memory().device_bytes / steps.compiled_bytes(split) < high
+
+
+_ADAPTERS = (
+    "data.global_batch_size=8",
+    "data.sequence_length=4096",
+    "precision.compute=bfloat16",
+    "precision.frozen=bfloat16",
+    "train.remat=full",
+    "lora.rank=16",
+)
+_EIGHT = ("mesh.model=8", "train.num_microbatches=8")
+
+
+@pytest.mark.parametrize("variant", [(), ("lora.use_dora=true",)], ids=["LoRA", "DoRA"])
+def test_adapters_of_a_70b_fit_on_8_gpus_and_leave_its_collectives(variant):
+    run = steps.make_run("llama:3-70b", (*_ADAPTERS, *_EIGHT, *variant))
+    assert 0.996 < run.num_frozen / run.num_params < 1
+    compiled = steps.compiled_bytes(run)
+    assert compiled < 25 * 2**30
+    assert 0.9 < run.estimate_memory().device_bytes / compiled < 1.1
+    found = [c for c in collectives(run.compile_train_step(), run.mesh) if c.loop == "layers"]
+    sums = {kind: sum(c.bytes for c in found if c.kind == kind) for kind in {c.kind for c in found}}
+    # The sums of branches stay reduce-scatters: those of adapters are narrow.
+    tokens_bytes = 8 * 4096 * 8192 * 2 * 80
+    assert sums["all-reduce"] < 0.1 * tokens_bytes
+    assert sums["all-gather"] < 7 * tokens_bytes

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 
 from models.functions import functions_of
-from models.layers.basic import dropout
+from models.layers.dropout import dropout
 from models.stack import Stack
 from models.text.gpt2 import GPT2, GPT2Config
 

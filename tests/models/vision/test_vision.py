@@ -11,7 +11,7 @@ from flax import nnx
 from transformers.models.vit_mae import modeling_vit_mae
 
 from models.flops import traced_flops
-from models.layers.basic import drop_path
+from models.layers.dropout import drop_path
 from models.layers.windows import merge_windows, partition_windows, regions
 from models.vision.common import (
     ImageInputConfig,
