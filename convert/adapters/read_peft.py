@@ -155,6 +155,11 @@ def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Sou
             f"{file} has base_model_name_or_path={name!r}, which is not a directory here; download "
             "the model, and set this key to its directory"
         )
+    if (Path(name) / CONFIG_FILE).exists():
+        raise ValueError(
+            f"{file} has base_model_name_or_path={name!r}, which has adapters itself; merge these "
+            "first, and set the directory of the merged model"
+        )
     base = merged(open_base(Path(name)))
     if base.architecture is None:
         raise ValueError(

@@ -167,6 +167,14 @@ def _with_a_stranger(tensors):
     return tensors | {"base_model.model.transformer.h.0.attn.extra.lora_A.weight": np.zeros((4, 4))}
 
 
+def test_adapters_of_adapters_are_refused(adapter, tmp_path):
+    config = json.loads((adapter / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"which has adapters itself; merge these first"):
+        read_source(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

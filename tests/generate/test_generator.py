@@ -4,7 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import peft
 import pytest
+import torch
+import transformers
 from flax import nnx
 
 from convert.from_hf import load
@@ -43,6 +46,25 @@ def test_repetition_penalty_and_banned_tokens_are_those_of_transformers(llama, g
     sampling = dataclasses.replace(GREEDY, repetition_penalty=1.3, banned=banned)
     found = Generator(load(directory)).generate(prompts(), max_new_tokens=NEW, sampling=sampling)
     assert found == expected
+
+
+def test_adapters_continue_prompts_as_in_peft(llama, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama[1])
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+    adapted = peft.get_peft_model(base, settings).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(0.2 * torch.randn_like(weight))
+    adapted.save_pretrained(str(tmp_path))
+    base.generation_config = llama[0].generation_config
+    expected = theirs(adapted)
+    found = Generator(load(tmp_path)).generate(prompts(), max_new_tokens=NEW, sampling=GREEDY)
+    assert found == expected
+    assert found != Generator(load(llama[1])).generate(
+        prompts(), max_new_tokens=NEW, sampling=GREEDY
+    )
 
 
 SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3)
