@@ -20,7 +20,6 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from convert import preprocessor
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from convert.directories import new_directory
 from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
@@ -29,7 +28,7 @@ from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import partition_specs, rules_on, shardings
-from untrusted.files import copy_file, write_text
+from untrusted.files import copy_file, new_directory, write_text
 from untrusted.messages import sentence_of
 
 #: Files of a Hugging Face model that are kept in addition to its config.json.

@@ -18,9 +18,9 @@ from convert import preprocessor
 from convert.adapters.merged import merged
 from convert.adapters.write_peft import write_adapter
 from convert.architecture import Architecture
-from convert.directories import new_directory
 from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
+from convert.model_card import write_card
 from convert.model_on_disk import Source, shapes_of
 from convert.names import TensorMapping
 from convert.registry import architectures
@@ -28,7 +28,7 @@ from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from convert.tokenizer_files import write_tokenizer
-from untrusted.files import write_text
+from untrusted.files import new_directory, write_text
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of, shortened
 
@@ -104,6 +104,7 @@ def convert(
             write_adapter(source, architecture, directory, chosen)
         else:
             _write_model(source, architecture, hf, directory, dtype, max_shard_bytes)
+        write_card(source, architecture, step, directory)
     what = f"adapters of {architecture.name}" if has_adapters else architecture.name
     _log.info("%s: %s of %s", dst, what, step)
 

@@ -12,12 +12,13 @@ are allowed:
     models--gpt2/snapshots/1f2e3d/config.json -> models--gpt2/blobs/a9b8c7
 """
 
+import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -316,3 +317,31 @@ def others_may_write(path: Path) -> bool:
     """Return whether users other than this one own a directory or may write to it."""
     status = path.stat()
     return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & 0o022)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Create a directory atomically: it appears complete, or not at all if there is an error.
+
+    Args:
+        path: The directory to create; it may exist if it is empty.
+
+    Yields:
+        A temporary directory to write to, which is renamed to `path` at the end.
+
+    Raises:
+        ValueError: There is a file, or a directory that is not empty, at `path`.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{path} already exists and is not empty; choose another directory")
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        if path.exists():
+            path.rmdir()
+        temporary.replace(path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
