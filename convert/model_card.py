@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 from flax import nnx
-from matplotlib.figure import Figure
 
 from convert.architecture import Architecture
 from convert.model_on_disk import Source, shapes_of
@@ -111,6 +110,8 @@ def _evaluation(entries: Sequence[Entry]) -> list[str]:
 
 def _loss(entries: Sequence[Entry], directory: Path) -> list[str]:
     """Draw the curve of the loss; return the lines that show it."""
+    from matplotlib.figure import Figure  # slow, and training imports this module
+
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
     axes = figure.subplots()
     num_points = 0
