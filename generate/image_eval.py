@@ -1,0 +1,312 @@
+"""Evaluate a classifier of images: accuracies, a table of the classes, and which are confused.
+
+    python -m generate.image_eval --model=runs/vit --out=evaluation
+    python -m generate.image_eval --model=path/to/vit --images=photos --mesh=data=4
+
+The images are the validation split of the run, or those of the folder `--images`, which has a
+folder for each class.
+
+B batch, K labels.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from convert.from_hf import load_model
+from convert.model_on_disk import Source
+from convert.runs import CHECKPOINTS, config_of, newest_checkpoint
+from convert.source import read_source
+from data.batches import validation_batches
+from data.config import DataConfig
+from data.corpus import load_corpus
+from data.examples import Corpus
+from data.image_config import ImageConfig
+from fields.keys import check_keys
+from generate.command import add_model_options, mesh_of, run
+from sharding.distributed.startup import start
+from sharding.mesh import REPLICA_AXES, use_mesh
+from untrusted.documents import read_yaml
+from untrusted.files import new_directory, write_text
+from untrusted.imports import check_imports
+from untrusted.schema import check_fields
+
+_TOP = 5
+#: How many classes are printed, and how many have their names in the picture.
+_MAX_PRINTED = 20
+_MAX_NAMED = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClassScores:
+    """Scores of one class.
+
+    Attributes:
+        name: its name.
+        num_images: number of its images.
+        recall: share of its images that were recognized; NaN without images.
+        precision: share of the images that were taken for it, and are of it; NaN without such.
+        mistaken_for: the other class that its images were taken for most often; "" if none.
+    """
+
+    name: str
+    num_images: int
+    recall: float
+    precision: float
+    mistaken_for: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageScores:
+    """Scores of a classifier.
+
+    Attributes:
+        labels: names of the classes.
+        confusion: int[K, K], number of images of each class (row) by the class that they were
+            taken for (column).
+        num_in_top: number of images whose class is among the five most likely.
+    """
+
+    labels: Sequence[str]
+    confusion: np.ndarray
+    num_in_top: int
+
+    @property
+    def num_images(self) -> int:
+        """Number of images."""
+        return int(self.confusion.sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of the images whose most likely class is the right one."""
+        return float(np.trace(self.confusion) / self.num_images)
+
+    @property
+    def top5_accuracy(self) -> float:
+        """Share of the images whose class is among the five most likely."""
+        return self.num_in_top / self.num_images
+
+    def classes(self) -> Iterator[ClassScores]:
+        """Yield the scores of each class."""
+        taken = self.confusion.sum(axis=0)
+        for i, name in enumerate(self.labels):
+            row = self.confusion[i]
+            others = np.where(np.arange(len(row)) == i, 0, row)
+            yield ClassScores(
+                name=name,
+                num_images=int(row.sum()),
+                recall=float(row[i] / row.sum()) if row.sum() else float("nan"),
+                precision=float(row[i] / taken[i]) if taken[i] else float("nan"),
+                mistaken_for=self.labels[int(others.argmax())] if others.any() else "",
+            )
+
+
+def evaluate_images(
+    model: nnx.Module, corpus: Corpus, data: DataConfig, labels: Sequence[str], *, batch_size: int
+) -> ImageScores:
+    """Return the scores of a classifier on the validation images.
+
+    Args:
+        model: the classifier; called as `model(images)`, it returns logits `[B, K]`.
+        corpus: the images.
+        data: the section `data`.
+        labels: the model's labels, in the order of its logits. Those of the data may have another
+            order; if the model's labels have no names, they are those of the data.
+        batch_size: images at a time.
+
+    Raises:
+        ValueError: the data has other labels than the model.
+    """
+    names = [str(label) for label in corpus.labels]
+    order = _order(names, labels)
+    known = list(labels) or names
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    def predict(params: Any, images: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits: Any = nnx.merge(graph, params)(images)
+        if logits.shape[1] != len(known):
+            raise ValueError(
+                f"the model has {logits.shape[1]} labels, but the data has {len(known)}; evaluate "
+                "images of the classes that it was trained on"
+            )
+        own = jnp.take_along_axis(logits, targets[:, None], axis=1)
+        return jnp.argmax(logits, axis=1), jnp.sum(logits > own, axis=1)
+
+    data = dataclasses.replace(data, global_batch_size=batch_size)
+    confusion = np.zeros((len(known), len(known)), np.int64)
+    num_in_top = 0
+    for batch in validation_batches(corpus, data, range(batch_size)):
+        targets = order[batch["targets"]]
+        found, ranks = map(np.asarray, predict(params, _placed(batch["images"]), _placed(targets)))
+        is_there = batch["weights"] > 0
+        np.add.at(confusion, (targets[is_there], found[is_there]), 1)
+        num_in_top += int((ranks[is_there] < _TOP).sum())
+    return ImageScores(labels=known, confusion=confusion, num_in_top=num_in_top)
+
+
+def _placed(x: np.ndarray) -> jax.Array:
+    """Split the examples of an array over the replicas of the current mesh."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jnp.asarray(x)
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(REPLICA_AXES)))
+
+
+def _order(names: Sequence[str], labels: Sequence[str]) -> np.ndarray:
+    """Return the number of each of the data's labels among the model's."""
+    if not labels:
+        return np.arange(len(names))
+    unknown = [name for name in names if name not in labels]
+    if unknown:
+        raise ValueError(
+            f"the data has a class {unknown[0]!r}, but the model knows {len(labels)} others, such "
+            f"as {labels[0]!r}; rename the folders of the images"
+        )
+    return np.array([list(labels).index(name) for name in names])
+
+
+def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataConfig, ImageConfig]:
+    """Return the sections `data` and `images` of the images to evaluate.
+
+    Args:
+        source: the model.
+        path: its directory.
+        images: a folder of images; None: those of the run.
+
+    Raises:
+        ValueError: the model is no classifier of images, or it is no run and there is no folder.
+    """
+    size = getattr(source.config, "image_size", None)
+    if size is None or not hasattr(source.config, "num_labels"):
+        raise ValueError(f"{path} is a {source.model}, which does not classify images")
+    data: dict[str, Any] = {"objective": "image_classification"}
+    preprocessing: dict[str, Any] = {"size": size, "channels": source.config.num_channels}
+    if (path / CHECKPOINTS).is_dir() or path.name.isdigit():
+        step = newest_checkpoint(path)
+        config = read_yaml(config_of(step), within=step.parent.parent)
+        check_fields(config, {"data": dict[str, Any] | None, "images": dict[str, Any] | None}, path)
+        data = config.get("data") or data
+        preprocessing = config.get("images") or preprocessing
+        check_imports({"data": data})
+    if images is not None:
+        # The same folder twice: for training, of which nothing is read, and for validation.
+        data |= {"name": "image_folder", "paths": (str(images), str(images))}
+    elif "name" not in data:
+        raise ValueError(f"{path} is not a run, so it has no images; pass --images=FOLDER")
+    data["global_batch_size"] = 1  # training would need as many images as a batch
+    check_keys(DataConfig, data, "data")
+    check_keys(ImageConfig, preprocessing, "images")
+    preprocessing |= {"repeats": 1, "mixup": 0.0, "cutmix": 0.0}
+    return DataConfig(**data), ImageConfig(**preprocessing)
+
+
+def write_scores(scores: ImageScores, directory: Path) -> None:
+    """Write scores.json, classes.csv, confusion.csv and confusion.png.
+
+    Args:
+        scores: the scores.
+        directory: the directory to create.
+
+    Raises:
+        ValueError: the directory exists and is not empty.
+    """
+    with new_directory(directory) as made:
+        totals = {
+            "num_images": scores.num_images,
+            "accuracy": scores.accuracy,
+            "top5_accuracy": scores.top5_accuracy,
+        }
+        write_text(made / "scores.json", json.dumps(totals, indent=1) + "\n")
+        with (made / "classes.csv").open("x", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow([field.name for field in dataclasses.fields(ClassScores)])
+            rows.writerows(dataclasses.astuple(each) for each in scores.classes())
+        with (made / "confusion.csv").open("x", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["class", *scores.labels])
+            for name, row in zip(scores.labels, scores.confusion.tolist(), strict=True):
+                rows.writerow([name, *row])
+        _draw(scores, made / "confusion.png")
+
+
+def _draw(scores: ImageScores, file: Path) -> None:
+    """Draw the confusion matrix: each row is the share of a class's images."""
+    from matplotlib.figure import Figure
+
+    totals = scores.confusion.sum(axis=1, keepdims=True)
+    shares = scores.confusion / np.maximum(totals, 1)
+    figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    picture = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    figure.colorbar(picture, label="share of the class's images")
+    axes.set(xlabel="taken for", ylabel="class")
+    if len(scores.labels) <= _MAX_NAMED:
+        ticks = range(len(scores.labels))
+        axes.set_xticks(ticks, scores.labels, rotation=90)
+        axes.set_yticks(ticks, scores.labels)
+    figure.savefig(file)
+
+
+def as_text(scores: ImageScores) -> str:
+    """Return the scores as a table, with the classes of the lowest recall first."""
+    classes = sorted(scores.classes(), key=lambda each: (not each.num_images, each.recall))
+    width = max(len("class"), *(len(each.name) for each in classes[:_MAX_PRINTED]))
+    lines = [
+        f"{scores.num_images:,} images: accuracy {scores.accuracy:.4f}, top-5 accuracy "
+        f"{scores.top5_accuracy:.4f}",
+        f"{'class':{width}}  images  recall  precision  mistaken for",
+    ]
+    lines += [
+        f"{each.name:{width}}  {each.num_images:6,}  {each.recall:6.4f}  {each.precision:9.4f}  "
+        f"{each.mistaken_for}"
+        for each in classes[:_MAX_PRINTED]
+    ]
+    if len(classes) > _MAX_PRINTED:
+        lines.append(f"… and {len(classes) - _MAX_PRINTED} classes with a higher recall")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 after an error."""
+    parser = argparse.ArgumentParser(prog="python -m generate.image_eval", allow_abbrev=False)
+    add_model_options(parser, batch_size=64)
+    parser.add_argument("--images", type=Path, metavar="FOLDER", help="a folder for each class")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write tables and a picture here")
+    return run(_evaluate, parser.parse_args(argv))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    """Evaluate the model, and print its scores."""
+    sizes = mesh_of(args.mesh)
+    num_replicas = sizes.data * sizes.fsdp
+    if args.batch_size % num_replicas:
+        raise ValueError(
+            f"--batch_size={args.batch_size} must be a multiple of the {num_replicas} replicas of "
+            f"--mesh={args.mesh}"
+        )
+    mesh = start(sizes)
+    source = read_source(args.model, allow_import=args.allow_import)
+    data, images = sections_of(source, args.model, args.images)
+    corpus = load_corpus(data, images)
+    with use_mesh(mesh):
+        model = load_model(source, dtype=args.dtype)
+        scores = evaluate_images(model, corpus, data, source.labels, batch_size=args.batch_size)
+    if args.out is not None:
+        write_scores(scores, args.out)
+    print(as_text(scores))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
