@@ -1,9 +1,12 @@
 """Helpers that config sections use to validate their fields and to word their messages."""
 
 import glob
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
+
+from untrusted.files import digest_of, version_of
 
 
 def require(holds: object, message: str) -> None:
@@ -41,3 +44,18 @@ def matches_of(pattern: str) -> list[str]:
     pairs = zip(("", *parts), parts, strict=False)
     kept = [part for previous, part in pairs if not previous == part == "**"]
     return glob.glob(str(Path(*kept)), recursive=True)
+
+
+def files_key(files: list[Path], verify: str) -> str:
+    """Hash the paths of files, with either their contents or their sizes and modification times.
+
+    Args:
+        files: The files.
+        verify: The config key `data.verify`: "times" for sizes and modification times, "full" for
+            the contents.
+    """
+    digest = hashlib.sha256()
+    for file in files:
+        version = digest_of(file) if verify == "full" else "{}\0{}".format(*version_of(file))
+        digest.update(f"{file.resolve()}\0{version}\0".encode())
+    return digest.hexdigest()

@@ -75,9 +75,10 @@ class DataConfig(Section, section="data"):
     )
     paths: tuple[str, ...] = field(
         (),
-        "Files or folders of the corpus. For `name=text`: globs of .txt and .jsonl files, such as "
-        "`my_texts/*.txt,more.jsonl`. Each .jsonl line is one document; a .txt file is cut at line "
-        "ends into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
+        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .parquet and "
+        ".arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that `datasets` has saved. "
+        "Each .jsonl line or row of a table is one document; a .txt file is cut at line ends "
+        "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
         "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
         "either a folder of images per class or train/ and val/ folders of that kind; or two "
         "folders, the second for validation.",
@@ -87,13 +88,15 @@ class DataConfig(Section, section="data"):
     mixture: tuple[str, ...] = field(
         (),
         "For `name=mixture`: entries `WEIGHT SOURCE`, such as `0.7 wiki40b/en,0.3 my_texts/*.txt`. "
-        "A source is a name as above, a glob of .txt or .jsonl files, or the .bin file of a token "
-        "file.",
+        "A source is a name as above, a glob of .txt, .jsonl, .parquet or .arrow files, or the "
+        ".bin file of a token file.",
         nonempty=True,
         remedy="write for example ('0.7 wiki40b/en',)",
     )
     text_field: str = _name(
-        "text", "Field of a .jsonl line, or feature of a TFDS data set, that contains the text."
+        "text",
+        "Field of a .jsonl line or of a table's row, or feature of a TFDS data set, that contains "
+        "the text.",
     )
     objective: str = field(
         "causal_lm",

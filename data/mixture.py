@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from data.blend import Blend, parse_mixture
 from data.config import DataConfig
+from data.text.tables import SUFFIXES
 
 
 def sources(config: DataConfig) -> list[DataConfig]:
@@ -54,7 +55,7 @@ def mixed_order(
 def _source(config: DataConfig, source: str) -> DataConfig:
     paths = ()
     name = source
-    if source.endswith((".txt", ".jsonl")):
+    if source.endswith((".txt", ".jsonl", *SUFFIXES)):
         paths = (source,)
         name = "text"
     elif source.endswith((".bin", ".idx")):

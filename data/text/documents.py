@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data import tfds_sets
+from data.checks import files_key
 from data.config import DataConfig
 from data.own import SPLITS, call_own
 from data.text import text_files, tfds_text, token_files
 from data.text.chained import ConcatDocuments
+from data.text.tables import as_lines
 from untrusted.imports import is_import_path
 
 
@@ -86,14 +88,16 @@ def _find_text_files(config: DataConfig) -> Documents:
     files = text_files.find_files(config.paths)
     key = (
         f"text {text_files.REVISION} {text_files.TEXT_PART_BYTES} {config.text_field} "
-        f"{config.validation_fraction} {text_files.files_key(files, config.verify)}"
+        f"{config.validation_fraction} {files_key(files, config.verify)}"
     )
-    return Documents(
-        key=key,
-        open=lambda: text_files.open_text_files(
-            files, config.text_field, config.validation_fraction, config.sequence_length
-        ),
-    )
+
+    def open_files() -> dict[str, Sequence[Any]]:
+        lines = as_lines(files, config.cache_path, config.verify)
+        return text_files.open_text_files(
+            lines, config.text_field, config.validation_fraction, config.sequence_length
+        )
+
+    return Documents(key=key, open=open_files)
 
 
 def _find_token_files(config: DataConfig) -> Documents:
@@ -111,7 +115,7 @@ def _find_token_files(config: DataConfig) -> Documents:
             "validation": ConcatDocuments(parts, positions[max(num_train, 0) :]),
         }
 
-    key = f"megatron {config.validation_fraction} {text_files.files_key(files, config.verify)}"
+    key = f"megatron {config.validation_fraction} {files_key(files, config.verify)}"
     return Documents(key=key, open=open_files, is_encoded=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from data.config import DataConfig
 from data.examples import Label
 from data.text.spans import DocumentSpans
+from data.text.tables import as_lines
 from data.text.text_files import find_files, record_of_json, split_files
 
 
@@ -106,12 +107,12 @@ def open_records(config: DataConfig) -> dict[str, Records]:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is not a .jsonl file, or there are too few lines for the splits.
     """
-    files = find_files(config.paths)
+    files = as_lines(find_files(config.paths), config.cache_path, config.verify)
     others = [str(file) for file in files if file.suffix != ".jsonl"]
     if others:
         raise ValueError(
             f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
-            ".jsonl files; narrow the glob or convert the file"
+            ".jsonl, .parquet and .arrow files; narrow the glob or convert the file"
         )
     splits = split_files(files, config.validation_fraction, config.sequence_length)
     return {split: Records(files, spans, config) for split, spans in splits.items()}

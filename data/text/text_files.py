@@ -1,5 +1,7 @@
 """Local .txt and .jsonl files as sequences of documents that are read on access.
 
+Parquet and Arrow files are converted to .jsonl files first (tables.py).
+
 One pass over the files finds the byte span of each document. Only the spans stay in memory.
 """
 
@@ -14,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from data.checks import matches_of
+from data.text import tables
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
-from untrusted.files import digest_of, open_regular, version_of
+from untrusted.files import open_regular, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +69,15 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
     Raises:
         FileNotFoundError: A glob matches no file.
-        ValueError: A matched file is neither .txt nor .jsonl.
+        ValueError: A matched file is of another kind.
     """
     files: set[Path] = set()
     for pattern in patterns:
         matches = matches_of(pattern)
         found = {Path(match) for match in matches if Path(match).is_file()}
         folder = next((Path(match) for match in matches if Path(match).is_dir()), None)
+        if not found and folder is not None:
+            found = set(tables.files_of_folder(folder))
         if not found and folder is not None:
             raise FileNotFoundError(
                 f"data.paths: {pattern!r} is a folder; name its files, such as "
@@ -84,27 +89,12 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
             )
         files |= found
     for file in sorted(files):
-        if file.suffix not in (".txt", ".jsonl"):
+        if file.suffix not in (".txt", ".jsonl", *tables.SUFFIXES):
             raise ValueError(
-                f"data.paths matches {str(file)!r}, but only .txt and .jsonl files can be read; "
-                "narrow the glob or convert the file"
+                f"data.paths matches {str(file)!r}, but only .txt, .jsonl, .parquet and .arrow "
+                "files can be read; narrow the glob or convert the file"
             )
     return sorted(files)
-
-
-def files_key(files: list[Path], verify: str) -> str:
-    """Hash the paths of files, with either their contents or their sizes and modification times.
-
-    Args:
-        files: The files.
-        verify: The config key `data.verify`: "times" for sizes and modification times, "full" for
-            the contents.
-    """
-    digest = hashlib.sha256()
-    for file in files:
-        version = digest_of(file) if verify == "full" else "{}\0{}".format(*version_of(file))
-        digest.update(f"{file.resolve()}\0{version}\0".encode())
-    return digest.hexdigest()
 
 
 def open_text_files(

@@ -1,0 +1,132 @@
+"""Parquet and Arrow files, converted to .jsonl files in the cache when they are first used.
+
+Afterwards everything is as for .jsonl files: documents and labeled examples, lines in messages.
+A folder that `datasets.Dataset.save_to_disk` has written stands for its .arrow files.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.checks import files_key
+from data.locks import locked
+from untrusted.documents import read_json
+from untrusted.files import check_link, make_private_directory, open_new, open_regular
+from untrusted.schema import check_fields
+
+SUFFIXES = (".parquet", ".arrow")
+#: Files that `save_to_disk` of a Dataset, and of a DatasetDict, write into their folders.
+_STATE = "state.json"
+_SPLITS = "dataset_dict.json"
+_BATCH_ROWS = 1024
+
+_log = logging.getLogger(__name__)
+
+
+def files_of_folder(folder: Path) -> list[Path]:
+    """Return the .arrow files of a dataset that `datasets` has saved, in order; [] if it is none.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        ValueError: It has several splits, or its rows were selected or reordered without rewriting
+            the files.
+    """
+    if (folder / _SPLITS).is_file():
+        splits = sorted(path.parent.name for path in folder.glob(f"*/{_STATE}"))
+        raise ValueError(
+            f"data.paths: {folder} has the splits {', '.join(splits)}; name the folder of one, "
+            f"such as {folder / splits[0] if splits else folder}"
+        )
+    if not (folder / _STATE).is_file():
+        return []
+    state = read_json(folder / _STATE, within=folder)
+    kinds = {"_data_files": list[dict[str, Any]], "_indices_files": list[Any] | None}
+    check_fields(state, kinds, folder / _STATE)
+    if state.get("_indices_files"):
+        raise ValueError(
+            f"data.paths: the rows of {folder} were selected or reordered; call flatten_indices() "
+            "before save_to_disk"
+        )
+    files = [folder / str(each.get("filename")) for each in state["_data_files"]]
+    for file in files:
+        check_link(file, folder)
+    return files
+
+
+def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:
+    """Replace Parquet and Arrow files by .jsonl files in the cache, which are made if necessary.
+
+    Args:
+        files: Files of any kind.
+        cache: The directory of the cache.
+        verify: The config key `data.verify`: how a changed file is noticed.
+
+    Returns:
+        The files; those of other kinds are unchanged.
+
+    Raises:
+        ValueError: A file cannot be read.
+    """
+    return [_lines_of(file, cache, verify) if file.suffix in SUFFIXES else file for file in files]
+
+
+def _lines_of(file: Path, cache: Path, verify: str) -> Path:
+    directory = cache / "tables"
+    make_private_directory(directory)
+    target = directory / f"{file.stem}-{files_key([file], verify)[:16]}.jsonl"
+    with locked(target):
+        if not target.exists():
+            temporary = target.with_suffix(".tmp")
+            num_rows = 0
+            with open_new(temporary) as stream:
+                for record in _records(file):
+                    stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    num_rows += 1
+            os.replace(temporary, target)
+            _log.info("%s: %s rows, as lines in %s", file, f"{num_rows:,}", target)
+    return target
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file, without columns that JSON cannot express, such as images."""
+    import pyarrow as pa  # slow, and most corpora do not need it
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    try:
+        with open_regular(file) as stream:
+            if file.suffix == ".parquet":
+                table = pyarrow.parquet.ParquetFile(stream)
+                columns = [field.name for field in table.schema_arrow if _is_plain(field.type)]
+                for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
+                    yield from batch.to_pylist()
+                return
+            reader = pyarrow.ipc.open_stream(stream)
+            columns = [field.name for field in reader.schema if _is_plain(field.type)]
+            for batch in reader:
+                yield from batch.select(columns).to_pylist()
+    except OSError as error:
+        raise ValueError(f"data.paths: {file} cannot be read: {error}") from error
+    except pa.ArrowException as error:
+        raise ValueError(
+            f"data.paths: {file} is not a whole {file.suffix[1:].title()} file ({error}); write it "
+            "again"
+        ) from error
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether JSON can express the values of a type of pyarrow."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_plain(kind.value_type)
+    if types.is_struct(kind):
+        return all(_is_plain(field.type) for field in kind)
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return is_text or is_number or types.is_null(kind)
