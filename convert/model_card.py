@@ -89,7 +89,7 @@ def _front_matter(source: Source) -> list[str]:
 def _data(section: Any) -> list[str]:
     if not isinstance(section, dict):
         return []
-    rows = [(key, section[key]) for key in _DATA_KEYS if section.get(key) not in (None, "")]
+    rows = [(key, section[key]) for key in _DATA_KEYS if section.get(key) not in (None, "", [])]
     return ["", "## Data", "", *_table(("key", "value"), rows)]
 
 
