@@ -13,7 +13,7 @@ from untrusted.files import make_private_directory
 
 #: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
-RECORD_OBJECTIVES = ("seq2seq", "classification")
+RECORD_OBJECTIVES = ("seq2seq", "classification", "chat")
 IMAGE_OBJECTIVES = ("image_classification", "image_reconstruction", "image_contrast")
 OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
 # Values of `name` other than TFDS data sets and import paths of functions, for text and for images.
@@ -37,6 +37,8 @@ _READ_WITH = {
     "whole_words": ("masked_lm", "masked_lm_pairs"),
     "target_length": ("span_corruption", "seq2seq"),
     "pair_field": ("classification",),
+    "messages_field": ("chat",),
+    "chat_template": ("chat",),
 }
 # The shortest sequence that has room for the special tokens and for one token of each text.
 _SHORTEST = {
@@ -147,6 +149,15 @@ class DataConfig(Section, section="data"):
         "label",
         "For `classification`: field that contains the label, a str or an int. For a TFDS data set "
         "of images: feature that contains it.",
+    )
+    messages_field: str = _name(
+        "messages",
+        "For `chat`: field with the list of messages, each with `role` and `content`.",
+    )
+    chat_template: str = field(
+        "",
+        "For `chat`: path of a Jinja file that turns messages into text, or `roles` for a simple "
+        "one. Empty: the template of the tokenizer.",
     )
     tokenizer: str = _name(
         "bpe",
@@ -303,7 +314,7 @@ class DataConfig(Section, section="data"):
     @property
     def has_special_tokens(self) -> bool:
         """Whether 'bytes' and 'bpe' have special tokens other than the end of a document."""
-        return self.objective != "causal_lm"
+        return self.objective not in ("causal_lm", "chat")
 
     @property
     def cache_path(self) -> Path:

@@ -70,6 +70,6 @@ def _text_shapes(config: DataConfig) -> Shapes:
     if config.objective == "masked_lm_pairs":
         shapes |= {"segment_ids": ids, "token_types": ids}
         shapes |= {"labels": _array(np.int32), "label_weights": _array(np.float32)}
-    if config.isolate_documents:
+    if config.isolate_documents or config.objective == "chat":
         shapes |= {"segment_ids": ids, "positions": ids}
     return shapes

@@ -94,6 +94,26 @@ def text_fields(config: DataConfig) -> dict[str, str]:
     return {key: getattr(config, key) for key in keys}
 
 
+def find_lines(config: DataConfig) -> list[Path]:
+    """Find the files of examples: .jsonl files, and tables that are converted to such files.
+
+    Args:
+        config: The config section `data`.
+
+    Raises:
+        FileNotFoundError: A glob matches nothing.
+        ValueError: A file is of another kind, or a table cannot be read.
+    """
+    files = as_lines(find_files(config.paths), config.cache_path, config.verify)
+    others = [str(file) for file in files if file.suffix != ".jsonl"]
+    if others:
+        raise ValueError(
+            f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
+            ".jsonl, .parquet and .arrow files; narrow the glob or convert the file"
+        )
+    return files
+
+
 def open_records(config: DataConfig) -> dict[str, Records]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
@@ -107,13 +127,7 @@ def open_records(config: DataConfig) -> dict[str, Records]:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is not a .jsonl file, or there are too few lines for the splits.
     """
-    files = as_lines(find_files(config.paths), config.cache_path, config.verify)
-    others = [str(file) for file in files if file.suffix != ".jsonl"]
-    if others:
-        raise ValueError(
-            f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
-            ".jsonl, .parquet and .arrow files; narrow the glob or convert the file"
-        )
+    files = find_lines(config)
     splits = split_files(files, config.validation_fraction, config.sequence_length)
     return {split: Records(files, spans, config) for split, spans in splits.items()}
 

@@ -4,13 +4,17 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from data.blend import parse_mixture
 from data.config import RECORD_OBJECTIVES, DataConfig, make_cache
 from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
 from data.mixture import sources
 from data.text.chained import ConcatDocuments
+from data.text.chat.conversations import MessageTexts, encode, open_conversations
+from data.text.chat.template import load_template
 from data.text.documents import find_corpus
+from data.text.objectives.chat import ChatExamples
 from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
 from data.text.objectives.registry import make_examples, num_tokens_needed
 from data.text.records import RecordTexts, check_labels, open_records, scan
@@ -29,9 +33,11 @@ class TextCorpus(Corpus):
 
     Attributes:
         tokenizer: The tokenizer that encoded the corpus.
+        chat_template: The chat template of conversations; None without one.
     """
 
     tokenizer: Tokenizer
+    chat_template: str | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -54,6 +60,8 @@ def load_text(config: DataConfig) -> TextCorpus:
         FileNotFoundError: A glob matches nothing, or a token file or the tokenizer file does not
             exist.
     """
+    if config.objective == "chat":
+        return _load_chat(config)
     if config.objective in RECORD_OBJECTIVES:
         return _load_records(config)
     tokenizer, stores = load_stores(config)
@@ -146,6 +154,36 @@ def _load_records(config: DataConfig) -> TextCorpus:
         validation=rows[1],
         fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
         labels=labels,
+    )
+
+
+def _load_chat(config: DataConfig) -> TextCorpus:
+    make_cache(config)
+    tokenizer = load_fixed_tokenizer(config)
+    path = None if config.tokenizer in ("bytes", "bpe") else Path(config.tokenizer).expanduser()
+    if tokenizer is not None:  # a missing template is found before the data is read
+        load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
+    splits = open_conversations(config)
+    tokenizer = tokenizer or _load_bpe(
+        config,
+        f"chat {hashlib.sha256(repr([*splits['train']]).encode()).hexdigest()}",
+        lambda: MessageTexts(splits["train"]),
+    )
+    template = load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
+    encoded = [encode(split, template, tokenizer, config) for split in splits.values()]
+    train, validation = (ChatExamples(chats, config.sequence_length) for chats in encoded)
+    if not len(train):
+        raise ValueError(
+            f"data.sequence_length={config.sequence_length} is too short for the answers of all "
+            "conversations; increase it"
+        )
+    keyed = " ".join([*(chats.digest for chats in encoded), tokenizer.fingerprint])
+    return TextCorpus(
+        tokenizer=tokenizer,
+        chat_template=template.text,
+        train=train,
+        validation=validation,
+        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
     )
 
 

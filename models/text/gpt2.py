@@ -116,7 +116,7 @@ class GPT2(nnx.Module):
 
     Config = GPT2Config
     can_share_vocab = True
-    objectives = ("causal_lm",)
+    objectives = ("causal_lm", "chat")
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)

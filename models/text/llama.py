@@ -153,7 +153,7 @@ class Llama(nnx.Module):
     Config = LlamaConfig
     stacks = ("decoder", "windowed_decoder")
     can_share_vocab = True
-    objectives = ("causal_lm",)
+    objectives = ("causal_lm", "chat")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config

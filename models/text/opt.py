@@ -119,7 +119,7 @@ class OPT(nnx.Module):
 
     Config = OPTConfig
     can_share_vocab = True
-    objectives = ("causal_lm",)
+    objectives = ("causal_lm", "chat")
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -1,5 +1,6 @@
 """Compares 30 training steps with `transformers` and torch's AdamW on the same data."""
 
+import json
 from typing import Any
 
 import jax
@@ -94,7 +95,28 @@ def torch_step(model, optimizer, batch):
     return float(loss.detach())
 
 
-def losses_of_both(name, model, start, overrides, corpus_overrides):
+def unpacked_torch_step(model, optimizer, batch):
+    """Do the same step with each conversation of a packed batch on its own; return the loss."""
+    loss_sum = torch.zeros(())
+    for tokens, targets, weights, segments in zip(
+        *(batch[name] for name in ("tokens", "targets", "weights", "segment_ids")), strict=True
+    ):
+        for segment in range(1, segments.max() + 1):
+            here = segments == segment
+            logits = model(input_ids=torch.tensor(tokens[here])[None]).logits[0]
+            losses = torch.nn.functional.cross_entropy(
+                logits, torch.tensor(targets[here]).long(), reduction="none"
+            )
+            loss_sum = loss_sum + (losses * torch.tensor(weights[here])).sum()
+    loss = loss_sum / batch["weights"].sum()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torch_step):
     """Return the losses of Taibai and of torch, which train on the same batches.
 
     Args:
@@ -103,6 +125,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides):
         start: directory with the same model.
         overrides: overrides of the config.
         corpus_overrides: overrides to train on a corpus.
+        step: does a step with torch.
     """
     overrides = (*SHARED, *corpus_overrides, *overrides, f"init_from={start}")
     config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
@@ -128,7 +151,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides):
     theirs = []
     for _ in range(NUM_STEPS):
         batch = next(batches)
-        theirs.append(torch_step(model, optimizer, batch))
+        theirs.append(step(model, optimizer, batch))
         placed = place_batch(batch, run.rows, run.batch_sharding, len(run.rows))
         state, metrics = run.compile_train_step()(state, placed)
         ours.append(float(jax.device_get(metrics["loss"])))
@@ -171,6 +194,42 @@ def test_losses_of_30_steps_with_adapters_equal_peft(variant, tmp_path):
             *(f"lora.{name}=true" for name in variant),
         ),
         write_corpus(tmp_path),
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+    assert ours[-1] < ours[0] - 0.3
+
+
+@pytest.mark.thorough
+def test_losses_of_30_steps_on_packed_answers_equal_torch_without_packing(tmp_path):
+    class_name, settings, _ = MODELS["gpt2"]
+    settings = settings | {"n_positions": 64}
+    model = save_model(tmp_path / "model", class_name, **settings).train()
+    chats = (
+        [
+            {"role": "user", "content": f"Say {number} and {'a' * (number % 5)}."},
+            {"role": "assistant", "content": f"{number}, {'a' * (number % 5)}!"},
+        ]
+        for number in range(200)
+    )
+    lines = (json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
+    template = (
+        "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (tmp_path / "chat.jinja").write_text(template)
+    overrides = (
+        "data.objective=chat",
+        f"data.chat_template={tmp_path}/chat.jinja",
+        "data.sequence_length=64",
+    )
+    ours, theirs = losses_of_both(
+        "gpt2",
+        model,
+        tmp_path / "model",
+        overrides,
+        (f"data.paths={tmp_path}/chats.jsonl", f"data.cache_dir={tmp_path}/cache"),
+        step=unpacked_torch_step,
     )
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
     assert ours[-1] < ours[0] - 0.3

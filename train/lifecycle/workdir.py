@@ -16,6 +16,7 @@ from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.examples import Corpus
+from data.text.chat.template import TEMPLATE_FILE
 from data.text.text_corpus import TextCorpus
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
@@ -115,8 +116,8 @@ def write_run_files(
 ) -> None:
     """Write `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
 
-    `hf/` contains the tokenizer, the labels of a classifier, and files of the Hugging Face model
-    that the run starts from. Only the first process writes.
+    `hf/` contains the tokenizer, its chat template, the labels of a classifier, and files of the
+    Hugging Face model that the run starts from. Only the first process writes.
 
     Args:
         workdir: the run's directory.
@@ -135,6 +136,8 @@ def write_run_files(
         keep_hf_files(source, workdir)
     elif isinstance(corpus, TextCorpus):
         write_text(hf / "tokenizer.json", corpus.tokenizer.content)
+    if isinstance(corpus, TextCorpus) and corpus.chat_template is not None:
+        write_text(hf / TEMPLATE_FILE, corpus.chat_template)
     if corpus.labels:
         write_text(hf / LABELS_FILE, json.dumps(corpus.labels) + "\n")
 

@@ -59,6 +59,22 @@ class ByteTokenizer:
             for text in texts
         ]
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a text with names of special tokens; see `Tokenizer.encode_with_offsets`."""
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for number, part in enumerate(text.split(END_OF_TEXT)):
+            if number:
+                end = offsets[-1][1] if offsets else 0
+                offsets.append((end, end + len(END_OF_TEXT)))
+                ids.append(self.eos_id)
+            start = offsets[-1][1] if offsets else 0
+            for i, character in enumerate(part, start):
+                encoded = character.encode("utf-8", "replace")
+                ids += encoded
+                offsets += [(i, i + 1)] * len(encoded)
+        return np.array(ids, np.int32), np.array(offsets, np.int64).reshape(-1, 2)
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids, with the names of special tokens."""
         known = [bytes([i]) for i in range(256)] + [name.encode() for name in self._names]

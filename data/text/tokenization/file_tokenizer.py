@@ -1,6 +1,7 @@
 """A tokenizer of the `tokenizers` library: a tokenizer.json, or vocab.json and merges.txt."""
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -91,6 +92,19 @@ class FileTokenizer:
         ):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a text with names of special tokens; see `Tokenizer.encode_with_offsets`."""
+        encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
+        offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
+        return np.array(encoded.ids, np.int32), offsets
+
+    @functools.cached_property
+    def _with_special_tokens(self) -> tokenizers.Tokenizer:
+        tokenizer = tokenizers.Tokenizer.from_str(self.content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids, with the names of special tokens."""

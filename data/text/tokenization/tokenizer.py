@@ -44,6 +44,17 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a text in which the names of special tokens stand for these tokens.
+
+        Args:
+            text: The text.
+
+        Returns:
+            int32[n], the ids, and int64[n, 2], the first character and the end of each token.
+        """
+        ...
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids, with the names of special tokens."""
         ...

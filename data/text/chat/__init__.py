@@ -1,0 +1,1 @@
+"""Conversations: chat templates, and which of their tokens are learned."""

@@ -1,0 +1,215 @@
+"""Chat templates: Jinja programs that turn messages into one text, as in `transformers`.
+
+A template comes with a tokenizer, as `chat_template.jinja` or in tokenizer_config.json. It runs in
+Jinja's sandbox, which has neither files nor imports.
+
+The text of the assistant is what the model learns. A template can mark it with
+`{% generation %}…{% endgeneration %}`. For others, it is what a message adds to the text of the
+messages before it, after the prompt for an answer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+from untrusted.documents import read_json
+from untrusted.files import read_text
+from untrusted.messages import shortened
+
+#: The template `data.chat_template=roles`.
+ROLES = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}"
+    "{% else %}{{ message['content'] + '\\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+#: Stand around the text of the assistant in a rendered text, until `spans` removes them.
+_BEGIN = "\0generation:begin\0"
+_END = "\0generation:end\0"
+
+TEMPLATE_FILE = "chat_template.jinja"
+_CONFIG_FILE = "tokenizer_config.json"
+_MAX_BYTES = 2**20
+_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+Message = Mapping[str, Any]
+#: First character and end of a part of a text.
+Span = tuple[int, int]
+
+
+class _Generation(jinja2.ext.Extension):
+    """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked")
+        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{_BEGIN}{caller()}{_END}"
+
+
+class ChatTemplate:
+    """A chat template.
+
+    Args:
+        text: The template.
+        source: Where it comes from, for messages.
+        tokens: Names of special tokens that it may use, such as {"bos_token": "<s>"}.
+
+    Raises:
+        ValueError: It is not a Jinja template.
+    """
+
+    def __init__(self, text: str, source: str, tokens: Mapping[str, str]):
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _as_json
+        environment.globals["raise_exception"] = _raise
+        self.text = text
+        self._source = source
+        self._tokens = tokens
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{source} is not a chat template ({shortened(error)})") from None
+
+    @property
+    def key(self) -> str:
+        """A string that changes whenever the texts may change."""
+        return repr((self.text, sorted(self._tokens.items())))
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        """Return the text of messages.
+
+        Args:
+            messages: The messages, each with `role` and `content`.
+            add_generation_prompt: Whether the text ends with the beginning of an answer.
+
+        Raises:
+            ValueError: The template refuses the messages.
+        """
+        rendered = self._rendered(messages, add_generation_prompt=add_generation_prompt)
+        return rendered.replace(_BEGIN, "").replace(_END, "")
+
+    def spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Return the text of messages, and the parts of it that the assistant says.
+
+        Raises:
+            ValueError: The template refuses the messages, or it has no tags and renders earlier
+                messages differently when others follow.
+        """
+        rendered = self._rendered(messages)
+        if _BEGIN in rendered:
+            return _unmarked(rendered)
+        found = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self._rendered(messages[:number], add_generation_prompt=True)
+            until = self._rendered(messages[: number + 1])
+            if not (rendered.startswith(until) and until.startswith(prompt)):
+                raise ValueError(
+                    f"{self._source} renders message {number} differently when others follow, so "
+                    "the text of the assistant is not clear; put {% generation %} and "
+                    "{% endgeneration %} around it in a copy of the template, and set "
+                    "data.chat_template to its path"
+                )
+            found.append((len(prompt), len(until)))
+        return rendered, found
+
+    def _rendered(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
+            raise ValueError(f"{self._source} refuses messages: {shortened(error)}") from None
+
+
+def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatTemplate:
+    """Load a chat template.
+
+    Args:
+        setting: `data.chat_template`: "roles", a file, or "" for that of the tokenizer.
+        tokenizer: The path of the tokenizer; None: it has no file.
+        eos_token: The name of the tokenizer's end-of-document token.
+
+    Raises:
+        ValueError: There is no template, or it cannot be read.
+    """
+    directory = None
+    if tokenizer is not None:
+        directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    config: dict[str, Any] = {}
+    if directory is not None and (directory / _CONFIG_FILE).is_file():
+        config = read_json(directory / _CONFIG_FILE, within=directory)
+    tokens = {"eos_token": eos_token} | {
+        name: token for name in _TOKENS if (token := _token(config.get(name))) is not None
+    }
+    if setting == "roles":
+        return ChatTemplate(ROLES, "data.chat_template='roles'", tokens)
+    if setting:
+        text = _read(Path(setting).expanduser())
+        return ChatTemplate(text, f"data.chat_template={setting!r}", tokens)
+    if directory is not None and (directory / TEMPLATE_FILE).is_file():
+        file = directory / TEMPLATE_FILE
+        return ChatTemplate(_read(file), str(file), tokens)
+    if isinstance(config.get("chat_template"), str):
+        return ChatTemplate(config["chat_template"], f"{directory}/{_CONFIG_FILE}", tokens)
+    raise ValueError(
+        "data.objective='chat' needs a chat template, but data.tokenizer has none"
+        f"{f' in {directory}' if directory else ''}; set data.chat_template to the path of a Jinja "
+        "file, or to 'roles'"
+    )
+
+
+def _unmarked(rendered: str) -> tuple[str, list[Span]]:
+    """Remove the marks of `{% generation %}` from a text; return it and the parts within them."""
+    first, *marked = rendered.split(_BEGIN)
+    text = first
+    found = []
+    for part in marked:
+        inside, _, outside = part.partition(_END)
+        found.append((len(text), len(text) + len(inside)))
+        text += inside + outside
+    return text, found
+
+
+def _token(value: Any) -> str | None:
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_text(file, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise ValueError(
+            f"data.chat_template: {file} cannot be read ({error.strerror}); correct the path"
+        ) from error
+
+
+def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

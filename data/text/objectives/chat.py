@@ -1,0 +1,67 @@
+"""The chat objective: whole conversations are packed into rows, and answers are learned.
+
+A conversation sees no other one in its row. With T=8, conversations a (3 tokens) and b (5 tokens),
+whose learned tokens are capitals:
+
+    tokens       a0 A1 b0 b1 B2 B3 -  -
+    targets      A1 A2 b1 B2 B3 B4 -  -
+    weights      1  1  0  1  1  1  0  0
+    segment_ids  1  1  2  2  2  2  0  0
+
+T: tokens per sequence.
+"""
+
+import numpy as np
+
+from data.examples import Example, Examples
+from data.text.chat.conversations import EncodedChats
+from data.text.objectives.rows import padded
+
+
+class ChatExamples(Examples):
+    """Rows of whole conversations, packed in order.
+
+    A row has `tokens`, `targets`, `segment_ids` and `positions: int32[T]`, and
+    `weights: float32[T]`, which is 1 where the target is learned.
+
+    Args:
+        chats: The conversations, each of at most T + 1 tokens.
+        sequence_length: T.
+    """
+
+    def __init__(self, chats: EncodedChats, sequence_length: int):
+        self._chats = chats
+        self._length = sequence_length
+        sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
+        firsts = []
+        room = 0
+        for number, size in enumerate(sizes.tolist()):
+            if size > room:
+                firsts.append(number)
+                room = sequence_length
+            room -= size
+        self._firsts = np.array([*firsts, len(chats)], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`; nothing in it is random."""
+        del key
+        tokens, targets, weights, segments, positions = ([] for _ in range(5))
+        numbers = range(self._firsts[index], self._firsts[index + 1])
+        for segment, number in enumerate(numbers, 1):
+            ids, is_learned = self._chats[number]
+            tokens.append(ids[:-1])
+            targets.append(ids[1:])
+            weights.append(is_learned[1:])
+            segments.append(np.full(len(ids) - 1, segment))
+            positions.append(np.arange(len(ids) - 1))
+        length = self._length
+        return {
+            "tokens": padded(np.concatenate(tokens), length),
+            "targets": padded(np.concatenate(targets), length),
+            "weights": padded(np.concatenate(weights), length).astype(np.float32),
+            "segment_ids": padded(np.concatenate(segments), length),
+            "positions": padded(np.concatenate(positions), length),
+        }
