@@ -8,13 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from checkpoint.lazy import Index, LazyArray
 from convert import preprocessor
 from convert.architecture import Architecture
 from convert.keys import read
-from convert.model_on_disk import Shapes, Source, check_known, read_config, shapes_of
+from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.names import TensorMapping, match
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, same_values
@@ -63,7 +62,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         open=lambda shapes: {},
         dtypes={},
     )
-    model_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    model_shapes = source.shapes()
     tensor_mappings = architecture.tensor_mappings(
         model_shapes, vocab_size=fields.get("vocab_size")
     )

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from flax import nnx
 
 from convert.architecture import Architecture
-from convert.model_on_disk import Source, shapes_of
+from convert.model_on_disk import Source
 from convert.runs import config_of
 from untrusted.documents import parse_json, read_yaml
 from untrusted.files import open_regular, write_text
@@ -42,7 +41,7 @@ def write_card(source: Source, architecture: Architecture, step: Path, directory
         return
     entries = [each for each in _entries(workdir / METRICS_FILE) if each["step"] <= int(step.name)]
     config = read_yaml(config_of(step), within=workdir)
-    shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    shapes = source.shapes()
     num_params = sum(map(math.prod, shapes.values()))
     has_adapters = source.lora.rank is not None
     what = f"Adapters (rank {source.lora.rank}) of a" if has_adapters else "A"

@@ -94,6 +94,10 @@ class Source:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return nnx.eval_shape(self._build)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return {path of a parameter: shape}, with those of the adapters."""
+        return shapes_of(nnx.to_pure_dict(nnx.split(self.abstract())[1]))
+
     def _build(self) -> nnx.Module:
         model = self.model_class(self.config, rngs=nnx.Rngs(0))
         add_adapters(model, self.lora, seed=0)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from checkpoint.lazy import Index
+from checkpoint.lazy import Index, LazyArray, blocks
 from data.checks import listed
 
 #: How the shape of a tensor (left) becomes the shape of a parameter (right):
@@ -287,3 +287,30 @@ def check_names(
     ]
     if descriptions:
         raise ValueError(f"{what}: it {'; it '.join(descriptions)}; both must be of the same model")
+
+
+def assembled(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
+    """Assemble a Hugging Face tensor from the chunks of a parameter on disk.
+
+    Args:
+        place: The mapping.
+        array: The parameter.
+        dtype: The dtype of the tensor.
+
+    Raises:
+        ValueError: A value is too large for `dtype`.
+    """
+    values = np.empty(place.their_shape, dtype)
+    first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
+    for index in blocks(place.shape, array.chunk_shape[len(first) :]):
+        part = array.read((*first, *index))
+        place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
+    return values
+
+
+def _cast(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = part.astype(dtype, copy=False)
+    if cast is not part and not np.array_equal(np.isfinite(cast), np.isfinite(part)):
+        raise ValueError(f"tensor {name} has values too large for {dtype}; choose another --dtype")
+    return cast

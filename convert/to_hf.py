@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from flax import nnx
 
-from checkpoint.lazy import blocks
 from convert import preprocessor
 from convert.adapters.merged import merged
 from convert.adapters.write_peft import write_adapter
@@ -21,8 +18,8 @@ from convert.architecture import Architecture
 from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
 from convert.model_card import write_card
-from convert.model_on_disk import Source, shapes_of
-from convert.names import TensorMapping
+from convert.model_on_disk import Source
+from convert.names import assembled
 from convert.registry import architectures
 from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
@@ -135,7 +132,7 @@ def _write_tensors(
     max_shard_bytes: int,
 ) -> None:
     """Write the safetensors files; tensors whose dtype is not known have the dtype `default`."""
-    shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    shapes = source.shapes()
     arrays = source.open(shapes)
     tensor_mappings = {
         place.theirs: place
@@ -157,7 +154,7 @@ def _write_tensors(
     dtype_of = {name: dtype for name, dtype, _ in tensors}
     writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
     writer.write(
-        lambda name: _tensor(
+        lambda name: assembled(
             tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
         )
     )
@@ -272,24 +269,6 @@ def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], 
     known = original if isinstance(original, str) and original in _DTYPES else "float32"
     chosen = dtype or known
     return {**hf, name: chosen}, chosen
-
-
-def _tensor(place: TensorMapping, array: Any, dtype: np.dtype) -> np.ndarray:
-    """Assemble a Hugging Face tensor from the chunks of a parameter on disk."""
-    values = np.empty(place.their_shape, dtype)
-    first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
-    for index in blocks(place.shape, array.chunk_shape[len(first) :]):
-        part = array.read((*first, *index))
-        place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
-    return values
-
-
-def _cast(part: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        cast = part.astype(dtype, copy=False)
-    if cast is not part and not np.array_equal(np.isfinite(cast), np.isfinite(part)):
-        raise ValueError(f"tensor {name} has values too large for {dtype}; choose another --dtype")
-    return cast
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -122,7 +122,7 @@ def evaluate_images(
         corpus: the images.
         data: the section `data`.
         labels: the model's labels, in the order of its logits. Those of the data may have another
-            order; if the model's labels have no names, they are those of the data.
+            order. If the model's labels have no names, the names in the data are used.
         batch_size: images at a time.
 
     Raises:
@@ -183,7 +183,7 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
     Args:
         source: the model.
         path: its directory.
-        images: a folder of images; None: those of the run.
+        images: a folder of images; None: use the images of the run.
 
     Raises:
         ValueError: the model is no classifier of images, or it is no run and there is no folder.

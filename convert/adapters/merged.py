@@ -5,10 +5,9 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from checkpoint.lazy import Index, LazyArray
-from convert.model_on_disk import NO_ADAPTERS, Shapes, Source, shapes_of
+from convert.model_on_disk import NO_ADAPTERS, Shapes, Source
 from models.layers.lora import LoraConfig
 
 
@@ -20,7 +19,7 @@ def merged(source: Source) -> Source:
     """
     if source.lora.rank is None:
         return source
-    all_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    all_shapes = source.shapes()
 
     def open_arrays(shapes: Shapes) -> Mapping[str, LazyArray]:
         parts = {name: adapter_parts(name, all_shapes) for name in shapes}

@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from checkpoint.lazy import LazyArray
 from convert.adapters.merged import merged
 from convert.adapters.peft_format import (
@@ -20,7 +18,7 @@ from convert.adapters.peft_format import (
 )
 from convert.architecture import Architecture
 from convert.huggingface import ConvertedArray, check_shape
-from convert.model_on_disk import Shapes, Source, shapes_of
+from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, check_names
 from convert.tensor_files import Tensor, open_safetensors
 from models.layers.lora import LoraConfig
@@ -72,13 +70,13 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     base = _base(config, file, open_base)
     architecture = base.architecture
     assert architecture is not None
-    base_shapes = shapes_of(nnx.to_pure_dict(nnx.split(base.abstract())[1]))
+    base_shapes = base.shapes()
     vocab_size = base.fields.get("vocab_size")
     mappings = architecture.tensor_mappings(base_shapes, vocab_size=vocab_size)
     tensors = _tensors(path, architecture, mappings)
     lora = _lora(config, mappings, tensors)
     source = dataclasses.replace(base, path=path, lora=lora, init_from=str(base.path))
-    shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    shapes = source.shapes()
     in_file = [*adapter_mappings(mappings, shapes)]
     in_file += [m for m in mappings if m.ours in lora.also_trained]
     names = {m.theirs for m in in_file}

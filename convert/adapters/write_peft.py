@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
-from checkpoint.lazy import LazyArray
 from convert.adapters.peft_format import (
     CONFIG_FILE,
     PARTS,
@@ -19,8 +17,8 @@ from convert.adapters.peft_format import (
     module_of,
 )
 from convert.architecture import Architecture
-from convert.model_on_disk import Source, shapes_of
-from convert.names import TensorMapping
+from convert.model_on_disk import Source
+from convert.names import TensorMapping, assembled
 from convert.tensor_files import ShardWriter
 from untrusted.files import write_text
 
@@ -47,7 +45,7 @@ def write_adapter(
     Raises:
         ValueError: A part of a module was trained besides, which PEFT cannot express.
     """
-    all_shapes = shapes_of(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
+    all_shapes = source.shapes()
     shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
     vocab_size = getattr(source.config, "vocab_size", None)
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
@@ -59,7 +57,7 @@ def write_adapter(
     dtypes = {name: dtype or arrays[m.ours].dtype for name, m in places.items()}
     tensors = [(name, dtypes[name], m.their_shape) for name, m in places.items()]
     writer = ShardWriter(directory, tensors, max_shard_bytes=None, single=TENSORS_FILE)
-    writer.write(lambda name: _tensor(places[name], arrays[places[name].ours], dtypes[name]))
+    writer.write(lambda name: assembled(places[name], arrays[places[name].ours], dtypes[name]))
     config = _config(source, architecture, mappings, of_adapters, trained)
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
@@ -107,7 +105,7 @@ def _short_names(modules: set[str], known: set[str]) -> list[str]:
 def _check_whole_modules(
     mappings: Sequence[TensorMapping], trained: Sequence[TensorMapping]
 ) -> None:
-    """Check that the parameters that were trained besides are all those of their modules."""
+    """Check that all parameters of a module were trained, if one of them was."""
     modules = {module_of(m) for m in trained}
     names = {m.theirs for m in trained}
     missing = [m.ours for m in mappings if module_of(m) in modules and m.theirs not in names]
@@ -120,15 +118,3 @@ def _check_whole_modules(
 
 def _is_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _tensor(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
-    """Return a tensor for the file."""
-    values = np.empty(place.their_shape, dtype)
-    whole = tuple(slice(0, size) for size in place.shape)
-    if place.layer is None:
-        part = array.read(whole)
-    else:
-        part = array.read((slice(place.layer, place.layer + 1), *whole))[0]
-    place.write(values, whole, part.astype(dtype))
-    return values

@@ -67,7 +67,7 @@ def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:
         verify: The config key `data.verify`: how a changed file is noticed.
 
     Returns:
-        The files; those of other kinds are unchanged.
+        The files, in the same order. Files of other kinds are returned as they are.
 
     Raises:
         ValueError: A file cannot be read.

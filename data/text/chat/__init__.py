@@ -1,1 +1,1 @@
-"""Conversations: chat templates, and which of their tokens are learned."""
+"""Turns conversations into tokens, and marks the tokens of the answers."""

@@ -66,7 +66,7 @@ class ChatTemplate:
 
     Args:
         text: The template.
-        source: Where it comes from, for messages.
+        source: Its file or config key, for error messages.
         tokens: Names of special tokens that it may use, such as {"bos_token": "<s>"}.
 
     Raises:
@@ -148,7 +148,8 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
     """Load a chat template.
 
     Args:
-        setting: `data.chat_template`: "roles", a file, or "" for that of the tokenizer.
+        setting: `data.chat_template`: "roles", the path of a file, or "" for the template of the
+            tokenizer.
         tokenizer: The path of the tokenizer; None: it has no file.
         eos_token: The name of the tokenizer's end-of-document token.
 
