@@ -108,8 +108,10 @@ OPTIONS = (
     ),
 )
 
+#: Name of the option that lists passes of the compiler that do not run.
+DISABLED_PASSES = "xla_disable_hlo_passes"
 NO_REMATERIALIZATION = CompilerOption(
-    name="xla_disable_hlo_passes",
+    name=DISABLED_PASSES,
     value="rematerialization",
     reason="the step fits into memory, so XLA need not recompute anything to save some; what is "
     "recomputed is for train.remat to decide",

@@ -1,6 +1,7 @@
 """Tests of steps that are compiled without machine code."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import subprocess
 from pathlib import Path
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from sharding.analysis import machine_code
+from sharding.analysis.cost.prediction import predict
+from sharding.analysis.flops import matmul_flops_in_text
 from sharding.analysis.machine_code import options_without_machine_code
 from tests.gpu import steps
+from train.compile import run_for
+from train.planning.step_time import machine_of
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -21,6 +26,23 @@ def test_step_without_machine_code_is_the_same_program_with_the_same_memory():
     read_only = steps.make_run("gpt2", SIZES).compile_train_step()
     assert read_only.as_text() == whole.as_text()
     assert str(read_only.memory_analysis()) == str(whole.memory_analysis())
+
+
+def test_step_without_triton_kernels_does_the_same_work():
+    def compiled(*, has_triton_kernels: bool):
+        described = steps.make_run("gpt2", SIZES)
+        target = dataclasses.replace(described.target, has_triton_kernels=has_triton_kernels)
+        step = run_for(described.config, target).compile_train_step()
+        found = predict(step.as_text(), dict(described.mesh.shape), machine_of(target))
+        return step.as_text(), found
+
+    text, predicted = compiled(has_triton_kernels=True)
+    text_without, predicted_without = compiled(has_triton_kernels=False)
+    assert "__triton" in text
+    assert "__triton" not in text_without
+    assert matmul_flops_in_text(text_without) == matmul_flops_in_text(text)
+    assert predicted_without.matmul_s == pytest.approx(predicted.matmul_s, rel=0.05)
+    assert predicted_without.step_s == pytest.approx(predicted.step_s, rel=0.1)
 
 
 def test_assembler_writes_an_empty_file_at_once(tmp_path):

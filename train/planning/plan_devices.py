@@ -42,7 +42,8 @@ class PlanDevices:
         budget: memory that a step may use.
         assemble: builds the run of a config on all devices, or raises ValueError.
         assemble_part: builds the run of a config on the first N devices, which have enough memory
-            for it, or raises ValueError. The config's mesh has N devices.
+            for it, or raises ValueError. The config's mesh has N devices. Its step compiles fast,
+            and may be a little slower than a whole run's.
     """
 
     name: str
@@ -93,12 +94,13 @@ def described_devices(
         run_for: builds the run of a config for a target.
     """
     read_only = dataclasses.replace(target, has_machine_code=False)
+    of_parts = dataclasses.replace(read_only, has_triton_kernels=False)
 
     def assemble(config: RunConfig) -> Run:
         return run_for(config, read_only)
 
     def assemble_part(config: RunConfig, num_devices: int) -> Run:
-        return run_for(config, read_only.resized(num_devices, memory_bytes=_MEMORY_BYTES))
+        return run_for(config, of_parts.resized(num_devices, memory_bytes=_MEMORY_BYTES))
 
     return PlanDevices(
         name=target.name,

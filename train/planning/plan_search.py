@@ -242,7 +242,8 @@ class PlanSearch:
             raise ValueError(no_division(self._config, count, [*self._fixed], self._space))
         self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
         size = self._config.data.global_batch_size
-        parts = layers.parts_of_base(min(plan.microbatch_size(size) for plan in self.plans))
+        sizes = [plan.microbatch_size(size) for plan in self.plans]
+        parts = layers.parts_of_base(min(sizes), max(sizes))
         running = [self._submit(part) for part in parts]
         splits = {layers.with_split(plan.mesh) for plan in self.plans} - {layers.base}
         if len(splits) == 1:  # it will be needed, and a thread may be idle

@@ -1,9 +1,9 @@
 """Times of a model's layers for any microbatch and split, scaled from a few compiled parts.
 
-Three parts are compiled first: the *base*, the same with twice the batch, and the same with the
-smallest batch of any plan, unless that is not smaller. Between and beyond these batches, times are
-linear. Two more things change a part's times, and each is measured by compiling one part that
-differs from the base in nothing else:
+Two or three parts are compiled first: the *base*, the same with the smallest batch of any plan if
+that is smaller, and with twice the batch unless all plans have smaller ones. Between and beyond
+these batches, times are linear. Two more things change a part's times, and each is measured by
+compiling one part that differs from the base in nothing else:
 
     times(part) = times of the base for the part's batch
                   × factor of the split over context and model
@@ -152,14 +152,16 @@ class ScaledTimes:
         """Bytes per second that kernels read and write in large arrays."""
         return MEMORY_EFFICIENCY * self._devices.machine.memory_bytes_per_s
 
-    def parts_of_base(self, smallest_batch: int) -> list[Part]:
+    def parts_of_base(self, smallest_batch: int, largest_batch: int) -> list[Part]:
         """Return the base with the batches to compile first.
 
         Args:
             smallest_batch: examples of the smallest microbatch of any plan.
+            largest_batch: examples of the largest one.
         """
         batch = self.base.batch
-        batches = sorted({min(smallest_batch, batch), batch, 2 * batch})
+        batches = [smallest_batch] * (smallest_batch < batch) + [batch]
+        batches += [2 * batch] * (len(batches) == 1 or largest_batch > batch)
         return [dataclasses.replace(self.base, batch=batch) for batch in batches]
 
     def measure_base(self, parts: Sequence[Part]) -> None:
@@ -167,7 +169,8 @@ class ScaledTimes:
         trained = self.trained_fraction * self.num_params / self.base.model
         self._update_s = _UPDATE_BYTES * trained / self.memory_rate
         found = [self.compiled(part).times for part in parts]
-        growing_s = found[-1].step_s - found[-2].step_s
+        added = (parts[-1].batch - parts[-2].batch) / self.base.batch
+        growing_s = (found[-1].step_s - found[-2].step_s) / added
         work = self.work
         outside = work.embed + work.head
         self._head_s = growing_s * outside / (outside + sum(work.layers))

@@ -32,9 +32,9 @@ def not_built(config, target):
 class GivenTimes(ScaledTimes):
     """Scaled times of layers that take (1 + batch) s forward and twice that backward."""
 
-    def __init__(self):
+    def __init__(self, sequence_length: int = 8192):
         super().__init__(
-            config_of("data.sequence_length=8192"),
+            config_of(f"data.sequence_length={sequence_length}"),
             described_devices(TARGET, target_budget(config_of().memory, TARGET), not_built),
             context=1,
             model=1,
@@ -58,7 +58,7 @@ class GivenTimes(ScaledTimes):
 def times():
     scaled = GivenTimes()
     scaled._update_s = 42e9 / scaled.memory_rate  # what measure_base computes from the parameters
-    scaled.measure_base(scaled.parts_of_base(1))
+    scaled.measure_base(scaled.parts_of_base(1, 1))
     return scaled
 
 
@@ -73,6 +73,23 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
     assert found.backward_s == pytest.approx(backward_s(part(batch=batch)))
     assert times.unknown(part(batch=batch)) == []
     assert times.head_s(part(batch=batch, model=4)) == pytest.approx(batch / 12)
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "batches"),
+    [(1, 2, [1, 4]), (1, 64, [1, 4, 8]), (4, 4, [4, 8]), (8, 16, [4, 8])],
+)
+def test_base_is_compiled_for_no_more_batches_than_plans_need(smallest, largest, batches):
+    times = GivenTimes(sequence_length=2048)
+    times._update_s = 42e9 / times.memory_rate
+    parts = times.parts_of_base(smallest, largest)
+    assert [found.batch for found in parts] == batches
+    times.measure_base(parts)
+    for batch in (smallest, largest):
+        found = times.times(part(batch=batch))
+        assert found.forward_s == pytest.approx(forward_s(part(batch=batch)))
+        assert found.backward_s == pytest.approx(backward_s(part(batch=batch)))
+        assert times.head_s(part(batch=batch)) == pytest.approx(batch / 3)
 
 
 def test_each_factor_is_measured_by_itself(times):
