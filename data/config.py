@@ -13,14 +13,13 @@ from untrusted.files import make_private_directory
 
 #: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
-RECORD_OBJECTIVES = ("seq2seq", "classification", "chat")
+RECORD_OBJECTIVES = ("seq2seq", "classification", "chat", "preference")
 IMAGE_OBJECTIVES = ("image_classification", "image_reconstruction", "image_contrast")
 OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
 # Values of `name` other than TFDS data sets and import paths of functions, for text and for images.
 _TEXT_NAMES = ("python_stdlib", "text", "megatron", "mixture")
 _IMAGE_NAMES = ("digits", "image_folder")
-# Fields that are read only for text. `label_field` is not one of them, because TFDS data sets of
-# images have labels too.
+# Fields that are read only for text. TFDS data sets of images have labels too.
 _TEXT_FIELDS = (
     "mixture",
     "text_field",
@@ -38,7 +37,8 @@ _READ_WITH = {
     "target_length": ("span_corruption", "seq2seq"),
     "pair_field": ("classification",),
     "messages_field": ("chat",),
-    "chat_template": ("chat",),
+    "preference_fields": ("preference",),
+    "chat_template": ("chat", "preference"),
 }
 # The shortest sequence that has room for the special tokens and for one token of each text.
 _SHORTEST = {
@@ -48,8 +48,7 @@ _SHORTEST = {
     "seq2seq": 2,
     "classification": 3,
 }
-# The smallest vocabulary of 'bpe' for objectives other than causal_lm: 256 bytes, the end of a
-# document, and 104 more special tokens (see data/text/tokenization/special_tokens.py).
+# 256 bytes, the end of a document, and 104 more (data/text/tokenization/special_tokens.py).
 _MIN_VOCAB_SIZE_WITH_SPECIAL = 361
 
 
@@ -151,13 +150,18 @@ class DataConfig(Section, section="data"):
         "of images: feature that contains it.",
     )
     messages_field: str = _name(
-        "messages",
-        "For `chat`: field with the list of messages, each with `role` and `content`.",
+        "messages", "For `chat`: field with the messages, each with `role` and `content`."
+    )
+    preference_fields: tuple = field(
+        ("prompt", "chosen", "rejected"),
+        "For `preference`: fields of the prompt, if there is one, of the better and other answer.",
+        length=3,
+        nonempty=True,
     )
     chat_template: str = field(
         "",
-        "For `chat`: path of a Jinja file that turns messages into text, or `roles` for a simple "
-        "one. Empty: the template of the tokenizer.",
+        "For `chat` and `preference`: path of a Jinja file that turns messages into text, or "
+        "`roles` for a simple one. Empty: the template of the tokenizer.",
     )
     tokenizer: str = _name(
         "bpe",
@@ -168,7 +172,6 @@ class DataConfig(Section, section="data"):
         8192,
         "Vocabulary size of the `bpe` tokenizer, including special tokens. Other tokenizers have "
         "their own size.",
-        # The vocabulary always contains the 256 bytes and the end-of-document token.
         ge=257,
         le=2**24,
         remedy="it includes 256 bytes and the end-of-document token; choose for example 8192",
@@ -309,12 +312,12 @@ class DataConfig(Section, section="data"):
     @property
     def has_perplexity(self) -> bool:
         """Whether the loss is a mean over tokens, so that its exponential is a perplexity."""
-        return not self.reads_images and self.objective != "classification"
+        return not self.reads_images and self.objective not in ("classification", "preference")
 
     @property
     def has_special_tokens(self) -> bool:
         """Whether 'bytes' and 'bpe' have special tokens other than the end of a document."""
-        return self.objective not in ("causal_lm", "chat")
+        return self.objective not in ("causal_lm", "chat", "preference")
 
     @property
     def cache_path(self) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.image_config import ImageConfig
+from data.text.objectives.preference import max_pairs
 from data.text.objectives.span_corruption import target_length
 
 Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -66,6 +67,13 @@ def _text_shapes(config: DataConfig) -> Shapes:
         types = {"token_types": ids} if config.pair_field else {}
         label = {"targets": _array(np.int32), "weights": _array(np.float32)}
         return {"tokens": ids, "segment_ids": ids, **types, **label}
+    if config.objective == "preference":
+        names = ("tokens", "targets", "segment_ids", "positions", "answers")
+        num_pairs = max_pairs(length)
+        return dict.fromkeys(names, ids) | {
+            "weights": _array(np.float32, num_pairs),
+            "reference_log_probs": _array(np.float32, num_pairs, 2),
+        }
     shapes = {"tokens": ids, "targets": ids, "weights": _array(np.float32, length)}
     if config.objective == "masked_lm_pairs":
         shapes |= {"segment_ids": ids, "token_types": ids}

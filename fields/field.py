@@ -51,7 +51,8 @@ class Declaration:
             rule = f"{self.length} numbers, each {rule}" if rule else f"{self.length} numbers"
         if self.nonempty:
             is_tuple = isinstance(self.default, tuple)
-            rule = "a tuple of non-empty strings" if is_tuple else "a non-empty string"
+            count = self.length or "a tuple of"
+            rule = f"{count} non-empty strings" if is_tuple else "a non-empty string"
         others = [*self.also, *([None] if self.is_optional else [])]
         return f"{rule}, or {joined(others)}" if rule and others else rule
 
@@ -128,7 +129,7 @@ def field(
         lt: it must be less than this.
         also: valid values outside the bounds.
         choices: all valid values, if there are only a few.
-        length: number of elements of a tuple of numbers.
+        length: number of elements of a tuple; of numbers, unless it is `nonempty`.
         nonempty: whether the string, or each string of a tuple, must not be empty.
         remedy: end of the error message, which says what to do instead.
         required: whether a ConfigDict that lost this key is an error. It has the key at first: a

@@ -46,9 +46,14 @@ class ModelFunctions:
     # (non_stack, x [B, T, D]) -> logits [B, T, V]; None: the model cannot generate text.
     logits: Callable[[Tree, jax.Array], jax.Array] | None
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
+    # (non_stack, x [B, T, D]) -> what the logits are the product of; see models/stack.py
+    outputs: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]] | None
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
+    # As `teach`, but of the model before the first step, for preferences: what the batches of the
+    # run have besides their data; see models/preference.py.
+    reference: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
     # As from `split`: whether each parameter is frozen; None: no parameter is.
     frozen: dict[str, Tree] | None = None
 
@@ -147,6 +152,7 @@ def functions_of(
         before={key: method(f"before_{key}") for key in stacks if hasattr(model, f"before_{key}")},
         head=method("head"),
         logits=method("logits") if hasattr(model, "logits") else None,
+        outputs=method("outputs") if hasattr(model, "outputs") else None,
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
         float8_kernels={
             key: tuple((*path, "kernel") for path in float8_linears(stack.layers))

@@ -105,7 +105,43 @@ def chunked_vocab_loss(
             f"pipeline.share_vocab=True splits the vocab, and the loss {token_loss.__name__!r} "
             "needs the whole of it; set pipeline.share_vocab=False, or model.loss=cross_entropy"
         )
-    num_tokens = x_ND.shape[0]
+    chunks = _cutter(x_ND.shape[0], chunk_tokens)
+    output = (table_VD, bias_V)
+    return _chunked(
+        (vocab_size, token_loss), chunks(x_ND), output, chunks(targets_N), chunks(weights_N)
+    )
+
+
+def chunked_token_losses(
+    x_ND: jax.Array,
+    table_VD: jax.Array,
+    targets_N: jax.Array,
+    *,
+    vocab_size: int,
+    chunk_tokens: int | None = None,
+) -> jax.Array:
+    """Return the cross-entropy of every token, float32[N] or wider. It has no gradient.
+
+    Args:
+        x_ND: as for `chunked_vocab_loss`.
+        table_VD: as for `chunked_vocab_loss`.
+        targets_N: as for `chunked_vocab_loss`.
+        vocab_size: as for `chunked_vocab_loss`.
+        chunk_tokens: as for `chunked_vocab_loss`.
+    """
+    output = (jax.lax.stop_gradient(table_VD), None)
+
+    def losses(_, chunk):
+        x_CD, targets_C = chunk
+        return None, cross_entropy(_without_padding(_logits(x_CD, output), vocab_size), targets_C)
+
+    chunks = _cutter(x_ND.shape[0], chunk_tokens)
+    each = (chunks(jax.lax.stop_gradient(x_ND)), chunks(targets_N))
+    return jax.lax.scan(losses, None, each)[1].reshape(-1)[: x_ND.shape[0]]
+
+
+def _cutter(num_tokens: int, chunk_tokens: int | None) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that cuts [N, ...] into chunks [N / C, C, ...], with zeros as padding."""
     if chunk_tokens is None:
         chunk_tokens = 512 if hardware.current().runs_on_cpu else 1024
     # Chunks of equal size, with as few chunks and as little padding as possible.
@@ -117,10 +153,7 @@ def chunked_vocab_loss(
         a = jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))) if pad else a
         return a.reshape(num_chunks, size, *a.shape[1:])
 
-    output = (table_VD, bias_V)
-    return _chunked(
-        (vocab_size, token_loss), chunks(x_ND), output, chunks(targets_N), chunks(weights_N)
-    )
+    return chunks
 
 
 def _logits(x_CD, output):
@@ -132,13 +165,19 @@ def _logits(x_CD, output):
     return constrain(logits_CV, None, "vocab")
 
 
-def _logits_loss(spec, logits_CV, targets_C, weights_C):
-    vocab_size, token_loss = spec
+def _without_padding(logits_CV, vocab_size):
+    """Give no probability to logits beyond the vocab."""
     size = logits_CV.shape[1]
     if manual_axes("vocab") or vocab_size < size:
         is_token = offset("vocab", size) + jnp.arange(size) < vocab_size
         logits_CV = jnp.where(is_token[None, :], logits_CV, jnp.finfo(logits_CV.dtype).min)
-    return jnp.sum(token_loss(logits_CV, targets_C) * weights_C.astype(logits_CV.dtype))
+    return logits_CV
+
+
+def _logits_loss(spec, logits_CV, targets_C, weights_C):
+    vocab_size, token_loss = spec
+    losses_C = token_loss(_without_padding(logits_CV, vocab_size), targets_C)
+    return jnp.sum(losses_C * weights_C.astype(logits_CV.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

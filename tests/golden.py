@@ -44,6 +44,7 @@ OVERRIDES = (
 #: config -> (the run that `init_from` names, further overrides); in an order in which they can run.
 RUNS = {
     "bert": ("", ()),
+    "chat": ("", ()),
     "gpt2": ("", ()),
     "gpt2_3d": ("", ()),
     "llama": ("", ()),
@@ -56,6 +57,7 @@ RUNS = {
     "t5": ("", ()),
     "vit": ("", ()),
     "bert_classify": ("bert", ("data.paths={directory}/reviews.jsonl", "model.num_labels=2")),
+    "dpo": ("chat", ()),
     "opt_finetune": ("opt", ("data.sequence_length=128",)),
     "vit_finetune": ("mae", ()),
     "vit_probe": ("moco", ()),

@@ -27,17 +27,18 @@ from sharding.compiler_options import describe_options
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange, may_pass
 from train import evaluation, loop
-from train.build import LONGEST_START_S, RunOptions, build_run
+from train.build import LONGEST_START_S, BuiltRun, RunOptions, build_run
 from train.config import config_files, reference
 from train.config.overrides import parse_overrides
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
-from train.lifecycle.restore import restore_or_initialize
+from train.lifecycle.restore import RestoredRun, restore_or_initialize
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
+from train.references import add_references
 from train.reporting.output import protect_output
 from train.run.run import Run
 from untrusted.imports import add_allow_import
@@ -145,8 +146,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 if options.is_verbose:
                     _log.info("%s", describe_options(run.compiler_options()))
                 built.planner.check_compiled(run)
-            with phases("restore"):
-                restored = restore_or_initialize(run, built.corpus, options.workdir, built.source)
+            restored = _restore(built, options.workdir, phases)
             restored.checkpoints.tidy()
 
             def write_files_and_open_logs() -> loop.Logs:
@@ -178,8 +178,7 @@ def evaluate(options: RunOptions) -> int:
     phases = Phases()
     with refusing_bad_input():
         built = build_run(options)
-        with phases("restore"):
-            restored = restore_or_initialize(built.run, built.corpus, options.workdir, built.source)
+        restored = _restore(built, options.workdir, phases)
     try:
         scores = evaluation.evaluate(built.run, built.corpus, restored.state, phases) or {}
     except BrokenExample as error:
@@ -189,6 +188,15 @@ def evaluate(options: RunOptions) -> int:
         values = (f"{name} {value:.6g}" for name, value in scores.items())
         print(" ".join([f"step {restored.step}", *values]))
     return FINISHED
+
+
+def _restore(built: BuiltRun, workdir: Path, phases: Phases) -> RestoredRun:
+    """Return the state of a run, whose examples have what they need to be trained on."""
+    run = built.run
+    with phases("restore"):
+        restored = restore_or_initialize(run, built.corpus, workdir, built.source)
+        add_references(run, built.corpus, restored.state.params, restored.step, workdir)
+    return restored
 
 
 @contextlib.contextmanager

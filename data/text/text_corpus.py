@@ -11,11 +11,12 @@ from data.config import RECORD_OBJECTIVES, DataConfig, make_cache
 from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
 from data.mixture import sources
 from data.text.chained import ConcatDocuments
-from data.text.chat.conversations import MessageTexts, encode, open_conversations
+from data.text.chat.conversations import MessageTexts, encode, open_chats
 from data.text.chat.template import load_template
 from data.text.documents import find_corpus
 from data.text.objectives.chat import ChatExamples
 from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
+from data.text.objectives.preference import PreferenceExamples
 from data.text.objectives.registry import make_examples, num_tokens_needed
 from data.text.records import RecordTexts, check_labels, open_records, scan
 from data.text.token_store import TokenStore, load_tokens
@@ -60,7 +61,7 @@ def load_text(config: DataConfig) -> TextCorpus:
         FileNotFoundError: A glob matches nothing, or a token file or the tokenizer file does not
             exist.
     """
-    if config.objective == "chat":
+    if config.objective in ("chat", "preference"):
         return _load_chat(config)
     if config.objective in RECORD_OBJECTIVES:
         return _load_records(config)
@@ -163,7 +164,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     path = None if config.tokenizer in ("bytes", "bpe") else Path(config.tokenizer).expanduser()
     if tokenizer is not None:  # a missing template is found before the data is read
         load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
-    splits = open_conversations(config)
+    splits = open_chats(config)
     tokenizer = tokenizer or _load_bpe(
         config,
         f"chat {hashlib.sha256(repr([*splits['train']]).encode()).hexdigest()}",
@@ -171,7 +172,8 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     )
     template = load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
     encoded = [encode(split, template, tokenizer, config) for split in splits.values()]
-    train, validation = (ChatExamples(chats, config.sequence_length) for chats in encoded)
+    rows = ChatExamples if config.objective == "chat" else PreferenceExamples
+    train, validation = (rows(chats, config.sequence_length) for chats in encoded)
     if not len(train):
         raise ValueError(
             f"data.sequence_length={config.sequence_length} is too short for the answers of all "

@@ -116,7 +116,7 @@ class GPT2(nnx.Module):
 
     Config = GPT2Config
     can_share_vocab = True
-    objectives = ("causal_lm", "chat")
+    objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)
@@ -139,13 +139,19 @@ class GPT2(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        check_has_loss(self.config)
         config = self.config
-        table_VD = self.token_embedding[...]
-        sums = vocab_loss(
-            self.final_norm(x_BTD), table_VD, batch, vocab_size=config.vocab_size, loss=config.loss
-        )
+        check_has_loss(config)
+        outputs = self.outputs(x_BTD)
+        sums = vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss)
         return *sums, {}
+
+    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what logits are the product of, for the activations after the last block.
+
+        Returns:
+            Activations `[B, T, D]`, and the output embedding `[V, D]`.
+        """
+        return self.final_norm(x_BTD), self.token_embedding[...]
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
@@ -176,8 +182,7 @@ class GPT2(nnx.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits float32[B, T, V] for the activations after the last block."""
-        x_BTD = self.final_norm(x_BTD)
-        return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
+        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)
 
 
 def _residual_stddev(config: GPT2Config) -> float:

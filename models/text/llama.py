@@ -153,7 +153,7 @@ class Llama(nnx.Module):
     Config = LlamaConfig
     stacks = ("decoder", "windowed_decoder")
     can_share_vocab = True
-    objectives = ("causal_lm", "chat")
+    objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -184,11 +184,20 @@ class Llama(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        check_has_loss(self.config)
-        vocab_size = self.config.vocab_size
-        loss = self.config.loss
-        x_BTD = self.final_norm(x_BTD)
-        return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
+        config = self.config
+        check_has_loss(config)
+        outputs = self.outputs(x_BTD)
+        sums = vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss)
+        return *sums, {}
+
+    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what logits are the product of, for the activations after the last block.
+
+        Returns:
+            Activations `[B, T, D]`, and the output embedding `[V, D]`.
+        """
+        table = self.token_embedding if self.output_embedding is None else self.output_embedding
+        return self.final_norm(x_BTD), table[...]
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
@@ -226,9 +235,4 @@ class Llama(nnx.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits float32[B, T, V] for the activations after the last block."""
-        x_BTD = self.final_norm(x_BTD)
-        return vocab_logits(x_BTD, self._table(), vocab_size=self.config.vocab_size)
-
-    def _table(self) -> jax.Array:
-        table = self.token_embedding if self.output_embedding is None else self.output_embedding
-        return table[...]
+        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)

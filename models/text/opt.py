@@ -119,7 +119,7 @@ class OPT(nnx.Module):
 
     Config = OPTConfig
     can_share_vocab = True
-    objectives = ("causal_lm", "chat")
+    objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -154,13 +154,21 @@ class OPT(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        check_has_loss(self.config)
         config = self.config
-        table = self.token_embedding[...]
-        vocab_size = config.vocab_size
-        loss = config.loss
-        sums = vocab_loss(self._outputs(x_BTD), table, batch, vocab_size=vocab_size, loss=loss)
+        check_has_loss(config)
+        outputs = self.outputs(x_BTD)
+        sums = vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss)
         return *sums, {}
+
+    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return what logits are the product of, for the activations after the last block.
+
+        Returns:
+            Activations `[B, T, E]`, E token embed, and the output embedding `[V, E]`.
+        """
+        x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
+        x_BTD = x_BTD if self.project_out is None else self.project_out(x_BTD)
+        return x_BTD, self.token_embedding[...]
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
@@ -187,14 +195,8 @@ class OPT(nnx.Module):
         """
         batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
         x_BTD = self.decoder(self.embed(batch), batch)
-        return self._outputs(x_BTD) if self.config.head == "none" else self.logits(x_BTD)
+        return self.outputs(x_BTD)[0] if self.config.head == "none" else self.logits(x_BTD)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits float32[B, T, V] for the activations after the last block."""
-        x_BTD = self._outputs(x_BTD)
-        return vocab_logits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
-
-    def _outputs(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the activations that the token embedding turns into logits."""
-        x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
-        return x_BTD if self.project_out is None else self.project_out(x_BTD)
+        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)

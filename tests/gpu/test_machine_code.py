@@ -31,10 +31,10 @@ def test_step_without_machine_code_is_the_same_program_with_the_same_memory():
 def test_step_without_triton_kernels_does_the_same_work():
     def compiled(*, has_triton_kernels: bool):
         described = steps.make_run("gpt2", SIZES)
+        assert described.target is not None
         target = dataclasses.replace(described.target, has_triton_kernels=has_triton_kernels)
-        step = run_for(described.config, target).compile_train_step()
-        found = predict(step.as_text(), dict(described.mesh.shape), machine_of(target))
-        return step.as_text(), found
+        text = steps.text_of(run_for(described.config, target))
+        return text, predict(text, dict(described.mesh.shape), machine_of(target))
 
     text, predicted = compiled(has_triton_kernels=True)
     text_without, predicted_without = compiled(has_triton_kernels=False)

@@ -128,7 +128,18 @@ def test_request_without_a_plan_ends_in_one_sentence(arguments, message, capfd):
     assert re.search(message, error)
 
 
-#: Config -> the Hugging Face model that it continues, as a class and its config.
+#: A class and its config.
+_OPT = (
+    "OPTForCausalLM",
+    {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "hidden_size": 512,
+        "word_embed_proj_dim": 512,
+        "ffn_dim": 2048,
+    },
+)
+#: Config -> the Hugging Face model that it continues.
 _CONTINUES = {
     "bert_classify": (
         "BertForMaskedLM",
@@ -139,16 +150,8 @@ _CONTINUES = {
             "intermediate_size": 2048,
         },
     ),
-    "opt_finetune": (
-        "OPTForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "hidden_size": 512,
-            "word_embed_proj_dim": 512,
-            "ffn_dim": 2048,
-        },
-    ),
+    "opt_finetune": _OPT,
+    "dpo": _OPT,
 }
 _CONFIGS = sorted(
     path.stem

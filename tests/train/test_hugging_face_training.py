@@ -1,5 +1,6 @@
 """Compares 30 training steps with `transformers` and torch's AdamW on the same data."""
 
+import copy
 import json
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.runs import ROOT, write_corpus
 from train.config.config_files import load
 from train.config.inherit_config import inherit_config
 from train.config.schema import validate_config
+from train.references import add_references
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
@@ -57,6 +59,10 @@ MODELS = {
         (),
     ),
 }
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 SHARED = (
     "data.name=text",
     "data.sequence_length=24",
@@ -116,6 +122,43 @@ def unpacked_torch_step(model, optimizer, batch):
     return float(loss.detach())
 
 
+class PreferenceStep:
+    """Does a step of direct preference optimization with each conversation on its own.
+
+    Args:
+        model: the model; a copy of it is the reference.
+        beta: as in Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
+    """
+
+    def __init__(self, model, beta):
+        self._reference = copy.deepcopy(model).eval()
+        self._beta = beta
+
+    def __call__(self, model, optimizer, batch):
+        losses = []
+        for tokens, targets, answers, segments in zip(
+            *(batch[name] for name in ("tokens", "targets", "answers", "segment_ids")), strict=True
+        ):
+            rewards = []
+            for segment in range(1, segments.max() + 1):
+                here = segments == segment
+                both = []
+                for each in (model, self._reference):
+                    logits = each(input_ids=torch.tensor(tokens[here])[None]).logits[0]
+                    chosen = torch.tensor(targets[here]).long()[:, None]
+                    log_probs = torch.log_softmax(logits, dim=-1).gather(1, chosen)[:, 0]
+                    both.append(log_probs[answers[here] > 0].sum())
+                rewards.append(self._beta * (both[0] - both[1].detach()))
+            margins = torch.stack(rewards[::2]) - torch.stack(rewards[1::2])
+            losses.append(-torch.nn.functional.logsigmoid(margins))
+        loss = torch.cat(losses).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+
 def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torch_step):
     """Return the losses of Taibai and of torch, which train on the same batches.
 
@@ -136,6 +179,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torc
     mesh = make_mesh(validated.mesh, jax.devices())
     run = assemble_run(validated, mesh, vocab_size=corpus.tokenizer.vocab_size)
     state = run.state_layout.initial(start_params(run, source))
+    add_references(run, corpus, state.params, 0, start)
 
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim > 1]
@@ -213,11 +257,7 @@ def test_losses_of_30_steps_on_packed_answers_equal_torch_without_packing(tmp_pa
     )
     lines = (json.dumps({"messages": chat}) + "\n" for chat in chats)
     (tmp_path / "chats.jsonl").write_text("".join(lines))
-    template = (
-        "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}a:{% endif %}"
-    )
-    (tmp_path / "chat.jinja").write_text(template)
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
     overrides = (
         "data.objective=chat",
         f"data.chat_template={tmp_path}/chat.jinja",
@@ -233,3 +273,33 @@ def test_losses_of_30_steps_on_packed_answers_equal_torch_without_packing(tmp_pa
     )
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
     assert ours[-1] < ours[0] - 0.3
+
+
+@pytest.mark.thorough
+def test_losses_of_30_steps_on_packed_preferences_equal_torch_without_packing(tmp_path):
+    class_name, settings, _ = MODELS["gpt2"]
+    settings = settings | {"n_positions": 128}
+    model = save_model(tmp_path / "model", class_name, **settings).train()
+    lines = (
+        {"prompt": f"Say {i}.", "chosen": f"{i}, {'a' * (i % 5)}!", "rejected": f"{'no' * (i % 4)}"}
+        for i in range(200)
+    )
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    overrides = (
+        "data.objective=preference",
+        f"data.chat_template={tmp_path}/chat.jinja",
+        "data.sequence_length=128",
+        "data.global_batch_size=4",
+        "preference.beta=0.3",
+    )
+    ours, theirs = losses_of_both(
+        "gpt2",
+        model,
+        tmp_path / "model",
+        overrides,
+        (f"data.paths={tmp_path}/pairs.jsonl", f"data.cache_dir={tmp_path}/cache"),
+        step=PreferenceStep(model, 0.3),
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+    assert ours[0] == pytest.approx(np.log(2), rel=1e-5) and ours[-1] < 0.5

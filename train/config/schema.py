@@ -20,6 +20,7 @@ from fields.numbers import shown
 from fields.section import Section
 from fields.types import check_types
 from models.layers.lora import LoraConfig
+from models.preference import PreferenceConfig
 from models.registry import MODELS, find_model
 from models.section import ModelSettings, split_model_keys
 from sharding.memory import MemoryConfig
@@ -60,6 +61,7 @@ class RunConfig:
     )
     model: ModelSettings
     lora: LoraConfig
+    preference: PreferenceConfig
     mesh: MeshConfig
     rules: Mapping[str, Any] = field(
         {},
@@ -83,6 +85,11 @@ class RunConfig:
 
     def __post_init__(self):
         check_images(self.data, self.images)
+        if self.data.objective != "preference" and self.preference != PreferenceConfig():
+            raise ValueError(
+                "the section preference is only for data.objective='preference', but it is "
+                f"{self.data.objective!r}; remove the section"
+            )
         if self.train.init_labels != "by_name" and not self.init_from:
             raise ValueError(
                 f"train.init_labels={self.train.init_labels!r} needs config.init_from, the "

@@ -30,6 +30,7 @@ FIXED = (
     "init_from",
     "model",
     "lora",
+    "preference",
     "data",
     "images",
     "train.seed",

@@ -38,8 +38,7 @@ from train.reporting.compiled_step import CompiledStep
 from train.run.run import Run
 
 _NUM_THREADS = os.cpu_count() or 1
-#: How many plans are listed.
-NUM_PLANS = 5
+NUM_PLANS = 5  # that are listed
 #: How many plans are compiled whole first. The time of the best of them bounds the others: composed
 #: times are shorter than those of whole steps, 0.55 to 0.99 times in 35 plans of five models.
 _NUM_FIRST = 2
@@ -52,14 +51,11 @@ _LEAST_GAIN = 0.995
 #: 37 plans of a T5, so plans up to this times above the bound are compiled.
 _NUM_MORE_IN_HOST = 4
 _SLACK_IN_HOST = 1.2
-#: How many parts are compiled at most, besides those that others are scaled from.
-_MAX_PARTS = 8
-#: How many of the most promising plans must be known before the search ends.
-_NUM_KNOWN = 8
+_MAX_PARTS = 8  # that are compiled, besides those that others are scaled from
+_NUM_KNOWN = 8  # of the most promising plans, before the search ends
 #: How many plans are built at most for each that is compiled whole: some do not fit.
 _MAX_TRIES = 4
-#: How many of the leanest plans are tried if none of these fits.
-_NUM_LEAN = 4
+_NUM_LEAN = 4  # of the leanest plans, which are tried if none of these fits
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
 
@@ -324,6 +320,9 @@ class PlanSearch:
     def _allows(self, context: int, model: int) -> bool:
         """Return whether the model can be split over these axes."""
         key = context, model
+        refused = [split for split, is_legal in self._legal.items() if not is_legal]
+        if any(context % divisor == model % other == 0 for divisor, other in refused):
+            return False  # what a divisor does not divide, its multiples do not either
         if key not in self._legal:
             part = dataclasses.replace(self._layers.base, context=context, model=model)
             try:

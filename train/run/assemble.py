@@ -16,6 +16,7 @@ from flax import nnx
 
 from models.adapters import add_adapters
 from models.functions import ModelFunctions, functions_of
+from models.preference import with_preference
 from sharding.analysis.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
@@ -143,6 +144,8 @@ def _abstract_model(
         offload=offload,
         in_float8=config.precision.in_float8,
     )
+    if config.data.objective == "preference":
+        functions = with_preference(functions, model, config.preference)
     return _AbstractModel(config=model_config, build=build, model=model, functions=functions)
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from models.flops import num_tokens, train_flops
 from models.functions import ModelFunctions
 from models.layers.attention import SelectedKernel
+from models.preference import REFERENCE_LOG_PROBS
 from sharding.analysis.memory import memory
 from sharding.analysis.targets import Target
 from sharding.batches import batch_sharding, place_batch, process_rows
@@ -35,7 +36,7 @@ from train.run.model_traces import ModelTraces
 from train.state.averaged import params_to_evaluate
 from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState, shardings_of
-from train.step.train_step import StepConfig, make_eval_step, make_train_step
+from train.step.train_step import StepConfig, make_eval_step, make_reference_step, make_train_step
 from train.step.update import Update
 
 T = TypeVar("T")
@@ -245,6 +246,23 @@ class Run:
         with use_mesh(self.trace_mesh):
             params, teacher = self.params_to_evaluate(self.state_layout.abstract)
             traced = jax.jit(step).trace(params, teacher, self._abstract_batch())
+        return self._compile(traced).compiled
+
+    def compile_reference_step(self) -> jax.stages.Compiled:
+        """Compile `reference_step(params, batch) -> arrays [batch, ...]`, on all devices.
+
+        The batch has no arrays of the reference yet.
+        """
+        assert self.functions.reference is not None
+        step = make_reference_step(
+            self.functions, self._step_config(), self._param_sharding(), self.rules
+        )
+        batch = self._abstract_batch()
+        batch.pop(REFERENCE_LOG_PROBS)
+        with use_mesh(self.trace_mesh):
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            jitted = jax.jit(step, out_shardings=everywhere)
+            traced = jitted.trace(self.state_layout.abstract.params, batch)
         return self._compile(traced).compiled
 
     def params_to_evaluate(self, state: TrainState) -> tuple[Any, Any]:

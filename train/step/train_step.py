@@ -157,6 +157,34 @@ def make_eval_step(
     return eval_step
 
 
+def make_reference_step(
+    functions: ModelFunctions,
+    config: StepConfig,
+    param_sharding: ParamSharding,
+    rules: Rules,
+) -> Callable[[Tree, Batch], Batch]:
+    """Build the function `reference_step(params, batch) -> arrays [M·B, ...]`.
+
+    The arrays are those of `functions.reference`, for every example of the batch.
+
+    Args:
+        functions: the model's functions; they have `reference`.
+        config: settings of the step.
+        param_sharding: how the parameters are sharded over the mesh.
+        rules: sharding rules.
+    """
+    teaching = dataclasses.replace(functions, teach=functions.reference)
+    teach = _make_teach(teaching, config, param_sharding)
+    assert teach is not None
+
+    def reference_step(params: Tree, batch: Batch) -> Batch:
+        with axis_rules(rules), traced_for(config.hardware, config.attention):
+            found = teach(params, _to_microbatches(batch, config))
+        return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in found.items()}
+
+    return reference_step
+
+
 def _make_loss_and_grad(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
 ) -> Callable[[TrainState, Batch], tuple[dict, Tree, Tree | None]]:

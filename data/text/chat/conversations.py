@@ -1,6 +1,7 @@
 """Conversations in .jsonl files and tables, as tokens and a mark for each that is learned.
 
-A line is `{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", …}]}`.
+A line is `{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", …}]}`, or a
+pair of conversations; see data/text/chat/preferences.py.
 """
 
 import hashlib
@@ -8,85 +9,58 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.array_cache import read_array, write_array
 from data.config import DataConfig
 from data.locks import locked
+from data.text.chat.lines import ChatLines, Dialogue, check_messages
+from data.text.chat.preferences import Preferences
 from data.text.chat.template import ChatTemplate, Span
 from data.text.records import find_lines
-from data.text.spans import DocumentSpans
 from data.text.text_files import split_files
 from data.text.tokenization.tokenizer import Tokenizer
-from untrusted.documents import parse_json
-from untrusted.messages import shortened
 
 _log = logging.getLogger(__name__)
 
 #: Increase this when conversations are encoded in another way.
-_REVISION = 1
+_REVISION = 2
 
 
-class Conversations(Sequence[list[dict[str, Any]]]):
-    """A sequence of conversations, each parsed and checked when it is read.
-
-    Args:
-        files: The files that `spans` refers to.
-        spans: The position of each line in its file.
-        config: The config section `data`, which names the field of the messages.
-    """
-
-    def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
-        self._files = files
-        self._spans = spans
-        self._field = config.messages_field
-
-    def __len__(self) -> int:
-        return len(self._spans)
+class Conversations(ChatLines):
+    """A sequence of conversations; an item is a conversation whose answers are all learned."""
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        content, file, line = self._spans.read(index, self._files)
-        where = f"data.paths: {file} line {line}"
-        record = parse_json(content, where, allows_nan=True)
-        messages = record.get(self._field)
+        record, where = self.record(index)
+        field = self.config.messages_field
+        messages = record.get(field)
         if not isinstance(messages, list) or not messages:
             raise ValueError(
                 f"{where} has the fields {sorted(record)}, but no messages in data.messages_field="
-                f"{self._field!r}; set data.messages_field to the field with the list of messages"
+                f"{field!r}; set data.messages_field to the field with the list of messages"
             )
-        for number, message in enumerate(messages):
-            fields = message if isinstance(message, dict) else {}
-            if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-                raise ValueError(
-                    f"{where}: message {number} is {shortened(message)}, but must have the strings "
-                    "'role' and 'content'; fix the line"
-                )
+        check_messages(messages, where)
         if all(message["role"] != "assistant" for message in messages):
             raise ValueError(
                 f"{where} has no message of the role 'assistant', so there is nothing to learn; "
                 "remove the line"
             )
-        return messages
-
-    def place(self, index: int) -> str:
-        """Return the file and the line number of a conversation, for messages."""
-        file_number, _, _, line = self._spans[index]
-        return f"{self._files[file_number]} line {line}"
+        return (Dialogue(messages),)
 
 
 class MessageTexts(Sequence[str]):
-    """The contents of each conversation's messages as one document, to train a tokenizer on."""
+    """The contents of each line's messages as one document, to train a tokenizer on."""
 
-    def __init__(self, conversations: Conversations):
-        self._conversations = conversations
+    def __init__(self, lines: ChatLines):
+        self._lines = lines
 
     def __len__(self) -> int:
-        return len(self._conversations)
+        return len(self._lines)
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "\n".join(message["content"] for message in self._conversations[index])
+        dialogues = self._lines[index]
+        return "\n".join(message["content"] for each in dialogues for message in each.messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,14 +94,14 @@ class EncodedChats:
         return found.hexdigest()
 
 
-def open_conversations(config: DataConfig) -> dict[str, Conversations]:
+def open_chats(config: DataConfig) -> dict[str, ChatLines]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
     Args:
-        config: The config section `data`.
+        config: The config section `data`, with the objective "chat" or "preference".
 
     Returns:
-        Split -> its conversations.
+        Split -> its conversations, or its pairs of them.
 
     Raises:
         FileNotFoundError: A glob matches nothing.
@@ -135,18 +109,19 @@ def open_conversations(config: DataConfig) -> dict[str, Conversations]:
     """
     files = find_lines(config)
     splits = split_files(files, config.validation_fraction, config.sequence_length)
-    return {split: Conversations(files, spans, config) for split, spans in splits.items()}
+    of_objective = Conversations if config.objective == "chat" else Preferences
+    return {split: of_objective(files, spans, config) for split, spans in splits.items()}
 
 
 def encode(
-    conversations: Conversations, template: ChatTemplate, tokenizer: Tokenizer, config: DataConfig
+    lines: ChatLines, template: ChatTemplate, tokenizer: Tokenizer, config: DataConfig
 ) -> EncodedChats:
-    """Encode conversations; those that are longer than a sequence are cut.
+    """Encode conversations, line by line; those that are too long for their share of a row are cut.
 
-    The result is cached. A conversation of which nothing learned is left is left out.
+    The result is cached. A line is left out if nothing learned is left of one of its conversations.
 
     Args:
-        conversations: The conversations.
+        lines: The conversations.
         template: The chat template.
         tokenizer: The tokenizer.
         config: The config section `data`.
@@ -155,7 +130,7 @@ def encode(
         ValueError: A conversation is not valid, or the template refuses it.
     """
     digest = hashlib.sha256(f"{_REVISION} {config.sequence_length}\0".encode())
-    for part in (template.key, tokenizer.fingerprint, *map(repr, conversations)):
+    for part in (template.key, tokenizer.fingerprint, *map(repr, lines)):
         digest.update(f"{part}\0".encode("utf-8", "replace"))
     name = config.cache_path / f"chat-{digest.hexdigest()[:24]}"
     with locked(name):
@@ -163,7 +138,8 @@ def encode(
         marked = read_array(Path(f"{name}-tokens.npy"))
         ends = read_array(Path(f"{name}-ends.npy"))
         if marked is None or ends is None:
-            parts = [*_encoded(conversations, template, tokenizer, config.sequence_length + 1)]
+            most = config.sequence_length // lines.num_dialogues + 1
+            parts = [*_encoded(lines, template, tokenizer, most)]
             marked = np.concatenate([np.zeros(0, np.int64), *parts])
             ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
             write_array(Path(f"{name}-tokens.npy"), marked)
@@ -174,28 +150,33 @@ def encode(
 
 
 def _encoded(
-    conversations: Conversations, template: ChatTemplate, tokenizer: Tokenizer, most: int
+    lines: ChatLines, template: ChatTemplate, tokenizer: Tokenizer, most: int
 ) -> Iterator[np.ndarray]:
     """Yield 2 × id + is_learned for the tokens of each conversation, at most `most`."""
     num_cut = num_lost = 0
-    for index, messages in enumerate(conversations):
-        try:
-            text, spans = template.spans(messages)
-        except ValueError as error:
-            raise ValueError(f"data.paths: {conversations.place(index)}: {error}") from None
-        ids, offsets = tokenizer.encode_with_offsets(text)
-        marked = 2 * ids[:most].astype(np.int64) + _is_within(offsets[:most], spans)
-        num_cut += len(ids) > most
-        if (marked[1:] & 1).any():
-            yield marked
+    for index, dialogues in enumerate(lines):
+        found = []
+        sizes = []
+        for dialogue in dialogues:
+            try:
+                text, spans = dialogue.rendered(template)
+            except ValueError as error:
+                raise ValueError(f"data.paths: {lines.place(index)}: {error}") from None
+            ids, offsets = tokenizer.encode_with_offsets(text)
+            sizes.append(len(ids))
+            found.append(2 * ids[:most].astype(np.int64) + _is_within(offsets[:most], spans))
+        num_cut += max(sizes) > most
+        if all((marked[1:] & 1).any() for marked in found):
+            yield from found
         else:
             num_lost += 1
     if num_cut:
         _log.warning(
-            "%d of %d conversations are longer than data.sequence_length and are cut; %d of them "
+            "%d of %d lines have conversations of more than %d tokens, which are cut; %d of them "
             "have no answer before that and are left out",
             num_cut,
-            len(conversations),
+            len(lines),
+            most,
             num_lost,
         )
 

@@ -176,7 +176,7 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
     if isinstance(config.get("chat_template"), str):
         return ChatTemplate(config["chat_template"], f"{directory}/{_CONFIG_FILE}", tokens)
     raise ValueError(
-        "data.objective='chat' needs a chat template, but data.tokenizer has none"
+        "this data.objective needs a chat template, but data.tokenizer has none"
         f"{f' in {directory}' if directory else ''}; set data.chat_template to the path of a Jinja "
         "file, or to 'roles'"
     )

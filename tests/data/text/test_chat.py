@@ -220,7 +220,8 @@ def test_long_conversations_are_cut_or_left_out(tmp_path, caplog):
     long = [{"role": "user", "content": "x" * 40}, {"role": "assistant", "content": "y" * 90}]
     lost = [{"role": "user", "content": "x" * 190}, {"role": "assistant", "content": "y"}]
     corpus = load_corpus(config_of(tmp_path, [{"messages": m} for m in (long, lost, _question(1))]))
-    assert "2 of 3 conversations are longer" in caplog.text and "1 of them" in caplog.text
+    assert "2 of 3 lines have conversations of more than 97 tokens" in caplog.text
+    assert "1 of them have no answer before that and are left out" in caplog.text
     assert len(corpus.train) == 2
     again = load_corpus(config_of(tmp_path, [{"messages": m} for m in (long, lost, _question(1))]))
     assert again.fingerprint == corpus.fingerprint

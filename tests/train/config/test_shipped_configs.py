@@ -10,8 +10,9 @@ from tests.runs import ROOT
 from tests.train.config.loading import run_of
 from train.run.assemble import assemble_run
 
-#: Not configs, or configs that need a checkpoint (see test_init_from.py).
-NOT_ALONE = ("__init__", "common", "sizes", "opt_finetune", "bert_classify")
+#: Configs that need a checkpoint (see test_init_from.py).
+CONTINUED = ("opt_finetune", "bert_classify", "dpo")
+NOT_ALONE = ("__init__", "common", "sizes", *CONTINUED)
 
 
 NAMES = sorted(p.stem for p in (ROOT / "configs").glob("*.py") if p.stem not in NOT_ALONE)
@@ -38,7 +39,7 @@ def test_shipped_config_resolves_and_fits_its_mesh(name):
     assert made.num_params > 0
 
 
-@pytest.mark.parametrize("name", [*NAMES, "opt_finetune", "bert_classify"])
+@pytest.mark.parametrize("name", [*NAMES, *CONTINUED])
 def test_shipped_config_documents_hardware_and_command(name):
     text = importlib.import_module(f"configs.{name}").__doc__ or ""
     assert f"python -m train.main --config=configs/{name}.py" in text

@@ -1,0 +1,37 @@
+r"""Fine-tunes a chat model (SFT): a tiny GPT-2 learns to answer questions about 148 capitals.
+
+Hardware: any. A 2-core CPU takes about a minute.
+
+    python -m train.main --config=configs/chat.py
+
+Ask it a question:
+
+    python -m generate --model=runs/chat --temperature=0 --max_new_tokens=24 \
+        --prompt=$'<|user|>\nWhich city is the capital of Japan?\n<|assistant|>\n'
+
+It starts from random weights. To fine-tune published ones instead, set `--config.init_from=PATH`,
+`--config.data.tokenizer=init_from` and `--config.data.chat_template=`, which stands for the
+template of the tokenizer, and remove the sizes from the section `model`.
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from configs import gpt2
+
+EXAMPLES = Path(__file__).parent / "examples"
+
+
+def get_config() -> ConfigDict:
+    """Return the config."""
+    config = gpt2.get_config()
+    config.data.name = "text"
+    config.data.paths = (str(EXAMPLES / "capitals.jsonl"),)
+    config.data.objective = "chat"
+    config.data.chat_template = "roles"
+    config.data.vocab_size = 512
+    config.data.global_batch_size = 16
+    config.optimizer.learning_rate = 3e-3
+    config.train.num_steps = 300
+    return config

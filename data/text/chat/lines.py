@@ -1,0 +1,89 @@
+"""Lines of .jsonl files that hold conversations, each parsed and checked when it is read."""
+
+import abc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data.config import DataConfig
+from data.text.chat.template import ChatTemplate, Span
+from data.text.spans import DocumentSpans
+from untrusted.documents import parse_json
+from untrusted.messages import shortened
+
+Message = dict[str, Any]
+
+
+class Dialogue(NamedTuple):
+    """A conversation.
+
+    Attributes:
+        messages: Its messages, each with the strings `role` and `content`.
+        num_given: How many of them, at the beginning, are not learned.
+    """
+
+    messages: list[Message]
+    num_given: int = 0
+
+    def rendered(self, template: ChatTemplate) -> tuple[str, list[Span]]:
+        """Return the text, and the parts of it that are learned.
+
+        Raises:
+            ValueError: As for `ChatTemplate.spans`.
+        """
+        text, spans = template.spans(self.messages)
+        answers = [message["role"] == "assistant" for message in self.messages]
+        if len(spans) != sum(answers):
+            return text, spans  # the template does not mark one part for each answer
+        return text, spans[sum(answers[: self.num_given]) :]
+
+
+class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
+    """Lines of conversations.
+
+    Args:
+        files: The files that `spans` refers to.
+        spans: The position of each line in its file.
+        config: The config section `data`, which names the fields.
+    """
+
+    #: How many conversations a line has.
+    num_dialogues = 1
+
+    def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
+        self._files = files
+        self._spans = spans
+        self.config = config
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def record(self, index: int) -> tuple[dict[str, Any], str]:
+        """Return a line's JSON object, and where it is, for messages."""
+        content, file, line = self._spans.read(index, self._files)
+        where = f"data.paths: {file} line {line}"
+        return parse_json(content, where, allows_nan=True), where
+
+    def place(self, index: int) -> str:
+        """Return the file and the line number of a line, for messages."""
+        file_number, _, _, line = self._spans[index]
+        return f"{self._files[file_number]} line {line}"
+
+
+def check_messages(messages: list[Any], where: str) -> None:
+    """Check that messages have the strings `role` and `content`.
+
+    Args:
+        messages: The messages.
+        where: The line that they are from, for the error.
+
+    Raises:
+        ValueError: A message does not.
+    """
+    for number, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"{where}: message {number} is {shortened(message)}, but must have the strings "
+                "'role' and 'content'; fix the line"
+            )

@@ -1,0 +1,86 @@
+"""The preference objective: pairs of conversations, of which one has the better answer.
+
+The two conversations of a pair are next to each other in a row, and no conversation sees another.
+With T=8, one pair, whose answers are capitals:
+
+    tokens       a0 a1 A2 b0 b1 B2 B3 -
+    targets      a1 A2 A3 b1 B2 B3 B4 -
+    answers      0  1  1  0  2  2  2  0
+    segment_ids  1  1  1  2  2  2  2  0
+
+T: tokens per sequence, P: most pairs in a row.
+"""
+
+import numpy as np
+
+from data.examples import Example, Examples
+from data.text.chat.conversations import EncodedChats
+from data.text.objectives.rows import padded
+
+#: A row has at most one pair for this many tokens. Arrays of pairs are small then.
+_TOKENS_PER_PAIR = 64
+
+
+def max_pairs(sequence_length: int) -> int:
+    """Return P, the largest number of pairs in a row of `sequence_length` tokens."""
+    return max(1, sequence_length // _TOKENS_PER_PAIR)
+
+
+class PreferenceExamples(Examples):
+    """Rows of pairs, packed in order.
+
+    A row has `tokens`, `targets`, `segment_ids`, `positions` and `answers: int32[T]`, and
+    `weights: float32[P]`, which is 1 for each pair that is there. Pair p has the answers 2p + 1,
+    which is the chosen one, and 2p + 2. Once they are known, a row also has
+    `reference_log_probs: float32[P, 2]`.
+
+    Args:
+        chats: The conversations, each of at most T / 2 + 1 tokens: for every pair the one with the
+            chosen answer, then the one with the rejected answer.
+        sequence_length: T.
+
+    Attributes:
+        reference_log_probs: float32[rows, P, 2], log-probabilities of the answers by the reference;
+            None until they have been computed.
+    """
+
+    reference_log_probs: np.ndarray | None = None
+
+    def __init__(self, chats: EncodedChats, sequence_length: int):
+        self._chats = chats
+        self._length = sequence_length
+        self._most = max_pairs(sequence_length)
+        sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
+        firsts = []
+        room = pairs_left = 0
+        for number, size in enumerate(sizes.reshape(-1, 2).sum(axis=1).tolist()):
+            if size > room or not pairs_left:
+                firsts.append(number)
+                room = sequence_length
+                pairs_left = self._most
+            room -= size
+            pairs_left -= 1
+        self._firsts = np.array([*firsts, len(chats) // 2], np.int64)
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`; nothing in it is random."""
+        del key
+        names = ("tokens", "targets", "segment_ids", "positions", "answers")
+        parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+        start = 2 * self._firsts[index]
+        stop = 2 * self._firsts[index + 1]
+        for segment, number in enumerate(range(start, stop), 1):
+            ids, is_learned = self._chats[number]
+            parts["tokens"].append(ids[:-1])
+            parts["targets"].append(ids[1:])
+            parts["segment_ids"].append(np.full(len(ids) - 1, segment))
+            parts["positions"].append(np.arange(len(ids) - 1))
+            parts["answers"].append(np.where(is_learned[1:], segment, 0))
+        row = {name: padded(np.concatenate(each), self._length) for name, each in parts.items()}
+        row["weights"] = (np.arange(self._most) < (stop - start) // 2).astype(np.float32)
+        if self.reference_log_probs is not None:
+            row["reference_log_probs"] = self.reference_log_probs[index]
+        return row

@@ -1,0 +1,88 @@
+"""Log-probabilities of preferred and rejected answers, by the model that a run begins with.
+
+They are computed once, before the first step, and are kept in a file of the run:
+
+    pairs ──> forward passes of the initial parameters ──> WORKDIR/reference_log_probs.bin
+                                                       ──> the batches of all steps
+"""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from data.array_cache import read_array, write_array
+from data.batches import validation_batches
+from data.examples import Corpus
+from data.shapes import example_shapes
+from data.text.objectives.preference import PreferenceExamples
+from models.preference import REFERENCE_LOG_PROBS
+from sharding.distributed.messages import Exchange
+from train.run.run import Run
+
+_FILE = f"{REFERENCE_LOG_PROBS}.bin"
+_log = logging.getLogger(__name__)
+
+
+def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Path) -> None:
+    """Give the examples of both splits their reference, if the objective needs one.
+
+    Args:
+        run: the run.
+        corpus: its data, which is changed.
+        params: its parameters.
+        step: the step that they are from; at step 0 they are the reference.
+        workdir: directory of the run's files; the reference is not kept if there is none.
+
+    Raises:
+        ValueError: the run continues, and the file of its reference is missing or damaged.
+        OSError: the file cannot be read or written.
+    """
+    splits = [corpus.train, corpus.validation]
+    if run.functions.reference is None:
+        return
+    found = _of_initial(run, corpus, params, workdir) if step == 0 else _kept(workdir)
+    sizes = [len(split) for split in splits]
+    if len(found) != sum(sizes):
+        raise ValueError(
+            f"{workdir / _FILE} is for {len(found)} rows, but the data has {sum(sizes)}; restore "
+            "the file, or choose another --workdir"
+        )
+    for split, part in zip(splits, np.split(found, sizes[:1]), strict=True):
+        assert isinstance(split, PreferenceExamples)
+        split.reference_log_probs = part
+
+
+def _of_initial(run: Run, corpus: Corpus, params: Any, workdir: Path) -> np.ndarray:
+    """Compute the reference of all rows, and keep it."""
+    compiled = run.compile_reference_step()
+    config = run.config.data
+    shape, dtype = example_shapes(config, run.config.images)[REFERENCE_LOG_PROBS]
+    found = [np.zeros((0, *shape), dtype)]
+    for split in (corpus.train, corpus.validation):
+        _log.info("computing the log-probabilities of the answers in %d rows", len(split))
+        rows_left = len(split)
+        in_order = dataclasses.replace(corpus, validation=split)
+        for batch in validation_batches(in_order, config, run.rows):
+            outputs = compiled(params, run.place_batch(batch))
+            found.append(np.asarray(outputs[REFERENCE_LOG_PROBS], dtype)[:rows_left])
+            rows_left -= len(found[-1])
+    whole = np.concatenate(found)
+    if jax.process_index() == 0 and workdir.is_dir():
+        write_array(workdir / _FILE, whole)
+    return whole
+
+
+def _kept(workdir: Path) -> np.ndarray:
+    """Read the reference of a run that continues."""
+    found = Exchange().on_all(lambda: read_array(workdir / _FILE))
+    if found is None or found.ndim != 3 or found.dtype != np.float32:
+        raise ValueError(
+            f"{workdir / _FILE} is missing or damaged: without the log-probabilities of the model "
+            "that the run began with, it cannot continue; restore the file, or train again in "
+            "another --workdir"
+        )
+    return found
