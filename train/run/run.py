@@ -36,7 +36,8 @@ from train.run.model_traces import ModelTraces
 from train.state.averaged import params_to_evaluate
 from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState, shardings_of
-from train.step.train_step import StepConfig, make_eval_step, make_reference_step, make_train_step
+from train.step.reference_step import make_reference_step
+from train.step.train_step import StepConfig, make_eval_step, make_train_step
 from train.step.update import Update
 
 T = TypeVar("T")

@@ -100,16 +100,16 @@ def make_train_step(
         rules: sharding rules.
     """
     loss_and_grad = _make_loss_and_grad(functions, config, param_sharding)
-    teach = _make_teach(functions, config, param_sharding)
+    teach = make_teacher(functions, config, param_sharding)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = _to_microbatches(batch, config)
+            microbatches = to_microbatches(batch, config)
             if teach is not None:
                 microbatches |= teach(averaged(state), microbatches)
-            microbatches |= _to_microbatches({"dropout_keys": keys}, config)
+            microbatches |= to_microbatches({"dropout_keys": keys}, config)
             sums, grads, seen = loss_and_grad(state, microbatches)
         weight = _nonzero(sums.pop("weight"))
         metrics = {name: value / weight for name, value in sums.items()}
@@ -145,44 +145,16 @@ def make_eval_step(
     """
     forwards = _forwards(config.schedule)
     evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
-    teach = _make_teach(functions, config, param_sharding)
+    teach = make_teacher(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = _to_microbatches(_with_even_weights(batch), config)
+            microbatches = to_microbatches(_with_even_weights(batch), config)
             if teach is not None:
                 microbatches |= teach(teacher, microbatches)
             return evaluate(functions.split(params), microbatches)
 
     return eval_step
-
-
-def make_reference_step(
-    functions: ModelFunctions,
-    config: StepConfig,
-    param_sharding: ParamSharding,
-    rules: Rules,
-) -> Callable[[Tree, Batch], Batch]:
-    """Build the function `reference_step(params, batch) -> arrays [M·B, ...]`.
-
-    The arrays are those of `functions.reference`, for every example of the batch.
-
-    Args:
-        functions: the model's functions; they have `reference`.
-        config: settings of the step.
-        param_sharding: how the parameters are sharded over the mesh.
-        rules: sharding rules.
-    """
-    teaching = dataclasses.replace(functions, teach=functions.reference)
-    teach = _make_teach(teaching, config, param_sharding)
-    assert teach is not None
-
-    def reference_step(params: Tree, batch: Batch) -> Batch:
-        with axis_rules(rules), traced_for(config.hardware, config.attention):
-            found = teach(params, _to_microbatches(batch, config))
-        return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in found.items()}
-
-    return reference_step
 
 
 def _make_loss_and_grad(
@@ -215,7 +187,7 @@ def _make_loss_and_grad(
     return run
 
 
-def _make_teach(
+def make_teacher(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
 ) -> Callable[[Tree, Batch], Batch] | None:
     """Return `f(teacher_params, microbatches) -> teacher_outputs`; None without a teacher."""
@@ -362,7 +334,7 @@ def _dropout_keys(batch: Batch, seed: int) -> jax.Array:
     return jax.vmap(jax.random.fold_in, (None, 0))(base, batch["index"])
 
 
-def _to_microbatches(batch: Batch, config: StepConfig) -> Batch:
+def to_microbatches(batch: Batch, config: StepConfig) -> Batch:
     """Reshape a batch `[M·B, ...]` to `[M, B, ...]`: row r goes to microbatch r mod M.
 
     No row moves to another device. With M = 2, B = 4 and 2 replicas, which hold rows 0-3 and 4-7:
