@@ -94,7 +94,8 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(figures, indent=1, allow_nan=False))
     if args.out is not None:
         known = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
-        text = json.dumps([*known, figures], indent=1, allow_nan=False)
+        kept = [result for result in known if result["command"] != command]
+        text = json.dumps([*kept, figures], indent=1, allow_nan=False)
         args.out.write_text(text + "\n", encoding="utf-8")
     return 0
 
