@@ -1,13 +1,13 @@
 r"""Fine-tunes a chat model (SFT): a tiny GPT-2 learns to answer questions about 148 capitals.
 
-Hardware: any. A 2-core CPU takes about a minute.
+Hardware: any. A 2-core CPU takes one to two minutes.
 
     python -m train.main --config=configs/chat.py
 
 Ask it a question:
 
     python -m generate --model=runs/chat --temperature=0 --max_new_tokens=24 \
-        --prompt=$'<|user|>\nWhich city is the capital of Japan?\n<|assistant|>\n'
+        --prompt=$'<|user|>\nWhat is the capital of Peru?\n<|assistant|>\n'
 
 It starts from random weights. To fine-tune published ones instead, set `--config.init_from=PATH`,
 `--config.data.tokenizer=init_from` and `--config.data.chat_template=`, which stands for the

@@ -5,10 +5,10 @@ Hardware: any. A 2-core CPU takes about half a minute.
     python -m train.main --config=configs/chat.py
     python -m train.main --config=configs/dpo.py
 
-Before, the answer is "The capital of Japan is Tokyo."; afterwards it is "Tokyo.":
+Before, the answer is "The capital of Peru is Lima."; afterwards it is "Lima.":
 
     python -m generate --model=runs/dpo --temperature=0 --max_new_tokens=24 \
-        --prompt=$'<|user|>\nWhich city is the capital of Japan?\n<|assistant|>\n'
+        --prompt=$'<|user|>\nWhat is the capital of Peru?\n<|assistant|>\n'
 
 For another model, set `--config.init_from=PATH`, the directory of a run or of a Hugging Face model.
 """
@@ -33,7 +33,7 @@ def get_config() -> ConfigDict:
     config.data.chat_template = "roles"
     config.data.tokenizer = "init_from"
     config.data.global_batch_size = 16
-    config.optimizer.learning_rate = 5e-5
+    config.optimizer.learning_rate = 3e-5
     config.optimizer.weight_decay = 0.0
-    config.train.num_steps = 30
+    config.train.num_steps = 40
     return config

@@ -96,6 +96,9 @@ PUBLISHED = {
     "Swin-T, data=8": ("swin.py:tiny1", *_IMAGES),
 }
 
+#: Not configs, or configs that train the model of gpt2.py with other data.
+_NOT_MODELS = ("__init__", "common", "chat", "dpo")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
@@ -129,8 +132,8 @@ def cases() -> list[Case]:
 
 
 def config_names() -> list[str]:
-    """Return the names of the shipped configs, without the sections that they share."""
-    files = sorted(path for path in CONFIGS.glob("*.py") if path.stem not in ("__init__", "common"))
+    """Return the names of the shipped configs, one for each model."""
+    files = sorted(path for path in CONFIGS.glob("*.py") if path.stem not in _NOT_MODELS)
     return [path.stem for path in files if "def get_config" in path.read_text(encoding="utf-8")]
 
 

@@ -47,30 +47,33 @@ def torch_loss(x_BTD, table_VD, batch, beta, swapped):
 
 @pytest.mark.parametrize(("beta", "swapped"), [(0.1, 0.0), (0.7, 0.2)])
 def test_loss_and_gradient_equal_the_formula(beta, swapped):
-    jax.config.update("jax_enable_x64", True)
-    x_BTD, table_VD, batch = inputs()
-    config = PreferenceConfig(beta=beta, label_smoothing=swapped)
+    with jax.enable_x64(True):
+        x_BTD, table_VD, batch = inputs()
+        config = PreferenceConfig(beta=beta, label_smoothing=swapped)
 
-    def loss(x_BTD, table_VD):
-        total, weight, metrics = preference_loss(
-            x_BTD, table_VD, batch, vocab_size=_VOCAB, config=config
+        def loss(x_BTD, table_VD):
+            total, weight, metrics = preference_loss(
+                x_BTD, table_VD, batch, vocab_size=_VOCAB, config=config
+            )
+            return total, (weight, metrics)
+
+        (total, (weight, metrics)), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+            jnp.array(x_BTD), jnp.array(table_VD)
         )
-        return total, (weight, metrics)
-
-    (total, (weight, metrics)), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-        jnp.array(x_BTD), jnp.array(table_VD)
-    )
-    tensors = torch.tensor(x_BTD, requires_grad=True), torch.tensor(table_VD, requires_grad=True)
-    expected, margins = torch_loss(*tensors, batch, beta, swapped)
-    expected.backward()
-    assert float(total) == pytest.approx(float(expected.detach()), rel=1e-12)
-    assert float(weight) == 3
-    for ours, theirs in zip(grads, tensors, strict=True):
-        assert theirs.grad is not None
-        np.testing.assert_allclose(ours, theirs.grad.numpy(), rtol=1e-9, atol=1e-12)
-    assert set(metrics) == {*METRICS}
-    assert float(metrics["reward_margin"]) == pytest.approx(sum(margins), rel=1e-12)
-    assert float(metrics["reward_accuracy"]) == sum(margin > 0 for margin in margins)
+        tensors = (
+            torch.tensor(x_BTD, requires_grad=True),
+            torch.tensor(table_VD, requires_grad=True),
+        )
+        expected, margins = torch_loss(*tensors, batch, beta, swapped)
+        expected.backward()
+        assert float(total) == pytest.approx(float(expected.detach()), rel=1e-12)
+        assert float(weight) == 3
+        for ours, theirs in zip(grads, tensors, strict=True):
+            assert theirs.grad is not None
+            np.testing.assert_allclose(ours, theirs.grad.numpy(), rtol=1e-9, atol=1e-12)
+        assert set(metrics) == {*METRICS}
+        assert float(metrics["reward_margin"]) == pytest.approx(sum(margins), rel=1e-12)
+        assert float(metrics["reward_accuracy"]) == sum(margin > 0 for margin in margins)
 
 
 def test_log_probs_have_no_gradient_and_are_zero_for_absent_pairs():

@@ -64,10 +64,10 @@ def expected(variant: str, corpus_overrides: tuple[str, ...]) -> list[float]:
     ],
 )
 def test_losses_equal_one_device(variant, mesh, corpus_overrides):
-    jax.config.update("jax_enable_x64", True)
     overrides = (*TINY, *FLOAT64, *corpus_overrides, *VARIANTS[variant], *MESHES[mesh])
-    found = losses(*make_run(overrides), NUM_STEPS)
-    reference = expected(variant, corpus_overrides)
+    with jax.enable_x64(True):
+        found = losses(*make_run(overrides), NUM_STEPS)
+        reference = expected(variant, corpus_overrides)
     assert found == pytest.approx(reference, rel=1e-9, abs=0)
     assert reference[-1] < reference[0]
 

@@ -58,11 +58,11 @@ def losses_of(overrides: tuple[str, ...], directory) -> list[float]:
     ],
 )
 def test_losses_equal_one_device(mesh, adapters, pairs, tmp_path):
-    jax.config.update("jax_enable_x64", True)
     overrides = (*pairs, *FLOAT64, *adapters)
-    expected = losses_of(overrides, tmp_path)
+    with jax.enable_x64(True):
+        expected = losses_of(overrides, tmp_path)
+        found = losses_of((*overrides, *MESHES[mesh]), tmp_path)
     assert expected[0] == pytest.approx(np.log(2), abs=1e-5) and expected[-1] < 0.6
-    found = losses_of((*overrides, *MESHES[mesh]), tmp_path)
     assert found == pytest.approx(expected, rel=1e-9, abs=0)
 
 
