@@ -31,6 +31,7 @@ from generate.prompts import (
     tokenizer_of,
 )
 from generate.sampling import Sampling
+from generate.text_stream import TextStream
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
@@ -162,16 +163,13 @@ def _shown(prompt: Prompt, codec: TextCodec) -> str:
 
 def _print_stream(tokens: Iterable[int], codec: TextCodec) -> int:
     """Print a continuation while it grows; return the number of its tokens."""
-    seen: list[int] = []
-    shown = ""
+    stream = TextStream(codec)
+    count = 0
     for token in tokens:
-        seen.append(token)
-        text = codec.decode(seen)
-        if not text.endswith("\ufffd"):  # otherwise a character is not complete yet
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
-    print(codec.decode(seen)[len(shown) :])
-    return len(seen)
+        print(stream.add([token]), end="", flush=True)
+        count += 1
+    print(stream.add([], is_last=True))
+    return count
 
 
 def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:

@@ -16,9 +16,12 @@ min-p: Nguyen et al. 2024 (arXiv:2407.01082); repetition penalty: Keskar et al. 
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,13 +96,78 @@ def choose(
     logits_BV = adjusted(sampling, logits_BV, seen_BV)
     if sampling.is_greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    key = jax.random.key(sampling.seed)
+    seeds_B = jnp.full(rows_B.shape, sampling.seed, jnp.uint32)
+    return _drawn(seeds_B, rows_B, positions_B, logits_BV)
 
-    def draw(row: jax.Array, position: jax.Array, logits_V: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(jax.random.fold_in(key, row), position)
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """How the tokens of each row are chosen, if the rows differ; without penalties and bans.
+
+    Attributes:
+        temperature_B: float32.
+        top_k_B: int32; 0 for all tokens.
+        left_out_B: float32, 1 - top-p.
+        min_p_B: float32.
+        seeds_B: uint32.
+        rows_B: int32, number of the row in its request.
+    """
+
+    temperature_B: jax.Array | np.ndarray
+    top_k_B: jax.Array | np.ndarray
+    left_out_B: jax.Array | np.ndarray
+    min_p_B: jax.Array | np.ndarray
+    seeds_B: jax.Array | np.ndarray
+    rows_B: jax.Array | np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Sampling, int]]) -> "RowSampling":
+        """Return the settings of rows, each with its number in its request."""
+        each = [sampling for sampling, _ in rows]
+        return cls(
+            temperature_B=np.array([one.temperature for one in each], np.float32),
+            top_k_B=np.array([one.top_k or 0 for one in each], np.int32),
+            left_out_B=np.array([1 - one.top_p for one in each], np.float32),
+            min_p_B=np.array([one.min_p for one in each], np.float32),
+            seeds_B=np.array([one.seed for one in each], np.uint32),
+            rows_B=np.array([number for _, number in rows], np.int32),
+        )
+
+
+def choose_each(rows: RowSampling, logits_BV: jax.Array, positions_B: jax.Array) -> jax.Array:
+    """Return the next token of each row, int32[B], as `choose` does for rows of equal settings.
+
+    Args:
+        rows: the settings of each row.
+        logits_BV: logits, float32 or wider.
+        positions_B: int32, position that the token will have.
+    """
+    vocab_size = logits_BV.shape[-1]
+    is_greedy_B = rows.temperature_B == 0
+    temperature_B1 = jnp.where(is_greedy_B, 1, rows.temperature_B)[:, None]
+    warm_BV = logits_BV / temperature_B1.astype(logits_BV.dtype)
+    is_all_B = (rows.top_k_B < 1) | (rows.top_k_B >= vocab_size)
+    place_B1 = jnp.where(is_all_B, 0, vocab_size - rows.top_k_B)[:, None]
+    least_B1 = jnp.take_along_axis(jnp.sort(warm_BV, axis=-1), place_B1, axis=-1)
+    warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
+    least_B1 = _least_of_top_p(warm_BV, rows.left_out_B[:, None])
+    least_B1 = jnp.where(rows.left_out_B[:, None] > 0, least_B1, -jnp.inf)
+    warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
+    least_B1 = jnp.max(warm_BV, axis=-1, keepdims=True) + jnp.log(rows.min_p_B)[:, None]
+    warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
+    drawn_B = _drawn(rows.seeds_B, rows.rows_B, positions_B, warm_BV)
+    return jnp.where(is_greedy_B, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
+
+
+def _drawn(seeds_B, rows_B, positions_B, logits_BV: jax.Array) -> jax.Array:
+    """Draw a token for each row, int32[B]."""
+
+    def draw(seed, row, position, logits_V: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
         return jax.random.categorical(own, logits_V)
 
-    return jax.vmap(draw)(rows_B, positions_B, logits_BV).astype(jnp.int32)
+    return jax.vmap(draw)(seeds_B, rows_B, positions_B, logits_BV).astype(jnp.int32)
 
 
 def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
@@ -121,18 +189,24 @@ def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None
         least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     if sampling.top_p < 1:
-        logits_BV = jnp.where(logits_BV < _least_of_top_p(sampling, logits_BV), -jnp.inf, logits_BV)
+        least_B1 = _least_of_top_p(logits_BV, 1 - sampling.top_p)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     if sampling.min_p > 0:
         least_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     return logits_BV
 
 
-def _least_of_top_p(sampling: Sampling, logits_BV: jax.Array) -> jax.Array:
-    """Return the lowest logit of the tokens that top-p keeps, `[B, 1]`."""
+def _least_of_top_p(logits_BV: jax.Array, left_out: Any) -> jax.Array:
+    """Return the lowest logit of the tokens that top-p keeps, `[B, 1]`.
+
+    Args:
+        logits_BV: the logits.
+        left_out: 1 - top-p: a number, or `[B, 1]`.
+    """
     rising_BV = jnp.sort(logits_BV, axis=-1)
     sums_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)
-    is_left_out_BV = sums_BV <= 1 - sampling.top_p
+    is_left_out_BV = sums_BV <= left_out
     # Rounding must not leave out the most likely token.
     is_left_out_BV = is_left_out_BV.at[:, -1].set(False)
     return jnp.min(jnp.where(is_left_out_BV, jnp.inf, rising_BV), axis=-1, keepdims=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 
-from generate.sampling import Sampling, adjusted, choose
+from generate.sampling import RowSampling, Sampling, adjusted, choose, choose_each
 
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(5, 50)).astype(np.float32)
 
@@ -71,3 +71,20 @@ def test_settings_out_of_range_are_refused(values, message):
 def test_a_vocabulary_may_not_be_banned_as_a_whole():
     with pytest.raises(ValueError, match="banned contains every token"):
         Sampling(banned=(0, 1)).check_vocab(2)
+
+
+def test_rows_with_their_own_settings_have_the_tokens_of_equal_settings():
+    settings = (
+        Sampling(temperature=0),
+        Sampling(temperature=0.7, seed=1),
+        Sampling(top_k=7, seed=2),
+        Sampling(top_p=0.8, seed=3),
+        Sampling(temperature=2.0, top_k=20, top_p=0.9, min_p=0.05, seed=4),
+    )
+    positions_B = jnp.arange(5, dtype=jnp.int32)
+    rows_B = positions_B + 3
+    each = RowSampling.of([*zip(settings, rows_B.tolist(), strict=True)])
+    found = choose_each(each, jnp.asarray(LOGITS), positions_B)
+    for row, sampling in enumerate(settings):
+        own = choose(sampling, jnp.asarray(LOGITS), None, rows_B, positions_B)
+        assert found[row] == own[row]

@@ -145,20 +145,37 @@ class ChatTemplate:
 
 
 def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatTemplate:
-    """Load a chat template.
-
-    Args:
-        setting: `data.chat_template`: "roles", the path of a file, or "" for the template of the
-            tokenizer.
-        tokenizer: The path of the tokenizer; None: it has no file.
-        eos_token: The name of the tokenizer's end-of-document token.
+    """Load a chat template; takes the same arguments as `find_template`.
 
     Raises:
         ValueError: There is no template, or it cannot be read.
     """
-    directory = None
-    if tokenizer is not None:
-        directory = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    found = find_template(setting, tokenizer, eos_token)
+    if found is None:
+        where = f" in {_directory_of(tokenizer)}" if tokenizer else ""
+        raise ValueError(
+            f"this data.objective needs a chat template, but data.tokenizer has none{where}; set "
+            "data.chat_template to the path of a Jinja file, or to 'roles'"
+        )
+    return found
+
+
+def find_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatTemplate | None:
+    """Load a chat template if there is one.
+
+    Args:
+        setting: `data.chat_template`: "roles", the path of a file, or "" for the template of the
+            tokenizer.
+        tokenizer: The path of the tokenizer, or of its directory; None: it has no file.
+        eos_token: The name of the tokenizer's end-of-document token.
+
+    Returns:
+        The template; None if the tokenizer has none.
+
+    Raises:
+        ValueError: The template cannot be read.
+    """
+    directory = _directory_of(tokenizer)
     config: dict[str, Any] = {}
     if directory is not None and (directory / _CONFIG_FILE).is_file():
         config = read_json(directory / _CONFIG_FILE, within=directory)
@@ -175,11 +192,13 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
         return ChatTemplate(_read(file), str(file), tokens)
     if isinstance(config.get("chat_template"), str):
         return ChatTemplate(config["chat_template"], f"{directory}/{_CONFIG_FILE}", tokens)
-    raise ValueError(
-        "this data.objective needs a chat template, but data.tokenizer has none"
-        f"{f' in {directory}' if directory else ''}; set data.chat_template to the path of a Jinja "
-        "file, or to 'roles'"
-    )
+    return None
+
+
+def _directory_of(tokenizer: Path | None) -> Path | None:
+    if tokenizer is None or tokenizer.is_dir():
+        return tokenizer
+    return tokenizer.parent
 
 
 def _unmarked(rendered: str) -> tuple[str, list[Span]]:

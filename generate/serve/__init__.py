@@ -1,0 +1,1 @@
+"""Serves a language model over HTTP, with the API of OpenAI: `python -m generate.serve`."""

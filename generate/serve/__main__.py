@@ -1,0 +1,140 @@
+"""Serves a language model: `python -m generate.serve --model=DIR`.
+
+    python -m generate.serve --model=runs/chat --port=8000
+
+    client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")
+    client.completions.create(model="chat", prompt="def main(")
+
+docs/generate.md explains the options, and when to use vLLM instead.
+"""
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from flax import nnx
+
+from convert.from_hf import load_model
+from convert.source import read_source
+from data.text.chat.template import find_template
+from generate.command import add_model_options, mesh_of, run
+from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
+from generate.serve.engine import Engine
+from generate.serve.requests import Limits
+from generate.serve.slots import Slots
+from sharding.distributed.startup import start
+from sharding.mesh import use_mesh
+
+try:
+    import uvicorn
+
+    from generate.serve.app import Served, make_app
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"error: {error}; the server needs: pip install starlette uvicorn")
+
+_TOKENS_PER_CALL = 4
+_MIB = 2**20
+_SHUTDOWN_S = 10
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 after an error."""
+    return run(_serve, _parser().parse_args(argv))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m generate.serve", allow_abbrev=False)
+    add_model_options(parser, batch_size=8)
+    parser.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 for all of them")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--name", help="name of the model; default: that of its directory")
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        metavar="N",
+        help="most tokens of a prompt and its continuation; default: the model's, at most 4096",
+    )
+    parser.add_argument("--max_waiting", type=int, default=256, metavar="N", help="rows that wait")
+    parser.add_argument("--max_choices", type=int, default=64, metavar="N", help="of a request")
+    parser.add_argument("--max_body_mib", type=float, default=1.0, help="of a request")
+    parser.add_argument("--timeout_s", type=float, default=600.0, help="of an answer")
+    return parser
+
+
+def _serve(args: argparse.Namespace) -> None:
+    """Load the model, and answer requests until the process is stopped."""
+    with opened(args) as (served, engine):
+        logging.getLogger(__package__).setLevel(logging.INFO)
+        settings = uvicorn.Config(
+            make_app(served, engine),
+            host=args.host,
+            port=args.port,
+            log_level="info",
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+        uvicorn.Server(settings).run()
+
+
+@contextlib.contextmanager
+def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
+    """Load the model, and yield what is served and the engine; close the engine in the end.
+
+    Args:
+        args: the arguments of the command.
+
+    Raises:
+        ValueError: the model cannot be served, or an option does not fit.
+        OSError: it cannot be read.
+    """
+    mesh = start(mesh_of(args.mesh))
+    source = read_source(args.model, allow_import=args.allow_import)
+    tokenizer = tokenizer_of(source)
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer.json, which requests need; put it beside it")
+    for name in ("max_waiting", "max_choices", "max_body_mib", "timeout_s"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name}={getattr(args, name)} must be positive")
+    max_length = args.max_length or min(source.config.max_positions, 4096)
+
+    @contextlib.contextmanager
+    def open_slots() -> Iterator[Slots]:
+        nnx.use_eager_sharding(False)  # as in models/layers/basic.py: Flax has a value per thread
+        with use_mesh(mesh):
+            yield Slots(
+                load_model(source, dtype=args.dtype),
+                num_slots=args.batch_size,
+                max_length=max_length,
+                tokens_per_call=_TOKENS_PER_CALL,
+            )
+
+    engine = Engine(
+        open_slots,
+        num_slots=args.batch_size,
+        stop=stop_tokens_of(source, tokenizer),
+        max_waiting=args.max_waiting,
+    )
+    try:
+        engine.wait_until_ready()
+        yield (
+            Served(
+                name=args.name or Path(args.model).resolve().name,
+                codec=TextCodec(tokenizer),
+                template=find_template("", source.hf_files, tokenizer.decode([tokenizer.eos_id])),
+                vocab_size=source.config.vocab_size,
+                limits=Limits(max_length=max_length, max_choices=args.max_choices),
+                max_body_bytes=int(args.max_body_mib * _MIB),
+                timeout_s=args.timeout_s,
+            ),
+            engine,
+        )
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""The HTTP side of the server: routes, limits, and answers whole or piece by piece.
+
+    request ──> checked ──> jobs ──> engine's thread ──> events ──> text ──> answer, or a stream
+
+A client that leaves cancels its jobs.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from data.text.chat.template import ChatTemplate
+from generate.prompts import TextCodec
+from generate.serve.engine import ERROR, STOP, Busy, Engine, Job
+from generate.serve.requests import (
+    BadRequest,
+    CompletionRequest,
+    Limits,
+    error,
+    new_answer,
+    read_chat,
+    read_completion,
+    usage,
+)
+from generate.text_stream import TextStream
+from untrusted.documents import parse_json
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.25
+_CLOSED_REQUEST = 499  # nginx's status for a client that has left
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """What is served.
+
+    Attributes:
+        name: name of the model.
+        codec: its tokenizer.
+        template: its chat template; None if it has none.
+        vocab_size: number of its ids.
+        limits: what a request may ask for.
+        max_body_bytes: most bytes of a request.
+        timeout_s: most seconds of an answer.
+    """
+
+    name: str
+    codec: TextCodec
+    template: ChatTemplate | None
+    vocab_size: int
+    limits: Limits
+    max_body_bytes: int
+    timeout_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Format:
+    """How the objects of one kind of answer look."""
+
+    prefix: str
+    kind: str
+    kind_of_piece: str
+    choice: Callable[[str], dict[str, Any]]
+    piece: Callable[[str, bool], dict[str, Any]]
+
+
+_TEXT = _Format(
+    prefix="cmpl",
+    kind="text_completion",
+    kind_of_piece="text_completion",
+    choice=lambda text: {"text": text},
+    piece=lambda text, is_first: {"text": text},
+)
+_CHAT = _Format(
+    prefix="chatcmpl",
+    kind="chat.completion",
+    kind_of_piece="chat.completion.chunk",
+    choice=lambda text: {"message": {"role": "assistant", "content": text}},
+    piece=lambda text, is_first: {
+        "delta": ({"role": "assistant"} if is_first else {}) | {"content": text}
+    },
+)
+
+
+def make_app(served: Served, engine: Engine) -> Starlette:
+    """Return the application; it does not close the engine."""
+    server = _Server(served, engine)
+    return Starlette(
+        routes=[
+            Route("/health", server.health),
+            Route("/v1/models", server.models),
+            Route("/v1/completions", server.completions, methods=["POST"]),
+            Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        ],
+        exception_handlers={HTTPException: _on_http_error, Exception: _on_error},
+    )
+
+
+class _Answer:
+    """The continuations of a request while they grow.
+
+    Args:
+        request: the request.
+        codec: the tokenizer.
+        engine: continues the prompts.
+    """
+
+    def __init__(self, request: CompletionRequest, codec: TextCodec, engine: Engine):
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[tuple[int, list[int], str | None]] = asyncio.Queue()
+        self._events = events
+        self._engine = engine
+        self._streams = []
+        self.jobs: list[Job] = []
+        self.num_new_tokens = 0
+
+        def sink(number: int) -> Callable[[list[int], str | None], None]:
+            def put(tokens: list[int], reason: str | None) -> None:
+                with contextlib.suppress(RuntimeError):  # the server has stopped
+                    loop.call_soon_threadsafe(events.put_nowait, (number, tokens, reason))
+
+            return put
+
+        for prompt, most in zip(request.prompts, request.max_new_tokens, strict=True):
+            for choice in range(request.num_choices):
+                job = Job(
+                    tokens=prompt,
+                    sampling=request.sampling,
+                    choice=choice,
+                    max_new_tokens=most,
+                    on_tokens=sink(len(self.jobs)),
+                )
+                self.jobs.append(job)
+                self._streams.append(TextStream(codec, request.stop))
+        engine.submit(self.jobs)
+        self._running = set(range(len(self.jobs)))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str, str | None]]:
+        """Yield (number of the continuation, new text, reason of its end or None).
+
+        Raises:
+            BadRequest: the model has failed.
+        """
+        while self._running:
+            number, tokens, reason = await self._events.get()
+            if number not in self._running:
+                continue  # a stop text has ended it
+            if reason == ERROR:
+                raise BadRequest("the server is closing, or the model has failed", 503)
+            stream = self._streams[number]
+            self.num_new_tokens += len(tokens)
+            text = stream.add(tokens, is_last=reason is not None)
+            if stream.is_stopped and reason is None:
+                self._engine.cancel([self.jobs[number]])
+            reason = STOP if stream.is_stopped else reason
+            if reason is not None:
+                self._running.remove(number)
+            if text or reason is not None:
+                yield number, text, reason
+
+    def close(self) -> None:
+        """Give up the continuations that are not complete."""
+        self._engine.cancel([self.jobs[number] for number in self._running])
+
+
+class _Server:
+    """The handlers of the routes."""
+
+    def __init__(self, served: Served, engine: Engine):
+        self._served = served
+        self._engine = engine
+
+    async def health(self, request: Request) -> Response:
+        """Say whether the model works, and how much it has to do."""
+        del request
+        is_well = self._engine.failure is None
+        state = {"status": "ok" if is_well else "failed"}
+        counts = {"running": self._engine.num_running, "waiting": self._engine.num_waiting}
+        return JSONResponse(state | counts, status_code=200 if is_well else 503)
+
+    async def models(self, request: Request) -> Response:
+        """List the model."""
+        del request
+        model = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "taibai"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        served = self._served
+
+        def read(fields: dict[str, Any]) -> CompletionRequest:
+            return read_completion(fields, served.codec, served.vocab_size, served.limits)
+
+        return await self._answered(request, read, _TEXT)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        served = self._served
+
+        def read(fields: dict[str, Any]) -> CompletionRequest:
+            return read_chat(fields, served.codec, served.template, served.limits)
+
+        return await self._answered(request, read, _CHAT)
+
+    async def _answered(
+        self,
+        request: Request,
+        read: Callable[[dict[str, Any]], CompletionRequest],
+        form: _Format,
+    ) -> Response:
+        try:
+            async with asyncio.timeout(self._served.timeout_s):
+                fields = await self._fields(request)
+            # Tokenizing a long prompt would hold up all other requests.
+            wanted = await asyncio.to_thread(read, fields)
+            answer = _Answer(wanted, self._served.codec, self._engine)
+        except BadRequest as problem:
+            return JSONResponse(error(str(problem), problem.status), problem.status)
+        except Busy as problem:
+            return JSONResponse(error(str(problem), 429), 429, {"Retry-After": "1"})
+        except TimeoutError:
+            return JSONResponse(error("the request did not arrive in time", 408), 408)
+        except ClientDisconnect:
+            return Response(status_code=_CLOSED_REQUEST)
+        if wanted.streams:
+            events = self._events(answer, wanted, form)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return await self._whole(request, answer, wanted, form)
+
+    async def _fields(self, request: Request) -> dict[str, Any]:
+        """Return the JSON object of a request, after checks of its size and its model."""
+        most = self._served.max_body_bytes
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise BadRequest(f"the request has more than {most:,} bytes; shorten it", 413)
+        try:
+            fields = parse_json(bytes(body), "the request")
+        except ValueError as problem:
+            raise BadRequest(str(problem)) from problem
+        model = fields.get("model", self._served.name)
+        if model != self._served.name:
+            raise BadRequest(f"the model is {self._served.name!r}; set model to it", 404)
+        return fields
+
+    async def _whole(
+        self, request: Request, answer: _Answer, wanted: CompletionRequest, form: _Format
+    ) -> Response:
+        """Return an answer when it is complete."""
+        texts = [""] * len(answer.jobs)
+        reasons: list[str | None] = [None] * len(answer.jobs)
+
+        async def collect() -> None:
+            async for number, text, reason in answer.pieces():
+                texts[number] += text
+                reasons[number] = reason or reasons[number]
+
+        task = asyncio.ensure_future(collect())
+        deadline = asyncio.get_running_loop().time() + self._served.timeout_s
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_POLL_S)
+                if not task.done() and await request.is_disconnected():
+                    return Response(status_code=_CLOSED_REQUEST)
+                if not task.done() and asyncio.get_running_loop().time() > deadline:
+                    problem = f"the answer took more than {self._served.timeout_s:g} s"
+                    return JSONResponse(error(problem, 504), 504)
+            task.result()
+        except BadRequest as problem:
+            return JSONResponse(error(str(problem), problem.status), problem.status)
+        finally:
+            task.cancel()
+            answer.close()
+        choices = [
+            form.choice(text) | {"index": i, "logprobs": None, "finish_reason": reason}
+            for i, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        body = new_answer(form.kind, form.prefix, self._served.name)
+        counts = usage(wanted.num_prompt_tokens, answer.num_new_tokens)
+        return JSONResponse(body | {"choices": choices, "usage": counts})
+
+    async def _events(
+        self, answer: _Answer, wanted: CompletionRequest, form: _Format
+    ) -> AsyncIterator[str]:
+        """Yield an answer piece by piece, as server-sent events."""
+        body = new_answer(form.kind_of_piece, form.prefix, self._served.name)
+        begun: set[int] = set()
+        try:
+            async with asyncio.timeout(self._served.timeout_s):
+                async for number, text, reason in answer.pieces():
+                    choice = form.piece(text, number not in begun)
+                    begun.add(number)
+                    choice |= {"index": number, "logprobs": None, "finish_reason": reason}
+                    yield _event(body | {"choices": [choice]})
+            if wanted.includes_usage:
+                counts = usage(wanted.num_prompt_tokens, answer.num_new_tokens)
+                yield _event(body | {"choices": [], "usage": counts})
+            yield "data: [DONE]\n\n"
+        except TimeoutError:
+            problem = f"the answer took more than {self._served.timeout_s:g} s"
+            yield _event(error(problem, 504))
+        except BadRequest as problem:
+            yield _event(error(str(problem), problem.status))
+        finally:
+            answer.close()
+
+
+def _event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+async def _on_http_error(request: Request, problem: Exception) -> Response:
+    assert isinstance(problem, HTTPException)
+    message = f"{request.method} {request.url.path}: {problem.detail}"
+    return JSONResponse(error(message, problem.status_code), problem.status_code)
+
+
+async def _on_error(request: Request, problem: Exception) -> Response:
+    _log.error("%s has failed", request.url.path, exc_info=problem)
+    return JSONResponse(error("the server has failed; see its log", 500), 500)

@@ -1,0 +1,213 @@
+"""A thread that continues the prompts of all requests together, and hands out their tokens.
+
+    submit ──> waiting ──> slots (one thread runs the device) ──> on_tokens of each request
+                   ^                                                   │
+                   └──────────── a slot is free ────── the row has ended, or nobody waits for it
+
+Whenever a row ends, its slot goes to the next row that waits, while the others are continued.
+"""
+
+import collections
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from generate.sampling import Sampling
+from generate.serve.slots import Row, Slots
+
+_log = logging.getLogger(__name__)
+
+#: Why a row has ended: a token that ends texts, enough tokens, or an error of the device.
+STOP, LENGTH, ERROR = "stop", "length", "error"
+
+
+class Busy(Exception):
+    """Raised when too many rows are waiting."""
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Job:
+    """One continuation that somebody waits for.
+
+    Attributes:
+        tokens: the prompt.
+        sampling: how tokens are chosen.
+        choice: number of the continuation among those of its prompt.
+        max_new_tokens: most tokens of the continuation.
+        on_tokens: called in the engine's thread with new tokens and, at the end, the reason.
+        is_cancelled: set by whoever no longer waits; no tokens follow.
+    """
+
+    tokens: Sequence[int]
+    sampling: Sampling
+    choice: int
+    max_new_tokens: int
+    on_tokens: Callable[[list[int], str | None], None]
+    is_cancelled: bool = False
+    num_new: int = 0
+
+
+class Engine:
+    """Continues prompts in a thread of its own; close it in the end.
+
+    Args:
+        open_slots: opens the slots; called in the thread, which alone uses the device.
+        num_slots: their number.
+        stop: ids of tokens that end a text.
+        max_waiting: most rows that wait for a slot.
+    """
+
+    def __init__(
+        self,
+        open_slots: Callable[[], AbstractContextManager[Slots]],
+        *,
+        num_slots: int,
+        stop: Sequence[int],
+        max_waiting: int,
+    ):
+        self._open_slots = open_slots
+        self._stop = frozenset(stop)
+        self._max_waiting = max_waiting
+        self._waiting: collections.deque[Job] = collections.deque()
+        self._jobs: list[Job | None] = [None] * num_slots
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._is_ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that has ended the thread; None if there is none."""
+        return self._failure
+
+    @property
+    def num_running(self) -> int:
+        """Number of slots in use."""
+        return sum(job is not None for job in self._jobs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of rows that wait for a slot."""
+        return len(self._waiting)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the model is loaded.
+
+        Raises:
+            ValueError: the model cannot be served.
+        """
+        self._is_ready.wait()
+        if self._failure is not None:
+            raise ValueError(str(self._failure)) from self._failure
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Add the rows of a request.
+
+        Raises:
+            Busy: too many rows are waiting; none of these was added.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise Busy("the model has failed; see the server's log, and start it again")
+            if len(self._waiting) + len(jobs) > self._max_waiting:
+                raise Busy(
+                    f"{len(self._waiting)} continuations are waiting already, of at most "
+                    f"{self._max_waiting}; try again later"
+                )
+            self._waiting.extend(jobs)
+            self._changed.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Give up rows: those that wait are removed, others end within a few tokens."""
+        with self._changed:
+            for job in jobs:
+                job.is_cancelled = True
+                if job in self._waiting:
+                    self._waiting.remove(job)
+
+    def close(self) -> None:
+        """End the thread; rows that are not complete get the reason ERROR."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._open_slots() as slots:
+                self._is_ready.set()
+                while self._wait():
+                    self._begin(slots)
+                    self._advance(slots)
+        except BaseException as error:
+            if self._is_ready.is_set():
+                _log.exception("the engine has failed")
+            self._failure = error
+        finally:
+            with self._changed:
+                left = [job for job in self._jobs if job is not None] + [*self._waiting]
+                self._waiting.clear()
+                self._jobs = [None] * len(self._jobs)
+            for job in left:
+                job.on_tokens([], ERROR)
+            self._is_ready.set()
+
+    def _wait(self) -> bool:
+        """Wait until there are rows; return False if the engine is closing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closing or self._waiting or any(self._jobs))
+            return not self._is_closing
+
+    def _begin(self, slots: Slots) -> None:
+        """Put waiting rows into free slots."""
+        while True:
+            with self._changed:
+                free = [slot for slot, job in enumerate(self._jobs) if job is None]
+                taken = free[: min(slots.rows_per_prefill, len(self._waiting))]
+                for slot in taken:
+                    self._jobs[slot] = self._waiting.popleft()
+            if not taken:
+                return
+            rows = []
+            for slot in taken:
+                job = self._jobs[slot]
+                assert job is not None
+                rows.append(
+                    Row(slot=slot, tokens=job.tokens, sampling=job.sampling, choice=job.choice)
+                )
+            for slot, token in zip(taken, slots.begin(rows), strict=True):
+                self._deliver(slot, [token])
+
+    def _advance(self, slots: Slots) -> None:
+        """Continue all rows by a few tokens."""
+        is_active_B = np.array([job is not None for job in self._jobs])
+        if not is_active_B.any():
+            return
+        new_BM = slots.advance(is_active_B).tolist()
+        for slot in np.flatnonzero(is_active_B).tolist():
+            self._deliver(slot, new_BM[slot])
+
+    def _deliver(self, slot: int, tokens: list[int]) -> None:
+        """Hand new tokens to the job of a slot, and free the slot if it has ended."""
+        job = self._jobs[slot]
+        assert job is not None
+        reason = None
+        given = []
+        for token in tokens[: job.max_new_tokens - job.num_new]:
+            given.append(token)
+            if token in self._stop:
+                reason = STOP
+                break
+        job.num_new += len(given)
+        if reason is None and job.num_new == job.max_new_tokens:
+            reason = LENGTH
+        if reason is not None or job.is_cancelled:
+            self._jobs[slot] = None
+        if not job.is_cancelled:
+            job.on_tokens(given, reason)

@@ -1,0 +1,305 @@
+"""The requests of OpenAI's API as checked values, and the objects of its answers.
+
+    JSON ──> CompletionRequest ──> prompts as tokens ──> ... ──> choices ──> JSON
+
+Source: https://platform.openai.com/docs/api-reference (completions, chat completions).
+"""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from data.text.chat.template import ChatTemplate
+from generate.prompts import TextCodec
+from generate.sampling import Sampling
+from untrusted.messages import shortened
+
+#: Fields that are accepted if they have one of these values, because they then change nothing.
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "logit_bias": (None, {}),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+}
+#: Fields that are accepted with any value.
+_IGNORED = ("user", "metadata", "store", "service_tier")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+_MOST_STOPS = 4
+
+
+class BadRequest(ValueError):
+    """Raised for a request that cannot be answered.
+
+    Attributes:
+        status: the HTTP status of the answer.
+    """
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a request may ask for.
+
+    Attributes:
+        max_length: most tokens of a prompt and its continuation.
+        max_choices: most continuations of a request.
+    """
+
+    max_length: int
+    max_choices: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """A request for continuations.
+
+    Attributes:
+        prompts: as tokens.
+        sampling: how tokens are chosen.
+        num_choices: number of continuations of each prompt.
+        max_new_tokens: most tokens of a continuation of each prompt.
+        stop: texts that end a continuation, and are not part of it.
+        streams: whether the answer is sent piece by piece.
+        includes_usage: whether a stream ends with the numbers of tokens.
+    """
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    num_choices: int
+    max_new_tokens: list[int]
+    stop: tuple[str, ...]
+    streams: bool
+    includes_usage: bool
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+
+def read_completion(
+    fields: dict[str, Any], codec: TextCodec, vocab_size: int, limits: Limits
+) -> CompletionRequest:
+    """Return the request of `/v1/completions`.
+
+    Args:
+        fields: the JSON object.
+        codec: the tokenizer of the model.
+        vocab_size: number of ids of the model.
+        limits: what it may ask for.
+
+    Raises:
+        BadRequest: a field is missing, unknown, not supported or out of bounds.
+    """
+    known = _Fields(fields, ("prompt", "max_tokens"))
+    prompt = known.get("prompt", None)
+    is_many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
+    each: list[Any] = prompt if is_many and isinstance(prompt, list) else [prompt]
+    prompts = [_tokens(one, codec, vocab_size) for one in each]
+    if not prompts:
+        raise BadRequest("prompt is an empty list; give at least one prompt")
+    most = known.integer("max_tokens", 16)
+    return _request(known, prompts, most, limits)
+
+
+def read_chat(
+    fields: dict[str, Any], codec: TextCodec, template: ChatTemplate | None, limits: Limits
+) -> CompletionRequest:
+    """Return the request of `/v1/chat/completions`.
+
+    Args:
+        fields: the JSON object.
+        codec: the tokenizer of the model.
+        template: its chat template; None if it has none.
+        limits: what it may ask for.
+
+    Raises:
+        BadRequest: as for `read_completion`, or the template is missing or refuses the messages.
+    """
+    if template is None:
+        raise BadRequest("the model has no chat template; use /v1/completions")
+    known = _Fields(fields, ("messages", "max_tokens", "max_completion_tokens"))
+    messages = known.get("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("messages must be a list of at least one message")
+    checked = [_message(number, message) for number, message in enumerate(messages)]
+    try:
+        text = template.render(checked, add_generation_prompt=True)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    tokens = codec.encode(text, has_special_tokens=False)
+    if not tokens:
+        raise BadRequest("messages have no tokens; write at least one word")
+    given = known.integer("max_completion_tokens", known.integer("max_tokens", None))
+    most = max(1, limits.max_length - len(tokens)) if given is None else given
+    return _request(known, [tokens], most, limits)
+
+
+class _Fields:
+    """The fields of a request, all of which are known.
+
+    Args:
+        fields: the JSON object.
+        names: names of the fields that this kind of request has besides those of all requests.
+    """
+
+    def __init__(self, fields: dict[str, Any], names: Sequence[str]):
+        shared = ("model", "n", "stop", "stream", "stream_options", *_SAMPLING)
+        for name, value in fields.items():
+            if name in _WITHOUT_EFFECT:
+                if value not in _WITHOUT_EFFECT[name]:
+                    raise BadRequest(f"{name}={shortened(value)} is not supported; leave it out")
+            elif name not in (*names, *shared, *_IGNORED):
+                raise BadRequest(f"the field {shortened(name)!r} is unknown; leave it out")
+        self._fields = fields
+
+    def get(self, name: str, default: Any) -> Any:
+        """Return a field, or the default if it is absent or null."""
+        value = self._fields.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: Any, least: int = 1) -> Any:
+        """Return a whole number, or the default."""
+        value = self.get(name, default)
+        if value is default:
+            return value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise BadRequest(
+                f"{name}={shortened(value)} must be a whole number of at least {least}"
+            )
+        return value
+
+    def boolean(self, name: str) -> bool:
+        """Return whether a field is true."""
+        value = self.get(name, False)
+        if not isinstance(value, bool):
+            raise BadRequest(f"{name}={shortened(value)} must be true or false")
+        return value
+
+
+def _request(
+    known: _Fields, prompts: list[list[int]], max_tokens: int, limits: Limits
+) -> CompletionRequest:
+    """Return a request for continuations of prompts."""
+    for number, tokens in enumerate(prompts):
+        if len(tokens) >= limits.max_length:
+            raise BadRequest(
+                f"prompt {number} has {len(tokens)} tokens, but a prompt and its continuation have "
+                f"at most {limits.max_length}; shorten it"
+            )
+    num_choices = known.integer("n", 1)
+    if num_choices * len(prompts) > limits.max_choices:
+        raise BadRequest(
+            f"{len(prompts)} prompts × n={num_choices} are more than {limits.max_choices} "
+            "continuations; ask for fewer"
+        )
+    options = known.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise BadRequest("stream_options must be an object")
+    return CompletionRequest(
+        prompts=prompts,
+        sampling=_sampling(known),
+        num_choices=num_choices,
+        max_new_tokens=[min(max_tokens, limits.max_length - len(tokens)) for tokens in prompts],
+        stop=_stops(known.get("stop", [])),
+        streams=known.boolean("stream"),
+        includes_usage=options.get("include_usage") is True,
+    )
+
+
+def _sampling(known: _Fields) -> Sampling:
+    """Return how tokens are chosen; without a seed, at random."""
+    values: dict[str, Any] = {}
+    for name in _SAMPLING:
+        value = known.get(name, None)
+        if value is None:
+            continue
+        is_whole = name in ("top_k", "seed")
+        is_number = isinstance(value, int if is_whole else int | float)
+        if not is_number or isinstance(value, bool):
+            raise BadRequest(f"{name}={shortened(value)} must be a number")
+        values[name] = value
+    values["seed"] = values["seed"] % 2**32 if "seed" in values else secrets.randbits(32)
+    if values.get("top_k", 1) < 1:
+        del values["top_k"]  # vLLM takes 0 and -1 for all tokens
+    try:
+        return Sampling(**values)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else given
+    is_valid = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
+    if not is_valid or len(stops) > _MOST_STOPS:
+        raise BadRequest(f"stop must be a text, or a list of at most {_MOST_STOPS} texts")
+    return tuple(stops)
+
+
+def _tokens(prompt: Any, codec: TextCodec, vocab_size: int) -> list[int]:
+    """Return a prompt, which is a text or a list of ids, as tokens."""
+    if isinstance(prompt, str):
+        tokens = codec.encode(prompt)
+    elif isinstance(prompt, list) and all(type(one) is int for one in prompt):
+        tokens = prompt
+    else:
+        raise BadRequest("prompt must be a text, a list of token ids, or a list of these")
+    if not tokens:
+        raise BadRequest("the prompt has no tokens; write at least one word")
+    if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise BadRequest(f"token ids must be from 0 to {vocab_size - 1}")
+    return tokens
+
+
+def _message(number: int, message: Any) -> dict[str, str]:
+    """Return a message as the template gets it: a role, and one text."""
+    fields = message if isinstance(message, dict) else {}
+    content = fields.get("content")
+    if isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part.get("text") for part in parts if part.get("type") == "text"]
+        given = [text for text in texts if isinstance(text, str)]
+        content = "".join(given) if len(given) == len(parts) else None
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
+        raise BadRequest(f"messages[{number}] must have the texts 'role' and 'content'")
+    return {"role": fields["role"], "content": content}
+
+
+def new_answer(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    """Return the fields that all objects of an answer begin with.
+
+    Args:
+        kind: the field `object`, such as "text_completion".
+        prefix: beginning of the id.
+        model: name of the model.
+    """
+    created = int(time.time())
+    found = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": found, "object": kind, "created": created, "model": model}
+
+
+def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
+    """Return the field `usage`."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_new_tokens,
+        "total_tokens": num_prompt_tokens + num_new_tokens,
+    }
+
+
+def error(message: str, status: int) -> dict[str, Any]:
+    """Return the body of an answer that is an error."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -1,0 +1,262 @@
+"""The server, asked by OpenAI's own client and by clients that misbehave."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers as hf
+import uvicorn
+
+from convert.from_hf import load
+from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from data.text.tokenization.file_tokenizer import FileTokenizer
+from generate.generator import Generator
+from generate.prompts import TextCodec
+from generate.sampling import Sampling
+from generate.serve.__main__ import _parser, opened
+from generate.serve.app import make_app
+
+TOKENIZER = ByteTokenizer(has_special_tokens=True)
+CODEC = TextCodec(FileTokenizer(TOKENIZER.content, "bytes"))
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+LENGTH = 96
+NUM_CLIENTS = 200
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A Hugging Face model with larger weights, whose continuations vary."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    config = hf.GPT2Config(
+        vocab_size=TOKENIZER.vocab_size, n_positions=LENGTH, n_layer=2, n_head=2, n_embd=32
+    )
+    model = hf.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.mul_(4)
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = TOKENIZER.eos_id
+    model.save_pretrained(path)
+    (path / "tokenizer.json").write_text(TOKENIZER.content, encoding="utf-8")
+    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return path
+
+
+@contextlib.contextmanager
+def serving(directory, *options: str) -> Iterator[str]:
+    """Serve a model on a free port in a thread; yield its address."""
+    args: argparse.Namespace = _parser().parse_args([f"--model={directory}", *options])
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with opened(args) as (served, engine):
+            config = uvicorn.Config(make_app(served, engine), log_level="error")
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, args=([listening],))
+            thread.start()
+            try:
+                yield address
+            finally:
+                server.should_exit = True
+                thread.join()
+
+
+@pytest.fixture(scope="module")
+def address(directory) -> Iterator[str]:
+    with serving(directory, "--batch_size=4", "--max_body_mib=0.01") as found:
+        yield found
+
+
+@pytest.fixture
+def client(address) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def generator(directory) -> Generator:
+    return Generator(load(directory), stop=[TOKENIZER.eos_id], batch_size=4)
+
+
+def greedy(generator: Generator, prompts: list[str], most: int) -> list[str]:
+    tokens = [list(prompt.encode()) for prompt in prompts]
+    found = generator.generate(tokens, max_new_tokens=most, sampling=Sampling(temperature=0))
+    return [CODEC.decode(one) for one in found]
+
+
+def is_idle(address: str) -> bool:
+    state = httpx.get(f"{address}/health").json()
+    return state == {"status": "ok", "running": 0, "waiting": 0}
+
+
+def wait_until_idle(address: str) -> None:
+    deadline = time.monotonic() + 20
+    while not is_idle(address):
+        assert time.monotonic() < deadline, httpx.get(f"{address}/health").json()
+        time.sleep(0.05)
+
+
+def test_completions_are_those_of_the_generator(client, generator):
+    prompts = ["def main(", "a", "return x"]
+    found = client.completions.create(model="tiny", prompt=prompts, max_tokens=20, temperature=0)
+    assert [choice.text for choice in found.choices] == greedy(generator, prompts, 20)
+    assert [choice.index for choice in found.choices] == [0, 1, 2]
+    assert found.usage.prompt_tokens == sum(map(len, prompts))
+    assert found.usage.completion_tokens <= 60
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"extra_body": {"top_k": 5}}])
+def test_samples_are_those_of_the_generator_with_the_same_seed(client, generator, settings):
+    found = client.completions.create(
+        model="tiny", prompt="def main(", max_tokens=16, temperature=0.9, seed=7, n=5, **settings
+    )
+    own = Sampling(temperature=0.9, seed=7, **(settings.get("extra_body") or settings))
+    expected = generator.generate(
+        [list(b"def main(")], max_new_tokens=16, sampling=own, num_samples=5
+    )
+    assert [choice.text for choice in found.choices] == [CODEC.decode(one) for one in expected]
+    assert len({choice.text for choice in found.choices}) > 1
+
+
+def test_stream_is_the_same_text_in_pieces(client):
+    settings = {"model": "tiny", "prompt": "def main(", "max_tokens": 24, "seed": 3}
+    whole = client.completions.create(**settings)
+    options = {"include_usage": True}
+    pieces = [*client.completions.create(**settings, stream=True, stream_options=options)]
+    assert "".join(piece.choices[0].text for piece in pieces[:-1]) == whole.choices[0].text
+    assert pieces[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert pieces[-1].usage == whole.usage
+    assert len(pieces) > 3
+
+
+def test_chat_uses_the_template_of_the_model(client, generator):
+    messages = [{"role": "user", "content": "Say 3."}]
+    found = client.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, max_completion_tokens=20
+    )
+    (expected,) = greedy(generator, ["user: Say 3.\nassistant:"], 20)
+    assert found.choices[0].message.content == expected
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Say 3."}]}]
+    pieces = client.chat.completions.create(
+        model="tiny", messages=parts, temperature=0, max_tokens=20, stream=True
+    )
+    deltas = [piece.choices[0].delta for piece in pieces]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content for delta in deltas) == expected
+
+
+def test_stop_texts_end_a_continuation(client, generator):
+    (whole,) = greedy(generator, ["def main("], 40)
+    stop = whole[10:13]
+    found = client.completions.create(
+        model="tiny", prompt="def main(", max_tokens=40, temperature=0, stop=[stop, "\0\0"]
+    )
+    assert found.choices[0].text == whole[: whole.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"prompt": "x" * LENGTH}, 400, "prompt 0 has 96 tokens"),
+        ({"prompt": ""}, 400, "the prompt has no tokens"),
+        ({"prompt": [1, 10**6]}, 400, "token ids must be from 0 to"),
+        ({"prompt": [["a"]]}, 400, "prompt must be a text"),
+        ({}, 400, "prompt must be a text"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be 0 or positive"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature=hot must be a number"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0 must be a whole number"),
+        ({"prompt": "a", "n": 1000}, 400, "are more than 64 continuations"),
+        ({"prompt": "a", "logit_bias": {"3": 9}}, 400, "logit_bias="),
+        ({"prompt": "a", "beams": 3}, 400, "the field beams is unknown"),
+        ({"prompt": "a", "model": "other"}, 404, "the model is 'tiny'"),
+        ({"prompt": "a", "stop": ["b"] * 5}, 400, "stop must be a text"),
+        ({"prompt": "x" * 20_000}, 413, "has more than 10,485 bytes"),
+    ],
+)
+def test_bad_requests_are_refused_in_one_sentence(address, fields, status, message):
+    found = httpx.post(f"{address}/v1/completions", json=fields)
+    assert found.status_code == status
+    assert message in found.json()["error"]["message"].replace("'beams'", "beams")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff\xfe", b"[" * 5000, b'{"prompt": NaN}', b""])
+def test_malformed_json_is_refused(address, body):
+    for path in ("completions", "chat/completions"):
+        found = httpx.post(f"{address}/v1/{path}", content=body)
+        assert found.status_code == 400
+        assert "the request" in found.json()["error"]["message"]
+
+
+def test_other_routes_and_errors_of_the_client(address, client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{address}/v2").json()["error"]["message"] == "GET /v2: Not Found"
+    assert httpx.get(f"{address}/v1/completions").status_code == 405
+    with pytest.raises(openai.BadRequestError, match="no tokens"):
+        client.completions.create(model="tiny", prompt="")
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\] must have"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user"}])
+
+
+def test_many_clients_get_their_own_answers(address, generator):
+    prompts = [f"def f{number}(" for number in range(NUM_CLIENTS)]
+    expected = greedy(generator, prompts, 12)
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300
+        ) as client:
+
+            async def one(number: int) -> str:
+                settings = {"model": "tiny", "prompt": prompts[number], "max_tokens": 12}
+                if number % 2:
+                    found = await client.completions.create(**settings, temperature=0)
+                    return found.choices[0].text
+                pieces = await client.completions.create(**settings, temperature=0, stream=True)
+                return "".join([piece.choices[0].text async for piece in pieces])
+
+            return await asyncio.gather(*map(one, range(NUM_CLIENTS)))
+
+    assert asyncio.run(ask()) == expected
+    wait_until_idle(address)
+
+
+def test_clients_that_leave_free_their_places(address, client, generator):
+    body = {"prompt": "def main(", "max_tokens": LENGTH - 10, "n": 4, "stream": True}
+    for number in range(8):
+        body["stream"] = bool(number % 2)
+        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(timeout=0.2) as leaving:
+            with leaving.stream("POST", f"{address}/v1/completions", json=body) as response:
+                next(response.iter_lines())
+    wait_until_idle(address)
+    found = client.completions.create(model="tiny", prompt="a", max_tokens=8, temperature=0)
+    assert found.choices[0].text == greedy(generator, ["a"], 8)[0]
+
+
+def test_requests_beyond_the_limits_are_turned_away(directory):
+    options = ("--batch_size=1", "--max_waiting=2", "--timeout_s=0.01")
+    with serving(directory, *options) as address:
+        many = {"prompt": "a", "n": 3, "max_tokens": 80}
+        found = httpx.post(f"{address}/v1/completions", json=many)
+        assert found.status_code == 429 and found.headers["Retry-After"] == "1"
+        assert "at most 2" in found.json()["error"]["message"]
+        late = httpx.post(f"{address}/v1/completions", json=many | {"n": 2})
+        assert late.status_code == 504 and "more than 0.01 s" in late.json()["error"]["message"]
+        stream = httpx.post(f"{address}/v1/completions", json=many | {"n": 2, "stream": True})
+        last = stream.text.strip().split("\n\n")[-1].removeprefix("data: ")
+        assert json.loads(last)["error"]["code"] == 504
+        wait_until_idle(address)
