@@ -115,6 +115,8 @@ class Engine:
         with self._changed:
             if self._failure is not None:
                 raise Busy("the model has failed; see the server's log, and start it again")
+            if self._is_closing:
+                raise Busy("the server is closing")
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 raise Busy(
                     f"{len(self._waiting)} continuations are waiting already, of at most "

@@ -22,17 +22,16 @@ from models.layers.transformer import MLP
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
-    check_has_loss,
     check_head,
     check_heads_divide,
     check_sizes,
     learned_positions,
+    next_token_loss,
     padded_vocab,
     positions_by_index,
     segments,
     text_batch,
     vocab_logits,
-    vocab_loss,
 )
 from sharding.logical import constrain, constrain_residual, gather_tokens, scatter_tokens
 
@@ -139,11 +138,7 @@ class GPT2(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        config = self.config
-        check_has_loss(config)
-        outputs = self.outputs(x_BTD)
-        sums = vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss)
-        return *sums, {}
+        return next_token_loss(self.config, self.outputs(x_BTD), batch)
 
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what logits are the product of, for the activations after the last block.

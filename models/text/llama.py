@@ -24,15 +24,14 @@ from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
-    check_has_loss,
     check_head,
     check_sizes,
+    next_token_loss,
     padded_vocab,
     positions_by_index,
     segments,
     text_batch,
     vocab_logits,
-    vocab_loss,
 )
 from sharding.logical import constrain_residual
 
@@ -184,11 +183,7 @@ class Llama(nnx.Module):
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        config = self.config
-        check_has_loss(config)
-        outputs = self.outputs(x_BTD)
-        sums = vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss)
-        return *sums, {}
+        return next_token_loss(self.config, self.outputs(x_BTD), batch)
 
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return what logits are the product of, for the activations after the last block.
