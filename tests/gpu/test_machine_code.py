@@ -42,7 +42,7 @@ def test_step_without_triton_kernels_does_the_same_work():
     assert "__triton" not in text_without
     assert matmul_flops_in_text(text_without) == matmul_flops_in_text(text)
     assert predicted_without.matmul_s == pytest.approx(predicted.matmul_s, rel=0.05)
-    assert predicted_without.step_s == pytest.approx(predicted.step_s, rel=0.1)
+    assert 1 <= predicted_without.step_s / predicted.step_s < 1.2
 
 
 def test_assembler_writes_an_empty_file_at_once(tmp_path):

@@ -24,7 +24,8 @@ def shipped() -> list[str]:
         name: getattr(importlib.import_module(f"configs.{name}"), "SIZES", ()) for name in NAMES
     }
     sizes["gpt2_3d"] = sizes["gpt2"]
-    return [f"{n}:{a}" if a else n for n in NAMES for a in ("", "tiny", *sizes[n])]
+    arguments = {name: ("", "tiny", *sizes[name]) if sizes[name] else ("",) for name in NAMES}
+    return [f"{n}:{a}" if a else n for n in NAMES for a in arguments[n]]
 
 
 @pytest.mark.thorough(but=["bert", "bert:tiny", "bert:mini"])
