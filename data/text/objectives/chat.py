@@ -15,7 +15,7 @@ import numpy as np
 
 from data.examples import Example, Examples
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.rows import padded
+from data.text.objectives.rows import packed_chats
 
 
 class ChatExamples(Examples):
@@ -48,20 +48,7 @@ class ChatExamples(Examples):
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""
         del key
-        tokens, targets, weights, segments, positions = ([] for _ in range(5))
         numbers = range(self._firsts[index], self._firsts[index + 1])
-        for segment, number in enumerate(numbers, 1):
-            ids, is_learned = self._chats[number]
-            tokens.append(ids[:-1])
-            targets.append(ids[1:])
-            weights.append(is_learned[1:])
-            segments.append(np.full(len(ids) - 1, segment))
-            positions.append(np.arange(len(ids) - 1))
-        length = self._length
-        return {
-            "tokens": padded(np.concatenate(tokens), length),
-            "targets": padded(np.concatenate(targets), length),
-            "weights": padded(np.concatenate(weights), length).astype(np.float32),
-            "segment_ids": padded(np.concatenate(segments), length),
-            "positions": padded(np.concatenate(positions), length),
-        }
+        row = packed_chats(self._chats, numbers, self._length)
+        row["weights"] = (row.pop("answers") > 0).astype(np.float32)
+        return row

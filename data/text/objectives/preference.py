@@ -15,7 +15,7 @@ import numpy as np
 
 from data.examples import Example, Examples
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.rows import padded
+from data.text.objectives.rows import packed_chats
 
 #: A row has at most one pair for this many tokens. Arrays of pairs are small then.
 _TOKENS_PER_PAIR = 64
@@ -68,18 +68,9 @@ class PreferenceExamples(Examples):
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""
         del key
-        names = ("tokens", "targets", "segment_ids", "positions", "answers")
-        parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
         start = 2 * self._firsts[index]
         stop = 2 * self._firsts[index + 1]
-        for segment, number in enumerate(range(start, stop), 1):
-            ids, is_learned = self._chats[number]
-            parts["tokens"].append(ids[:-1])
-            parts["targets"].append(ids[1:])
-            parts["segment_ids"].append(np.full(len(ids) - 1, segment))
-            parts["positions"].append(np.arange(len(ids) - 1))
-            parts["answers"].append(np.where(is_learned[1:], segment, 0))
-        row = {name: padded(np.concatenate(each), self._length) for name, each in parts.items()}
+        row = packed_chats(self._chats, range(start, stop), self._length)
         row["weights"] = (np.arange(self._most) < (stop - start) // 2).astype(np.float32)
         if self.reference_log_probs is not None:
             row["reference_log_probs"] = self.reference_log_probs[index]

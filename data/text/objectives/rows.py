@@ -9,6 +9,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Example
+from data.text.chat.conversations import EncodedChats
 from data.text.tokenization.special_tokens import NAMES
 from data.text.tokenization.tokenizer import Tokenizer
 
@@ -103,6 +104,31 @@ def segments(starts: np.ndarray) -> Example:
         "segment_ids": segment_ids,
         "positions": index - np.maximum.accumulate(np.where(starts, index, np.int32(0))),
     }
+
+
+def packed_chats(chats: EncodedChats, numbers: range, length: int) -> Example:
+    """Pack conversations into a row; positions restart in each.
+
+    Args:
+        chats: The conversations.
+        numbers: The numbers of those in the row, which fit into it.
+        length: T.
+
+    Returns:
+        `tokens`, `targets`, `segment_ids`, `positions` and `answers: int32[T]`. `segment_ids`
+        counts the conversations from 1, and `answers` is the same where the target is learned, and
+        0 elsewhere.
+    """
+    names = ("tokens", "targets", "segment_ids", "positions", "answers")
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for segment, number in enumerate(numbers, 1):
+        ids, is_learned = chats[number]
+        parts["tokens"].append(ids[:-1])
+        parts["targets"].append(ids[1:])
+        parts["segment_ids"].append(np.full(len(ids) - 1, segment))
+        parts["positions"].append(np.arange(len(ids) - 1))
+        parts["answers"].append(np.where(is_learned[1:], segment, 0))
+    return {name: padded(np.concatenate(each), length) for name, each in parts.items()}
 
 
 class RowPacker:
