@@ -42,14 +42,14 @@ _CLOSED_REQUEST = 499  # nginx's status for a client that has left
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """What is served.
+    """The model that is served, and the limits on requests.
 
     Attributes:
         name: name of the model.
         codec: its tokenizer.
         template: its chat template; None if it has none.
         vocab_size: number of its ids.
-        limits: what a request may ask for.
+        limits: limits on a request.
         max_body_bytes: most bytes of a request.
         timeout_s: most seconds of an answer.
     """

@@ -36,7 +36,7 @@ class Job:
     Attributes:
         tokens: the prompt.
         sampling: how tokens are chosen.
-        choice: number of the continuation among those of its prompt.
+        choice: index of this continuation, if its prompt has several.
         max_new_tokens: most tokens of the continuation.
         on_tokens: called in the engine's thread with new tokens and, at the end, the reason.
         is_cancelled: set by whoever no longer waits; no tokens follow.

@@ -50,7 +50,7 @@ class BadRequest(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request may ask for.
+    """Limits on a request.
 
     Attributes:
         max_length: most tokens of a prompt and its continuation.
@@ -98,7 +98,7 @@ def read_completion(
         fields: the JSON object.
         codec: the tokenizer of the model.
         vocab_size: number of ids of the model.
-        limits: what it may ask for.
+        limits: limits on the request.
 
     Raises:
         BadRequest: a field is missing, unknown, not supported or out of bounds.
@@ -123,7 +123,7 @@ def read_chat(
         fields: the JSON object.
         codec: the tokenizer of the model.
         template: its chat template; None if it has none.
-        limits: what it may ask for.
+        limits: limits on the request.
 
     Raises:
         BadRequest: as for `read_completion`, or the template is missing or refuses the messages.

@@ -57,7 +57,7 @@ class Row:
         slot: number of the slot.
         tokens: token ids, at least one.
         sampling: how its continuation is chosen.
-        choice: number of the continuation among those of its prompt.
+        choice: index of this continuation, if its prompt has several.
     """
 
     slot: int
