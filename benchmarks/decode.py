@@ -111,8 +111,9 @@ def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> di
     caches = placed(jax.eval_shape(prefill, params, tokens_BT, rows_B)[1])
 
     def step(params, tokens_B, positions_B, caches):
-        logits_BV, caches = decoder.decode(params, tokens_B, positions_B, caches)
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), positions_B + 1, caches
+        logits_B1V, caches = decoder.decode(params, tokens_B[:, None], positions_B, caches)
+        newest_B = jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32)
+        return newest_B, positions_B + 1, caches
 
     with hardware.use(hardware.hardware_of(target.devices()[0])), use_mesh(mesh):
         traced = jax.jit(step, donate_argnums=(1, 2, 3)).trace(params, rows_B, rows_B, caches)

@@ -18,8 +18,8 @@ from jax.sharding import SingleDeviceSharding
 
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
-from convert import preprocessor
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from convert.files import preprocessor
 from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES

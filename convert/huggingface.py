@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoint.lazy import Index, LazyArray
-from convert import preprocessor
 from convert.architecture import Architecture
+from convert.files import preprocessor
 from convert.keys import read
 from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.names import TensorMapping, match

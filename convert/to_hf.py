@@ -11,20 +11,20 @@ from typing import Any
 
 import jax
 
-from convert import preprocessor
 from convert.adapters.merged import merged
 from convert.adapters.write_peft import write_adapter
 from convert.architecture import Architecture
+from convert.files import preprocessor
+from convert.files.model_card import write_card
+from convert.files.tokenizer_files import write_tokenizer
 from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
-from convert.model_card import write_card
 from convert.model_on_disk import Source
 from convert.names import assembled
 from convert.registry import architectures
 from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
-from convert.tokenizer_files import write_tokenizer
 from untrusted.files import new_directory, write_text
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of, shortened

@@ -17,14 +17,17 @@ from typing import Any
 
 from convert.from_hf import load_model
 from convert.source import read_source
+from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.beam_search import Beams
 from generate.command import add_model_options, mesh_of, run
+from generate.drafts import Drafts
 from generate.generator import Generator
 from generate.prompts import (
     Prompt,
     TextCodec,
     as_line,
     as_prompt,
+    have_same_tokens,
     read_prompts,
     start_token_of,
     stop_tokens_of,
@@ -63,6 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repetition_penalty", type=float, default=1.0)
     parser.add_argument("--banned", default="", metavar="A,B", help="ids that are never chosen")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--num_drafts", type=int, metavar="N", help="tokens that are drafted and checked in a pass"
+    )
+    parser.add_argument(
+        "--draft_model", type=Path, metavar="DIR", help="a smaller model; without: from the text"
+    )
     parser.add_argument("--num_beams", type=int, metavar="N", help="search with N beams")
     parser.add_argument("--length_penalty", type=float, default=1.0, help="of beams")
     parser.add_argument(
@@ -94,12 +103,14 @@ def _continue(args: argparse.Namespace) -> None:
     else:
         prompts = read_prompts(args.prompts, codec)
     with use_mesh(mesh):
+        drafts = _drafts_of(args, tokenizer)
         # The generator has copies of the parameters, so nothing else may keep them.
         generator = Generator(
             load_model(source, dtype=args.dtype),
             stop=stop_tokens_of(source, tokenizer),
             start=start_token_of(source, tokenizer),
             batch_size=args.batch_size,
+            drafts=drafts,
         )
         began = time.perf_counter()
         is_one = len(prompts) == args.num_samples == 1 and beams is None
@@ -116,6 +127,10 @@ def _continue(args: argparse.Namespace) -> None:
             )
         seconds = time.perf_counter() - began
     rate = f"{count / seconds:,.1f} tokens/s"
+    if args.num_drafts is not None and generator.num_passes:
+        # The first token of each row comes from the pass over its prompt.
+        found = (count - len(prompts) * args.num_samples) / generator.num_passes
+        rate += f", {found:.2f} tokens of a row per pass"
     print(f"{count:,} tokens in {seconds:.1f} s with compilation: {rate}", file=sys.stderr)
 
 
@@ -191,6 +206,35 @@ def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:
         length_penalty=args.length_penalty,
         early_stopping=_EARLY_STOPPING[args.early_stopping],
     )
+
+
+def _drafts_of(args: argparse.Namespace, tokenizer: FileTokenizer | None) -> Drafts | None:
+    """Return where drafts come from; None without `--num_drafts`.
+
+    Raises:
+        ValueError: an option is missing or does not fit, or the draft model has other tokens.
+    """
+    if args.num_drafts is None:
+        if args.draft_model is not None:
+            raise ValueError(
+                f"--draft_model={args.draft_model} also needs --num_drafts, such as --num_drafts=4"
+            )
+        return None
+    if args.num_beams is not None:
+        raise ValueError(
+            f"--num_drafts={args.num_drafts}: a beam search has no drafts; leave out one of "
+            "--num_drafts and --num_beams"
+        )
+    if args.draft_model is None:
+        return Drafts(num_tokens=args.num_drafts)
+    source = read_source(args.draft_model, allow_import=args.allow_import)
+    its_tokenizer = tokenizer_of(source)
+    if tokenizer and its_tokenizer and not have_same_tokens(tokenizer, its_tokenizer):
+        raise ValueError(
+            f"--draft_model={args.draft_model} has another tokenizer than --model={args.model}; "
+            "take one with the same tokens"
+        )
+    return Drafts(num_tokens=args.num_drafts, model=load_model(source, dtype=args.dtype))
 
 
 def _numbers(name: str, text: str) -> list[int]:

@@ -21,13 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from generate.decoder import Caches, Decoder
+from generate.rows import NONE
 
 Tree = Any
 
 #: Added to the score of a beam that may not be chosen.
 _NEVER = -1e9
-#: Stands for no token.
-NONE = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,11 +151,12 @@ class BeamSearch:
             return (state.count < most) & jnp.any(state.can_improve_B) & ~is_full
 
         def step(state: BeamState) -> BeamState:
-            newest_R = state.tokens_BKM[:, :, state.count - 1].reshape(-1)
-            logits_RV, caches = self._decoder.decode(
-                params, newest_R, state.positions_R, state.caches
+            newest_R1 = state.tokens_BKM[:, :, state.count - 1].reshape(-1, 1)
+            logits_R1V, caches = self._decoder.decode(
+                params, newest_R1, state.positions_R, state.caches
             )
-            return self._with_next(dataclasses.replace(state, caches=caches), logits_RV, beams)
+            state = dataclasses.replace(state, caches=caches)
+            return self._with_next(state, logits_R1V[:, 0], beams)
 
         return jax.lax.while_loop(goes_on, step, state)
 

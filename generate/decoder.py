@@ -1,8 +1,8 @@
-"""A language model as two pure functions: a pass over prompts, and a pass over one token.
+"""A language model as two pure functions: a pass over prompts, and a pass over the next tokens.
 
     prompts ──> prefill ──> logits of the next token, KV caches
-                                   │
-    token, KV caches ──> decode ──> logits of the next token, KV caches   (repeated)
+                                    │
+    tokens, KV caches ──> decode ──> logits after each token, KV caches   (repeated)
 
 Both call the blocks that training calls; models/layers/kv_cache.py keeps what they share. The
 layers are not in a loop here: a loop would copy the parameters of each layer, and its caches, for
@@ -11,7 +11,7 @@ each token.
 A causal model continues its prompt. The decoder of a sequence-to-sequence model continues a start
 token, and its cross-attention reads the prompt; only the decoder has caches.
 
-B batch, T prompt seq, V vocab.
+B batch, T prompt seq, or the next tokens, V vocab.
 """
 
 from collections.abc import Sequence
@@ -107,6 +107,7 @@ class Decoder:
         tokens_BT: jax.Array,
         lengths_B: jax.Array,
         max_new_tokens: int,
+        num_drafts: int = 0,
     ) -> tuple[jax.Array, Caches]:
         """Compute the logits of the first new token.
 
@@ -115,6 +116,7 @@ class Decoder:
             tokens_BT: int32, prompts; padding follows them.
             lengths_B: int32, number of tokens of each prompt, at least 1.
             max_new_tokens: most tokens of a continuation.
+            num_drafts: how many of the next tokens may be taken back.
 
         Returns:
             Logits float32[B, V], or wider, and a cache for each attention.
@@ -130,40 +132,43 @@ class Decoder:
         num_slots = given_BT.shape[1] + max_new_tokens
         if self.max_positions is not None:
             num_slots = min(num_slots, self.max_positions)
-        with kv_cache.filling(given_B, num_slots) as caches:
+        with kv_cache.filling(given_B, num_slots + num_drafts, num_drafts) as caches:
             x = self._run(decoder, params, x, batch)
-        return self._logits(params, self._last(x, lengths_B)), (*caches,)
+        return self._logits(params, self._last(x, lengths_B))[:, 0], (*caches,)
 
     def decode(
         self,
         params: dict[str, Tree],
-        tokens_B: jax.Array,
+        tokens_BT: jax.Array,
         positions_B: jax.Array,
         caches: Sequence[KVCache],
     ) -> tuple[jax.Array, Caches]:
-        """Compute the logits of the token after the next.
+        """Compute the logits after each of the next tokens.
 
         Args:
             params: parameters from `separate`.
-            tokens_B: int32, the newest token of each row.
-            positions_B: int32, its position.
+            tokens_BT: int32, the next tokens of each row: the newest, and drafts that follow it.
+            positions_B: int32, position of the newest token.
             caches: the tokens before it.
 
         Returns:
-            Logits float32[B, V], or wider, and the caches with the token added.
+            Logits float32[B, T, V], or wider, and the caches with the tokens added.
         """
-        batch = self._batch_of_newest(tokens_B[:, None], positions_B[:, None])
+        positions_BT = positions_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+        batch = self._batch_of_next(tokens_BT, positions_BT)
         x = self._functions.embed(params["non_stack"], batch)
         *_, decoder = self._functions.num_layers
-        with kv_cache.reading(caches, positions_B) as grown:
+        with kv_cache.reading(caches, positions_BT) as grown:
             x = self._run(decoder, params, x, batch)
         return self._logits(params, x), (*grown,)
 
     def _batch_of_prompts(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> Batch:
         return {"tokens": tokens_BT}
 
-    def _batch_of_newest(self, tokens_B1: jax.Array, positions_B1: jax.Array) -> Batch:
-        return {"tokens": tokens_B1, "positions": positions_B1}
+    def _batch_of_next(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> Batch:
+        if self.max_positions is not None:  # drafts may go beyond; they are not taken
+            positions_BT = jnp.minimum(positions_BT, self.max_positions - 1)
+        return {"tokens": tokens_BT, "positions": positions_BT}
 
     def _last(self, x: Tree, lengths_B: jax.Array) -> Tree:
         """Return the activations of the token after which a continuation begins."""
@@ -177,7 +182,7 @@ class Decoder:
 
     def _logits(self, params: dict[str, Tree], x: Tree) -> jax.Array:
         assert self._functions.logits is not None
-        return self._functions.logits(params["non_stack"], x)[:, 0]
+        return self._functions.logits(params["non_stack"], x)
 
 
 class Seq2SeqDecoder(Decoder):
@@ -208,9 +213,9 @@ class Seq2SeqDecoder(Decoder):
             "decoder_segment_ids": jnp.ones_like(start_B1),
         }
 
-    def _batch_of_newest(self, tokens_B1: jax.Array, positions_B1: jax.Array) -> Batch:
+    def _batch_of_next(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> Batch:
         # The blocks of the decoder see the encoder through their caches alone.
-        return {"tokens": jnp.zeros_like(tokens_B1), "decoder_tokens": tokens_B1}
+        return {"tokens": jnp.zeros_like(tokens_BT[:, :1]), "decoder_tokens": tokens_BT}
 
     def _last(self, x: Tree, lengths_B: jax.Array) -> Tree:
         return x

@@ -1,6 +1,8 @@
 """Continues prompts with a language model, on the mesh that its parameters are on.
 
 prompts ──by length──> batches ──> prefill ──> decode, many tokens in one compiled loop ──> tokens
+
+A loop's pass finds one token per row, or several with drafts (generate/drafts.py).
 """
 
 import dataclasses
@@ -13,9 +15,11 @@ import numpy as np
 from flax import nnx
 
 from generate.batches import batches_of, check_batch_size, padded
-from generate.beam_search import NONE, Beams, BeamSearch
+from generate.beam_search import Beams, BeamSearch
 from generate.decoder import Caches, decoder_of
-from generate.sampling import Sampling, choose
+from generate.drafts import Drafts, drafter_of
+from generate.rows import NONE, Rows
+from generate.sampling import Sampling
 from sharding.logical import axis_rules
 from sharding.rules import rules_on
 
@@ -25,27 +29,19 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-    """A batch of rows between two tokens.
+    """A batch of rows between two passes.
 
     Attributes:
         caches: all tokens of each row but the newest.
-        newest_B: int32, the newest token.
-        positions_B: int32, its position.
-        is_done_B: bool, whether it is a stop token, or the row is padding.
-        seen_BV: bool, tokens that the row has; None without a repetition penalty.
-        rows_B: int32, number of the row in the request.
-        new_BM: int32, the new tokens; -1 for none.
-        count: int32[], number of new tokens of the rows that are not done.
+        rows: the rows.
+        memory: what the drafter remembers of them.
+        passes_B: int32, number of passes that found tokens of the row, besides that of its prompt.
     """
 
     caches: Caches
-    newest_B: jax.Array
-    positions_B: jax.Array
-    is_done_B: jax.Array
-    seen_BV: jax.Array | None
-    rows_B: jax.Array
-    new_BM: jax.Array
-    count: jax.Array
+    rows: Rows
+    memory: Tree
+    passes_B: jax.Array
 
 
 class Generator:
@@ -59,13 +55,17 @@ class Generator:
             part of a continuation.
         batch_size: most rows that are continued at the same time; a multiple of the number of
             replicas of the mesh.
+        drafts: where drafts of the next tokens come from; None: there are none. They change the
+            speed of `generate` and `stream`, but not their tokens.
 
     Attributes:
         follows_prompt: whether a continuation follows its prompt, and is not an answer to it.
+        num_passes: number of passes that `generate` and `stream` took so far, summed over rows;
+            without those over prompts.
 
     Raises:
-        ValueError: the model cannot generate text, has no start token but needs one, or
-            `batch_size` does not divide.
+        ValueError: the model cannot generate text, has no start token but needs one, the draft
+            model does not fit, or `batch_size` does not divide.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Generator:
         stop: Sequence[int] = (),
         start: int | None = None,
         batch_size: int = 32,
+        drafts: Drafts | None = None,
     ):
         mesh = jax.sharding.get_mesh()
         self._num_replicas = check_batch_size(mesh, batch_size)
@@ -85,7 +86,9 @@ class Generator:
         self._batch_size = batch_size
         self._rules = rules_on(mesh)
         params = nnx.to_pure_dict(nnx.split(model)[1])
-        self._params = jax.jit(self._decoder.separate)(params)
+        self._drafter = drafter_of(drafts, model, start)
+        self._params = jax.jit(self._decoder.separate)(params), self._drafter.params
+        self.num_passes = 0
         self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1))
         self._advance = jax.jit(
             self._traced(self._further), static_argnums=0, donate_argnames="state"
@@ -159,9 +162,9 @@ class Generator:
             tokens_BT, lengths_B = self._padded([prompts[number] for number in numbers])
             is_prompt_B = np.arange(len(lengths_B)) < len(numbers)
             state = self._first_beams(
-                max_new_tokens, beams, self._params, tokens_BT, lengths_B, is_prompt_B
+                max_new_tokens, beams, self._params[0], tokens_BT, lengths_B, is_prompt_B
             )
-            state = self._other_beams(beams, self._params, state=state)
+            state = self._other_beams(beams, self._params[0], state=state)
             for number, tokens in zip(numbers, np.asarray(state.ended_BKM)[:, 0], strict=False):
                 ends = np.flatnonzero(np.isin(tokens, [*self._stop, NONE]))
                 stop = len(tokens) if not len(ends) else ends[0] + (tokens[ends[0]] != NONE)
@@ -181,17 +184,21 @@ class Generator:
         self._check([prompt], max_new_tokens)
         sampling.check_vocab(self._config.vocab_size)
         state = self._started({0: prompt}, max_new_tokens, sampling)
-        for count in range(max_new_tokens):
+        count = 0
+        while True:
             state = self._advance(sampling, self._params, count + 1, state=state)
-            token = int(state.new_BM[0, count])
-            if token == NONE:
+            new_M = np.asarray(state.rows.new_BM)[0]
+            tokens = [int(token) for token in new_M[count:] if token != NONE]
+            yield from tokens
+            count += len(tokens)
+            if state.rows.is_done_B[0]:
+                self.num_passes += int(state.passes_B[0])
                 return
-            yield token
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-        most = self._decoder.max_positions
+        limits = {"model": self._decoder, "draft model": self._drafter}
         for i, prompt in enumerate(prompts):
             if not len(prompt):
                 raise ValueError(f"prompt {i} is empty; give each at least one token")
@@ -201,11 +208,14 @@ class Generator:
                         f"prompt {i} has the token id {token}, but the model's ids are 0 to "
                         f"{self._config.vocab_size - 1}; use the tokenizer of the model"
                     )
-            if most is not None and len(prompt) + max_new_tokens > most:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens; with max_new_tokens={max_new_tokens}, "
-                    f"they are more than the model's {most} positions; shorten one of them"
-                )
+            for owner, limit in limits.items():
+                most = limit.max_positions
+                if most is not None and len(prompt) + max_new_tokens > most:
+                    raise ValueError(
+                        f"prompt {i} has {len(prompt)} tokens; with max_new_tokens="
+                        f"{max_new_tokens}, they are more than the {owner}'s {most} positions; "
+                        "shorten one of them"
+                    )
 
     def _continued(
         self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
@@ -213,7 +223,8 @@ class Generator:
         """Return the continuations of one batch: number of the row -> tokens."""
         state = self._started(rows, max_new_tokens, sampling)
         state = self._advance(sampling, self._params, max_new_tokens, state=state)
-        new_BM = np.asarray(state.new_BM)
+        self.num_passes += int(np.sum(state.passes_B))
+        new_BM = np.asarray(state.rows.new_BM)
         return {
             number: [int(token) for token in new_BM[place] if token != NONE]
             for place, number in enumerate(rows)
@@ -224,15 +235,15 @@ class Generator:
     ) -> _State:
         """Return a batch with the first new token of each row."""
         tokens_BT, lengths_B = self._padded([*rows.values()])
-        rows_B = np.full(len(lengths_B), NONE, np.int32)
-        rows_B[: len(rows)] = [*rows]
+        numbers_B = np.full(len(lengths_B), NONE, np.int32)
+        numbers_B[: len(rows)] = [*rows]
         return self._begin(
             max_new_tokens,
             sampling,
             self._params,
             tokens_BT,
             lengths_B,
-            rows_B,
+            numbers_B,
         )
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -242,67 +253,58 @@ class Generator:
         self,
         max_new_tokens: int,
         sampling: Sampling,
-        params: Tree,
+        params: tuple[Tree, Tree],
         tokens_BT: jax.Array,
         lengths_B: jax.Array,
-        rows_B: jax.Array,
+        numbers_B: jax.Array,
     ) -> _State:
         """Run the prompts, and choose the first token of each row."""
-        logits_BV, caches = self._decoder.prefill(params, tokens_BT, lengths_B, max_new_tokens)
-        tokens_BT, lengths_B = self._decoder.given(tokens_BT, lengths_B)
-        size, length = tokens_BT.shape
-        seen_BV = None
-        if sampling.repetition_penalty != 1:
-            is_token_BT = jnp.arange(length) < lengths_B[:, None]
-            ids_BT = jnp.where(is_token_BT, tokens_BT, logits_BV.shape[1])
-            seen_BV = jnp.zeros(logits_BV.shape, bool)
-            seen_BV = seen_BV.at[jnp.arange(size)[:, None], ids_BT].set(True, mode="drop")
-        state = _State(
-            caches=caches,
-            newest_B=tokens_BT[:, 0],
-            positions_B=lengths_B - 1,
-            is_done_B=rows_B == NONE,
-            seen_BV=seen_BV,
-            rows_B=rows_B,
-            new_BM=jnp.full((size, max_new_tokens), NONE, jnp.int32),
-            count=jnp.int32(0),
+        drafter = self._drafter
+        logits_BV, caches = self._decoder.prefill(
+            params[0], tokens_BT, lengths_B, max_new_tokens, drafter.num_tokens
         )
-        return self._with_next(state, logits_BV, sampling)
+        has_penalty = sampling.repetition_penalty != 1
+        rows = Rows.of_prompts(
+            *self._decoder.given(tokens_BT, lengths_B),
+            numbers_B,
+            max_new_tokens=max_new_tokens,
+            seen_size=logits_BV.shape[1] if has_penalty else None,
+        )
+        return _State(
+            caches=caches,
+            rows=rows.with_next(sampling, self._stop, logits_BV),
+            memory=drafter.begin(params[1], tokens_BT, lengths_B, max_new_tokens),
+            passes_B=jnp.zeros_like(lengths_B),
+        )
 
     def _further(
-        self, sampling: Sampling, params: Tree, most: jax.Array | int, *, state: _State
+        self,
+        sampling: Sampling,
+        params: tuple[Tree, Tree],
+        most: jax.Array | int,
+        *,
+        state: _State,
     ) -> _State:
-        """Choose tokens until there are `most`, or until all rows are done."""
+        """Choose tokens until each row has `most`, or is done."""
 
         def goes_on(state: _State) -> jax.Array:
-            return (state.count < most) & ~jnp.all(state.is_done_B)
+            return jnp.any(~state.rows.is_done_B & (state.rows.counts_B < most))
 
         def step(state: _State) -> _State:
-            logits_BV, caches = self._decoder.decode(
-                params, state.newest_B, state.positions_B, state.caches
+            rows = state.rows
+            drafts_BD, memory = self._drafter.propose(params[1], state.memory, rows, sampling)
+            tokens_BT = jnp.concatenate([rows.newest_B[:, None], drafts_BD], axis=1)
+            logits_BTV, caches = self._decoder.decode(
+                params[0], tokens_BT, rows.positions_B, state.caches
             )
-            return self._with_next(dataclasses.replace(state, caches=caches), logits_BV, sampling)
+            return _State(
+                caches=caches,
+                rows=rows.with_checked(sampling, self._stop, drafts_BD, logits_BTV),
+                memory=memory,
+                passes_B=state.passes_B + ~rows.is_done_B,
+            )
 
         return jax.lax.while_loop(goes_on, step, state)
-
-    def _with_next(self, state: _State, logits_BV: jax.Array, sampling: Sampling) -> _State:
-        """Return the state with one more token."""
-        positions_B = state.positions_B + 1
-        newest_B = choose(sampling, logits_BV, state.seen_BV, state.rows_B, positions_B)
-        new_B = jnp.where(state.is_done_B, NONE, newest_B)
-        seen_BV = state.seen_BV
-        if seen_BV is not None:
-            seen_BV = seen_BV.at[jnp.arange(len(newest_B)), newest_B].set(True)
-        is_stop_B = jnp.isin(newest_B, jnp.array(self._stop, jnp.int32))
-        return dataclasses.replace(
-            state,
-            newest_B=newest_B,
-            positions_B=positions_B,
-            is_done_B=state.is_done_B | is_stop_B,
-            seen_BV=seen_BV,
-            new_BM=state.new_BM.at[:, state.count].set(new_B),
-            count=state.count + 1,
-        )
 
     def _traced(self, function: Callable) -> Callable:
         """Return a function whose activations follow the rules of the mesh."""

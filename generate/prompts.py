@@ -98,6 +98,14 @@ def first_token_of(source: Source, tokenizer: FileTokenizer) -> int:
     return tokenizer.eos_id if token is None else token
 
 
+def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:
+    """Return whether two tokenizers have the same tokens, with the same ids."""
+    first, second = (
+        tokenizers.Tokenizer.from_str(each.content).get_vocab() for each in (one, other)
+    )
+    return first == second
+
+
 def _setting(source: Source, key: str, type_: Any) -> Any:
     """Return a value of generation_config.json, or else of config.json; None if neither has it."""
     configs: list[tuple[object, dict[str, Any]]] = []

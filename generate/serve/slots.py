@@ -173,11 +173,11 @@ class Slots:
 
         def step(count: jax.Array, carry: tuple[_State, jax.Array]) -> tuple[_State, jax.Array]:
             state, new_BM = carry
-            logits_BV, caches = self._decoder.decode(
-                params, state.newest_B, state.positions_B, state.caches
+            logits_B1V, caches = self._decoder.decode(
+                params, state.newest_B[:, None], state.positions_B, state.caches
             )
             positions_B = state.positions_B + is_active_B
-            newest_B = choose_each(state.sampling, logits_BV, positions_B)
+            newest_B = choose_each(state.sampling, logits_B1V[:, 0], positions_B)
             state = dataclasses.replace(
                 state, caches=caches, newest_B=newest_B, positions_B=positions_B
             )

@@ -5,11 +5,15 @@ A model's blocks are the same as in training. Within one of these contexts, `att
 order in which it runs:
 
     filling   a pass over whole prompts:  kernels as in training; their keys and values are kept
-    reading   a pass over one token a row:  its keys and values are added, and it sees the rest
+    reading   a pass over the next tokens:  their keys and values are added, and they see the rest
 
 A cache has room for S tokens and is a ring: position p is in slot p mod S. Attention with a sliding
 window of W tokens needs at most W slots; other attention needs a slot for each token. Rows have
 different lengths, and each counts its own positions from 0.
+
+The next tokens of a row may be drafts, of which the last ones are taken back: the row goes on from
+an earlier position, and its next tokens replace them. Caches have spare slots for drafts, so that
+they replace no key that is still needed.
 
 Cross-attention, which is not causal, has a fixed cache: `filling` keeps the keys and values of the
 encoder's output, `reading` adds none. The keys and values that it gets are not used, so the
@@ -58,16 +62,20 @@ class _Filling:
     Args:
         lengths_B: int32, number of tokens of each row; what follows them is padding.
         num_slots: slots of a cache without a window.
+        num_spare: how many of them are for drafts.
     """
 
-    def __init__(self, lengths_B: jax.Array, num_slots: int):
+    def __init__(self, lengths_B: jax.Array, num_slots: int, num_spare: int):
         self._lengths_B = lengths_B
         self._num_slots = num_slots
+        self._num_spare = num_spare
         self.caches: list[KVCache] = []
 
     def attend(self, kernel: Callable, q_BTNH, k_BTKH, v_BTKH, window: int | None) -> jax.Array:
         """Run the kernel, and keep the newest keys and values of each row."""
-        num_slots = min(self._num_slots, window or self._num_slots)
+        num_slots = self._num_slots
+        if window is not None:
+            num_slots = min(num_slots, window + self._num_spare)
         slots_S = jnp.arange(num_slots, dtype=jnp.int32)
         last_B1 = self._lengths_B[:, None] - 1
         # Empty slots get any token; `reading` masks them.
@@ -97,58 +105,61 @@ class _Filling:
 
 
 class _Reading:
-    """Adds the keys and values of one token per row, and lets it see those before it.
+    """Adds the keys and values of the next tokens, and lets each see those before it.
 
     Args:
         caches: as from `filling`.
-        positions_B: int32, position of the token in each row.
+        positions_BT: int32, positions of the tokens in each row, one after another.
     """
 
-    def __init__(self, caches: Sequence[KVCache], positions_B: jax.Array):
+    def __init__(self, caches: Sequence[KVCache], positions_BT: jax.Array):
         self._old = caches
-        self._positions_B = positions_B
+        self._positions_BT = positions_BT
         self.caches: list[KVCache] = []
 
     def key_distances(self) -> jax.Array:
-        """Return int32[B, S]: how far the keys of the next cache are before the query."""
-        last_B1 = self._positions_B[:, None]
+        """Return int32[B, T, S]: how far the keys of the next cache are before each query.
+
+        A key after the query has a distance beyond its position, or beyond the window.
+        """
         num_slots = self._old[len(self.caches)].k_BKSH.shape[2]
-        return (last_B1 - jnp.arange(num_slots, dtype=jnp.int32)) % num_slots
+        slots_S = jnp.arange(num_slots, dtype=jnp.int32)
+        return (self._positions_BT[:, :, None] - slots_S) % num_slots
 
     def attend(
         self,
-        q_B1NH,
-        k_B1KH,
-        v_B1KH,
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
         *,
         window: int | None,
-        bias_BN1S: jax.Array | None,
+        bias_BNTS: jax.Array | None,
         scale: float,
     ) -> jax.Array:
-        """Return the attention of the tokens, `[B, 1, N, H]`."""
-        distances_BS = self.key_distances()
+        """Return the attention of the tokens, `[B, T, N, H]`."""
+        distances_BTS = self.key_distances()
         old = self._old[len(self.caches)]
         num_slots = old.k_BKSH.shape[2]
-        rows_B = jnp.arange(len(self._positions_B))
-        slots_B = self._positions_B % num_slots
+        rows_B1 = jnp.arange(len(self._positions_BT))[:, None]
+        slots_BT = self._positions_BT % num_slots
 
-        def added(old_BKSH: jax.Array, x_B1KH: jax.Array) -> jax.Array:
-            at = old_BKSH.at[rows_B, :, slots_B]
-            return at.set(x_B1KH[:, 0], mode="promise_in_bounds", unique_indices=True)
+        def added(old_BKSH: jax.Array, x_BTKH: jax.Array) -> jax.Array:
+            at = old_BKSH.at[rows_B1, :, slots_BT]
+            return at.set(x_BTKH, mode="promise_in_bounds", unique_indices=True)
 
-        cache = KVCache(k_BKSH=added(old.k_BKSH, k_B1KH), v_BKSH=added(old.v_BKSH, v_B1KH))
+        cache = KVCache(k_BKSH=added(old.k_BKSH, k_BTKH), v_BKSH=added(old.v_BKSH, v_BTKH))
         self.caches.append(cache)
-        is_visible_BS = distances_BS <= self._positions_B[:, None]
+        is_visible_BTS = distances_BTS <= self._positions_BT[:, :, None]
         if window is not None:
-            is_visible_BS &= distances_BS < window
-        return _attend_to_one(q_B1NH, cache, is_visible_BS, bias_BN1S, scale)
+            is_visible_BTS &= distances_BTS < window
+        return _attend_to(cache, q_BTNH, is_visible_BTS, bias_BNTS, scale)
 
-    def attend_across(self, q_B1NH, scale: float) -> jax.Array:
-        """Return the cross-attention of the tokens, `[B, 1, N, H]`."""
+    def attend_across(self, q_BTNH, scale: float) -> jax.Array:
+        """Return the cross-attention of the tokens, `[B, T, N, H]`."""
         cache = self._old[len(self.caches)]
         self.caches.append(cache)
         assert cache.is_visible_BS is not None
-        return _attend_to_one(q_B1NH, cache, cache.is_visible_BS, None, scale)
+        return _attend_to(cache, q_BTNH, cache.is_visible_BS[:, None], None, scale)
 
 
 _current: contextvars.ContextVar[_Filling | _Reading | None] = contextvars.ContextVar(
@@ -157,34 +168,35 @@ _current: contextvars.ContextVar[_Filling | _Reading | None] = contextvars.Conte
 
 
 @contextlib.contextmanager
-def filling(lengths_B: jax.Array, num_slots: int) -> Iterator[list[KVCache]]:
+def filling(lengths_B: jax.Array, num_slots: int, num_spare: int) -> Iterator[list[KVCache]]:
     """Keep the keys and values of all attention that is traced in this context.
 
     Args:
         lengths_B: int32[B], number of tokens of each row; padding follows them.
-        num_slots: number of tokens that a row may have in the end.
+        num_slots: number of tokens that a row may have in the end, drafts included.
+        num_spare: most drafts of a row at the same time; 0 without drafts.
 
     Yields:
         A list that gets a cache for each attention.
     """
-    with _used(_Filling(lengths_B, num_slots)) as caches:
+    with _used(_Filling(lengths_B, num_slots, num_spare)) as caches:
         yield caches
 
 
 @contextlib.contextmanager
-def reading(caches: Sequence[KVCache], positions_B: jax.Array) -> Iterator[list[KVCache]]:
+def reading(caches: Sequence[KVCache], positions_BT: jax.Array) -> Iterator[list[KVCache]]:
     """Let all attention that is traced in this context see the tokens in caches.
 
-    The model gets one token per row.
+    The model gets the next T tokens of each row.
 
     Args:
         caches: as from `filling` or `reading`.
-        positions_B: int32[B], position of the token in each row.
+        positions_BT: int32[B, T], positions of the tokens in each row, one after another.
 
     Yields:
-        A list that gets a cache for each attention, with the token added.
+        A list that gets a cache for each attention, with the tokens added.
     """
-    with _used(_Reading(caches, positions_B)) as caches:
+    with _used(_Reading(caches, positions_BT)) as caches:
         yield caches
 
 
@@ -198,7 +210,7 @@ def _used(found: _Filling | _Reading) -> Iterator[list[KVCache]]:
 
 
 def key_distances() -> jax.Array | None:
-    """Return how far the keys of the next self-attention are before its query, int32[B, S].
+    """Return how far the keys of the next self-attention are before its queries, int32[B, T, S].
 
     For a bias that depends on distances, in `reading`; None for a pass over whole rows. A slot that
     is still empty has a distance too; its key is not seen.
@@ -241,7 +253,7 @@ def attend_with_cache(
         return current.attend_across(kernel, q_BTNH, k_BSKH, v_BSKH, segments)
     if is_causal:
         return current.attend(
-            q_BTNH, k_BSKH, v_BSKH, window=window, bias_BN1S=bias_BNTS, scale=scale
+            q_BTNH, k_BSKH, v_BSKH, window=window, bias_BNTS=bias_BNTS, scale=scale
         )
     return current.attend_across(q_BTNH, scale)
 
@@ -251,24 +263,24 @@ def _position_in(slots_S: jax.Array, last_B1: jax.Array, num_slots: int) -> jax.
     return last_B1 - (last_B1 - slots_S) % num_slots
 
 
-def _attend_to_one(
-    q_B1NH: jax.Array,
+def _attend_to(
     cache: KVCache,
-    is_visible_BS: jax.Array,
-    bias_BN1S: jax.Array | None,
+    q_BTNH: jax.Array,
+    is_visible_BTS: jax.Array,
+    bias_BNTS: jax.Array | None,
     scale: float,
 ) -> jax.Array:
-    """Return the attention of one query per row, `[B, 1, N, H]`."""
-    batch, _, num_heads, head_dim = q_B1NH.shape
+    """Return the attention of a few queries per row, `[B, T, N, H]`."""
+    batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = cache.k_BKSH.shape[1]
-    wide = jnp.promote_types(q_B1NH.dtype, jnp.float32)
-    q_BKGH = q_B1NH.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    logits_BKGS = scale * jnp.einsum(
-        "BKGH,BKSH->BKGS", q_BKGH, cache.k_BKSH, preferred_element_type=wide
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    logits_BKGTS = scale * jnp.einsum(
+        "BTKGH,BKSH->BKGTS", q_BTKGH, cache.k_BKSH, preferred_element_type=wide
     )
-    if bias_BN1S is not None:
-        logits_BKGS += bias_BN1S.reshape(-1, *logits_BKGS.shape[1:]).astype(wide)
-    logits_BKGS = jnp.where(is_visible_BS[:, None, None], logits_BKGS, -jnp.inf)
-    weights_BKGS = jax.nn.softmax(logits_BKGS, axis=-1).astype(q_B1NH.dtype)
-    y_BKGH = jnp.einsum("BKGS,BKSH->BKGH", weights_BKGS, cache.v_BKSH)
-    return y_BKGH.reshape(q_B1NH.shape)
+    if bias_BNTS is not None:
+        logits_BKGTS += bias_BNTS.reshape(-1, *logits_BKGTS.shape[1:]).astype(wide)
+    logits_BKGTS = jnp.where(is_visible_BTS[:, None, None], logits_BKGTS, -jnp.inf)
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(q_BTNH.dtype)
+    y_BTKGH = jnp.einsum("BKGTS,BKSH->BTKGH", weights_BKGTS, cache.v_BKSH)
+    return y_BTKGH.reshape(q_BTNH.shape)

@@ -41,20 +41,20 @@ def relative_bias(
     return lines.reshape(-1, length, num - 1)[None, :, :, :length]
 
 
-def relative_bias_of_one(
-    table_RN: jax.Array, distances_BS: jax.Array, *, max_distance: int
+def relative_bias_at(
+    table_RN: jax.Array, distances_BTS: jax.Array, *, max_distance: int
 ) -> jax.Array:
-    """Return the bias of the logits of one query of the decoder and S keys, `[B, N, 1, S]`.
+    """Return the bias of the logits of T queries of the decoder and S keys, `[B, N, T, S]`.
 
     Args:
         table_RN: bias for each bucket of distances and each head.
-        distances_BS: int32, how far the keys are before the query.
+        distances_BTS: int32, how far the keys are before the queries.
         max_distance: this distance and all larger ones share one bucket.
     """
     distances = -np.arange(max_distance + 1)
     buckets = jnp.asarray(_buckets(distances, table_RN.shape[0], True, max_distance))
-    bias_BSN = table_RN[buckets[jnp.minimum(distances_BS, max_distance)]]
-    return bias_BSN.swapaxes(1, 2)[:, :, None]
+    bias_BTSN = table_RN[buckets[jnp.minimum(distances_BTS, max_distance)]]
+    return jnp.moveaxis(bias_BTSN, -1, 1)
 
 
 def _buckets(

@@ -22,7 +22,7 @@ from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, lookup, param
 from models.layers.dropout import dropout
 from models.layers.kv_cache import key_distances
-from models.layers.relative_bias import relative_bias, relative_bias_of_one
+from models.layers.relative_bias import relative_bias, relative_bias_at
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
@@ -118,8 +118,8 @@ class Block(nnx.Module):
         is_decoder = self.side == "decoder"
         table_RN = x[f"{self.side}_bias"]
         longest = config.max_distance
-        if is_decoder and (distances_BS := key_distances()) is not None:
-            bias_BNTS = relative_bias_of_one(table_RN, distances_BS, max_distance=longest)
+        if is_decoder and (distances_BTS := key_distances()) is not None:
+            bias_BNTS = relative_bias_at(table_RN, distances_BTS, max_distance=longest)
         else:
             bias_BNTS = relative_bias(
                 table_RN, x_BTD.shape[1], is_causal=is_decoder, max_distance=longest

@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from convert import preprocessor
+from convert.files import preprocessor
 from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
 from models.registry import find_model

@@ -1,0 +1,233 @@
+"""Export a model to ONNX: `python -m convert.to_onnx SRC DST`.
+
+    run or Hugging Face model ──> Hugging Face model ──> transformers ──> torch.onnx ──> model.onnx
+                │                                                                            │
+                └──────────────> logits of Taibai <── compared ──> logits of onnxruntime <───┘
+
+PyTorch's exporter is maintained by the authors of ONNX's operators in PyTorch, so the model takes
+the way through `transformers`. Afterwards, the file is run, and must compute what Taibai computes.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from convert import to_hf
+from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from convert.from_hf import load
+from convert.registry import architectures
+from untrusted.documents import read_json
+from untrusted.files import new_directory
+from untrusted.imports import add_allow_import
+from untrusted.messages import sentence_of
+
+try:
+    import onnxruntime
+    import onnxscript  # noqa: F401  torch.onnx needs it
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(
+        f"error: {error}; exports to ONNX need: pip install torch transformers onnxscript "
+        "onnxruntime"
+    )
+
+MODEL_FILE = "model.onnx"
+#: Ends of the names of Hugging Face classes whose only output is logits.
+_WITH_LOGITS = (
+    "LMHeadModel",
+    "ForCausalLM",
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForImageClassification",
+)
+#: The largest difference of logits, relative to the largest logit.
+_TOLERANCE = 1e-3
+#: Rows and tokens of the example that is traced, and of the one that is compared.
+_TRACED = 2, 8
+_COMPARED = 3, 12
+
+_log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
+
+
+def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
+    """Write a model as `model.onnx`, with its config and the files of its tokenizer.
+
+    The inputs of a text model are `input_ids` and `attention_mask`, int64[B, T], and
+    `token_type_ids` if it has types of tokens; those of an image model are `pixel_values`,
+    float32[B, C, H, W], normalized. The output is `logits`, in float32. B and T are free.
+
+    Args:
+        src: The directory of a run, one of its checkpoints, or a Hugging Face model.
+        dst: The directory to write.
+        allow_import: Import paths, packages and modules that the run's `config.yaml` may import
+            from.
+
+    Returns:
+        The largest difference of the logits of the file from those of Taibai, relative to the
+        largest logit.
+
+    Raises:
+        ValueError: The model has no counterpart in `transformers`, or none with logits alone, or
+            the file computes other logits.
+    """
+    with new_directory(dst) as directory:
+        with _hugging_face(src, allow_import) as folder:
+            (name,) = read_json(folder / "config.json", within=folder).get("architectures") or [""]
+            if name not in architectures() or not name.endswith(_WITH_LOGITS):
+                raise ValueError(
+                    f"{src} is a {name}, but exports to ONNX know only models of text or images "
+                    f"whose output is logits: *{', *'.join(_WITH_LOGITS)}"
+                )
+            for file in folder.iterdir():
+                if file.is_file() and not file.name.endswith((".safetensors", ".index.json")):
+                    shutil.copyfile(file, directory / file.name)
+            inputs = _write_program(name, folder, directory / MODEL_FILE)
+            difference = _difference(inputs, load(folder), directory / MODEL_FILE)
+        if not difference <= _TOLERANCE:
+            raise ValueError(
+                f"the logits of the ONNX file differ by {difference:.1e} of the largest one from "
+                f"those of {src}; please report this model"
+            )
+    _log.info("%s: %s, whose logits differ by %.1e of the largest", dst, name, difference)
+    return difference
+
+
+@contextlib.contextmanager
+def _hugging_face(src: Path, allow_import: Sequence[str]) -> Iterator[Path]:
+    """Yield the directory of a model in Hugging Face's format; that of a run is temporary."""
+    if (src / "config.json").is_file():
+        yield src
+        return
+    if (src / ADAPTER_CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{src} is an adapter; merge it first: python -m convert.from_hf {src} RUN, and then "
+            "python -m convert.to_hf RUN MODEL --merge"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        to_hf.convert(src, folder, dtype="float32", merge=True, allow_import=allow_import)
+        yield folder
+
+
+class _Logits(torch.nn.Module):
+    """A model of transformers whose only output is its logits."""
+
+    def __init__(self, model: Any, names: Sequence[str]):
+        super().__init__()
+        self.model = model
+        self.names = (*names,)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(**dict(zip(self.names, inputs, strict=True))).logits
+
+
+def _write_program(name: str, folder: Path, file: Path) -> dict[str, np.ndarray]:
+    """Write the ONNX file; return other inputs than those that were traced."""
+    # convert/families knows the class, so no code comes from the folder.
+    model: Any = getattr(transformers, name).from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, attn_implementation="eager"
+    )
+    model.config.use_cache = False
+    traced = _inputs(model.config, *_TRACED)
+    dynamic = tuple(
+        {i: torch.export.Dim.DYNAMIC for i in range(2 if array.ndim == 2 else 1)}
+        for array in traced.values()
+    )
+    with warnings.catch_warnings():  # the exporter uses deprecated functions of its own
+        warnings.simplefilter("ignore")
+        program: Any = torch.onnx.export(
+            _Logits(model, [*traced]).eval(),
+            tuple(map(torch.from_numpy, traced.values())),
+            dynamic_shapes={"inputs": dynamic},
+            input_names=[*traced],
+            output_names=["logits"],
+            dynamo=True,
+            verbose=False,
+        )
+    program.save(str(file))
+    return _inputs(model.config, *_COMPARED)
+
+
+def _inputs(config: Any, size: int, length: int) -> dict[str, np.ndarray]:
+    """Return random inputs of a model of transformers; some rows of text have padding."""
+    rng = np.random.default_rng(size)
+    if hasattr(config, "image_size"):
+        shape = size, config.num_channels, config.image_size, config.image_size
+        return {"pixel_values": rng.normal(size=shape).astype(np.float32)}
+    length = min(length, config.max_position_embeddings - 2)  # RoBERTa's positions begin at 2
+    mask = np.ones((size, length), np.int64)
+    mask[1:, length - length // 3 :] = 0
+    tokens = rng.integers(0, config.vocab_size, mask.shape)
+    inputs = {"input_ids": np.where(mask == 1, tokens, config.pad_token_id or 0)}
+    inputs["attention_mask"] = mask
+    if getattr(config, "type_vocab_size", 1) > 1:
+        inputs["token_type_ids"] = rng.integers(0, config.type_vocab_size, mask.shape)
+    return inputs
+
+
+def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
+    """Return the largest difference of the file's logits, relative to the largest logit."""
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, inputs)
+    if "pixel_values" in inputs:
+        return _relative(found, model(inputs["pixel_values"].transpose(0, 2, 3, 1)))
+    names = {"input_ids": "tokens", "token_type_ids": "token_types"}
+    ours = {names.get(key, key): array.astype(np.int32) for key, array in inputs.items()}
+    expected = np.asarray(model(**ours))
+    if found.ndim == 3:  # logits of each token; those of padding do not matter
+        is_token = inputs["attention_mask"] == 1
+        found, expected = found[is_token], expected[is_token]
+    return _relative(found, expected)
+
+
+def _relative(found: np.ndarray, expected: Any) -> float:
+    expected = np.asarray(expected)
+    return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments; None for the command line of the process.
+
+    Returns:
+        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
+    """
+    parser = argparse.ArgumentParser(prog="python -m convert.to_onnx", allow_abbrev=False)
+    parser.add_argument("src", type=Path, help="a run, a checkpoint, or a Hugging Face model")
+    parser.add_argument("dst", type=Path, help="directory to write")
+    add_allow_import(parser)
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    logging.basicConfig(format="%(message)s", force=True, level=logging.ERROR)
+    logging.getLogger("convert").setLevel(logging.INFO)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # all files are in the folder
+    try:
+        convert(args.src, args.dst, allow_import=args.allow_import)
+    except torch.onnx.OnnxExporterError as error:
+        print(f"error: PyTorch cannot export {args.src}: {error}", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
