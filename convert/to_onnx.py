@@ -183,7 +183,8 @@ def _inputs(config: Any, size: int, length: int) -> dict[str, np.ndarray]:
 def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
     """Return the largest difference of the file's logits, relative to the largest logit."""
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, inputs)
+    (output,) = session.run(None, inputs)
+    found = np.asarray(output)
     if "pixel_values" in inputs:
         return _relative(found, model(inputs["pixel_values"].transpose(0, 2, 3, 1)))
     names = {"input_ids": "tokens", "token_type_ids": "token_types"}

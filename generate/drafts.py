@@ -111,8 +111,8 @@ class NoDrafts:
     """Proposes nothing, so each pass finds one token."""
 
     num_tokens = 0
-    max_positions = None
-    params = None
+    max_positions: int | None = None
+    params: Tree = None
 
     def begin(self, params, tokens_BT, lengths_B, max_new_tokens) -> None:
         """See `Drafter`."""
@@ -129,8 +129,8 @@ class NGrams:
     repeated.
     """
 
-    max_positions = None
-    params = None
+    max_positions: int | None = None
+    params: Tree = None
 
     def __init__(self, drafts: Drafts):
         self.num_tokens = drafts.num_tokens

@@ -79,7 +79,7 @@ class Rows:
         sampling: Sampling,
         stop: Sequence[int],
         logits_BV: jax.Array,
-        goes_on_B: jax.Array | bool = True,
+        goes_on_B: jax.Array | None = None,
     ) -> "Rows":
         """Return the rows with one more token each, unless they are done.
 
@@ -87,9 +87,9 @@ class Rows:
             sampling: how tokens are chosen.
             stop: ids of tokens that end a row.
             logits_BV: logits after the newest token.
-            goes_on_B: bool, whether the row gets a token.
+            goes_on_B: bool, whether the row gets a token; None: all do.
         """
-        goes_on_B = goes_on_B & ~self.is_done_B
+        goes_on_B = ~self.is_done_B if goes_on_B is None else goes_on_B & ~self.is_done_B
         positions_B = self.positions_B + 1
         chosen_B = choose(sampling, logits_BV, self.seen_BV, self.numbers_B, positions_B)
         most = self.new_BM.shape[1]
@@ -126,10 +126,13 @@ class Rows:
             drafts_BD: int32, what the next tokens may be; D may be 0.
             logits_BTV: logits after the newest token, and after each draft; T = D + 1.
         """
-        rows = self.with_next(sampling, stop, logits_BTV[:, 0])
-        is_right_B = True
-        for place in range(drafts_BD.shape[1]):
-            # The logits are those after the drafts, so they count if all these were right.
-            is_right_B &= rows.newest_B == drafts_BD[:, place]
-            rows = rows.with_next(sampling, stop, logits_BTV[:, place + 1], is_right_B)
-        return rows
+        size, count = logits_BTV.shape[:2]
+        drafts_BT = jnp.pad(drafts_BD, ((0, 0), (0, 1)), constant_values=NONE)
+
+        def step(place: jax.Array, carry: tuple[Rows, jax.Array]) -> tuple[Rows, jax.Array]:
+            # These logits come after drafts, so they count if all of them were right.
+            rows, is_right_B = carry
+            rows = rows.with_next(sampling, stop, logits_BTV[:, place], is_right_B)
+            return rows, is_right_B & (rows.newest_B == drafts_BT[:, place])
+
+        return jax.lax.fori_loop(0, count, step, (self, jnp.ones(size, bool)))[0]

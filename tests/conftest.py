@@ -31,6 +31,8 @@ if os.environ.get("TAIBAI_TEST_DEVICE") == "gpu":
     _FLAGS = CPU_XLA_FLAGS
 os.environ["XLA_FLAGS"] = " ".join(f"--{name}={value}" for name, value in _FLAGS.items())
 os.environ["JAX_PLATFORMS"] = _PLATFORMS
+# PyTorch's threads would wait for cores that the other worker uses.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 jax.config.update("jax_platforms", _PLATFORMS)
 jax.config.update("jax_num_cpu_devices", 8)
 # Recording the source lines of every operation takes a tenth of the time to trace a program.
@@ -81,14 +83,17 @@ def case_of(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply `thorough(but=ids)`, and run the longest tests first.
+    """Apply `thorough(but=ids)` and `slow(only=ids)`, and run the longest tests first.
 
-    `but` names the cases of a parametrized test that stay among the quick tests. If the longest
-    tests ran last, one worker would still be busy when the others have finished.
+    `but` names the cases of a parametrized test that stay among the quick tests, and `only` those
+    that CI does not run. If the longest tests ran last, one worker would still be busy when the
+    others have finished.
     """
     for item in items:
-        for marker in [mark for mark in item.own_markers if mark.name == "thorough"]:
-            if case_of(item) in marker.kwargs.get("but", ()):
+        for marker in [*item.own_markers]:
+            is_kept = case_of(item) in marker.kwargs.get("but", ())
+            is_other = case_of(item) not in marker.kwargs.get("only", [case_of(item)])
+            if (marker.name == "thorough" and is_kept) or (marker.name == "slow" and is_other):
                 item.own_markers.remove(marker)
     longest = (
         "test_slurm",

@@ -32,7 +32,8 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
             inputs["token_type_ids"] = rng.integers(0, 2, mask.shape)
     session = onnxruntime.InferenceSession(tmp_path / "onnx" / to_onnx.MODEL_FILE)
     assert [each.name for each in session.get_inputs()] == [*inputs]
-    (found,) = session.run(["logits"], inputs)
+    (output,) = session.run(["logits"], inputs)
+    found = np.asarray(output)
     with torch.no_grad():
         arguments = {key: torch.from_numpy(array) for key, array in inputs.items()}
         expected = model(**arguments).logits.numpy()

@@ -146,6 +146,9 @@ def test_beams_are_searched(directory, capsys):
         (["--prompt=a", "--mesh=data=3", "--batch_size=4"], "batch_size=4 must be a positive"),
         (["--prompt=a", "--banned=x"], "--banned=x must be ids"),
         (["--prompt=a", "--top_p=2"], "top_p=2.0 must be in"),
+        (["--prompt=a", "--draft_model=other"], "also needs --num_drafts, such as"),
+        (["--prompt=a", "--num_drafts=2", "--num_beams=2"], "a beam search has no drafts"),
+        (["--prompt=a", "--num_drafts=0"], "num_tokens=0 of drafts must be at least 1"),
         (["--prompt=a", "--max_new_tokens=64"], "more than the model's 64 positions"),
     ],
 )
@@ -171,3 +174,26 @@ def test_unusable_lines_are_named(line, message, directory, tmp_path, capsys):
     prompts.write_text(line, encoding="utf-8")
     assert main([f"--model={directory}", f"--prompts={prompts}"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_drafts_do_not_change_a_continuation(directory, capsys):
+    arguments = [f"--model={directory}", "--prompt=def f(a):", NEW, "--seed=3"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr()
+    assert "per pass" not in plain.err
+    assert main([*arguments, "--num_drafts=3", f"--draft_model={directory}"]) == 0
+    drafted = capsys.readouterr()
+    assert drafted.out == plain.out
+    # 11 tokens after the first, in passes of 4, 4 and 3
+    assert "3.67 tokens of a row per pass" in drafted.err
+
+
+def test_a_draft_model_with_other_tokens_is_refused(directory, tmp_path, capsys):
+    config = hf.GPT2Config(vocab_size=TOKENIZER.vocab_size, n_layer=1, n_head=1, n_embd=8)
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    other = TOKENIZER.content.replace('"Ā"', '"ĀĀ"')
+    assert other != TOKENIZER.content
+    (tmp_path / "tokenizer.json").write_text(other, encoding="utf-8")
+    arguments = [f"--model={directory}", "--prompt=a", "--num_drafts=3"]
+    assert main([*arguments, f"--draft_model={tmp_path}"]) == 2
+    assert "has another tokenizer than" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from tests.generate.references import (
 
 SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3)
 PENALIZED = dataclasses.replace(SAMPLED, repetition_penalty=1.2, banned=(7,))
+_SETTINGS = {"greedy": GREEDY, "penalized": PENALIZED}
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     assert 0 < generator.num_passes < (NEW - 1) * len(LENGTHS)  # some drafts were right
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "", "penalized"])
+@pytest.mark.slow(only=[f"{name}-{how}" for name in ("opt", "qwen3") for how in _SETTINGS])
+@pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
 def test_all_drafts_of_the_model_itself_are_right(sampling, model):
     # So the draft model's caches have all tokens, and it uses the same random numbers.
     itself = load(model[1])
@@ -67,7 +69,8 @@ def test_all_drafts_of_the_model_itself_are_right(sampling, model):
     assert generator.num_passes == len(LENGTHS) * passes_of(NEW, 3)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALIZED], ids=["greedy", "", "penalized"])
+@pytest.mark.thorough(but=["model-penalized", "text-greedy"])
+@pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
 @pytest.mark.parametrize("takes_from_model", [True, False], ids=["model", "text"])
 def test_wrong_drafts_do_not_change_continuations(sampling, takes_from_model, llama, draft_model):
     target = load(llama[1])
@@ -90,8 +93,11 @@ def test_streams_yield_each_token_once(llama):
     assert generator.num_passes == passes_of(NEW, 4)
 
 
+@pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.parametrize(
-    "sizes", [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}], ids=str
+    "sizes",
+    [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}],
+    ids=["data=4", "model=2", "2x2x2"],
 )
 def test_continuations_are_the_same_on_every_mesh(sizes, llama, draft_model):
     expected = Generator(load(llama[1])).generate(prompts(), max_new_tokens=NEW, sampling=SAMPLED)
@@ -133,7 +139,9 @@ def searched(text: Sequence[int], num_tokens: int, max_ngram: int) -> list[int]:
 
 
 @given(
-    texts=some.lists(some.lists(some.integers(0, 3), min_size=1, max_size=24), min_size=1),
+    texts=some.lists(
+        some.lists(some.integers(0, 3), min_size=1, max_size=24), min_size=4, max_size=4
+    ),
     max_ngram=some.integers(1, 4),
 )
 @settings(max_examples=50, deadline=None, derandomize=True)

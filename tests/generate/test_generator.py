@@ -103,6 +103,7 @@ def test_continuations_are_the_same_on_every_mesh(sizes, llama):
         assert continued() == alone
 
 
+@pytest.mark.slow(only=["{'data': 4}", "{'model': 2}"])
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "sizes", [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}], ids=str

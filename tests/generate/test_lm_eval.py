@@ -112,7 +112,7 @@ def metrics(results: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", ["", "data=2,model=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.slow), "data=2,model=2"])
 def test_metrics_equal_those_of_the_hugging_face_backend(mesh, directory, tasks, tmp_path, capsys):
     out = tmp_path / "out.json"
     options = [f"--model={directory}", f"--include_path={tasks}", f"--tasks={','.join(TASKS)}"]

@@ -131,6 +131,7 @@ def test_job_killed_during_a_step_restarts_automatically(cluster, corpus, undist
     assert steps(workdir) == undisturbed
 
 
+@pytest.mark.slow
 @pytest.mark.thorough
 def test_step_daemon_killed_with_its_process_does_not_end_the_job(
     cluster, corpus, undisturbed, tmp_path

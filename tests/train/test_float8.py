@@ -64,6 +64,7 @@ def test_losses_are_near_those_of_bfloat16(scaling, corpus):
     assert found != expected
 
 
+@pytest.mark.slow(only=["interleaved, uneven", "data=4, host memory"])
 @pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_scales_are_the_same_on_every_mesh(mesh, corpus):

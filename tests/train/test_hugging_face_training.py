@@ -212,6 +212,7 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
     assert ours[-1] < ours[0] - 0.3
 
 
+@pytest.mark.slow(only=["variant0", "variant1"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("variant", [(), ("use_rslora",), ("use_dora",)])
 def test_losses_of_30_steps_with_adapters_equal_peft(variant, tmp_path):

@@ -108,6 +108,7 @@ def train(overrides, workdir: Path, num_steps: int, stop: int | None = None) -> 
     return [m["loss"] for m in read_metrics(workdir / "metrics.jsonl") if "loss" in m]
 
 
+@pytest.mark.slow(only=["float32"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("x64", [True, False], ids=["float64", "float32"])
 def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tmp_path):

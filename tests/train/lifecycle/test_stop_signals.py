@@ -174,6 +174,7 @@ def test_hanging_process_is_named_and_the_others_exit(overrides, tmp_path):
     assert "in phase step" in output
 
 
+@pytest.mark.slow(only=["1"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
 def test_process_with_a_full_log_ends_when_its_peer_is_killed(killed, overrides, tmp_path):

@@ -107,6 +107,7 @@ def test_two_processes_start_from_the_same_bits(corpus_overrides):
     assert f"digest {reference_digest(base)}\n" in printed
 
 
+@pytest.mark.slow(only=["float32"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_two_processes_equal_one_device(precision, corpus_overrides, tmp_path):

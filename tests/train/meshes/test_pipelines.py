@@ -69,6 +69,14 @@ def check(case, corpus_overrides, *, x64: bool) -> None:
         np.testing.assert_allclose(found, reference_losses(base, num_steps), rtol=tolerance, atol=0)
 
 
+@pytest.mark.slow(
+    only=[
+        "('gpipe', 'full', 'pipeline=4', 0)",
+        "('1f1b', 'full', '2x2x2', 1)",
+        "('interleaved_1f1b', 'none', '2x2x2', 0)",
+        "('zbv', 'none', 'pipeline=4', 2)",
+    ]
+)
 @pytest.mark.thorough(but=["('zero_bubble', 'full', 'pipeline=4', 0)"])
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_losses_equal_one_device(case, corpus_overrides):

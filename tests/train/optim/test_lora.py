@@ -52,6 +52,17 @@ def expected(variant: str, corpus_overrides: tuple[str, ...]) -> list[float]:
     return losses(run, corpus, NUM_STEPS)
 
 
+@pytest.mark.slow(
+    only=[
+        "LoRA-data=4",
+        "LoRA-model=2",
+        "LoRA-2x2x2, interleaved",
+        "LoRA-data=4, from the host",
+        "DoRA-model=2",
+        "DoRA-fsdp=4",
+        "DoRA-2x2x2, from the host",
+    ]
+)
 @pytest.mark.parametrize(
     ("variant", "mesh"),
     [

@@ -30,10 +30,6 @@ from train.run.run import Run
 CHOSEN = {
     "gpt2",
     "gpt2, nothing kept",
-    "gpt2, large batch",
-    "gpt2, 8 microbatches, names kept",
-    "gpt2, data=8",
-    "gpt2, data=8, ZeRO 2",
     "gpt2, data=8, ZeRO 3",
     "gpt2, 2×2×2",
     "gpt2, pipeline=4, zero bubble",
@@ -89,6 +85,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow(only=["one device"])
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", ["one device", pytest.param("data=4", marks=pytest.mark.slow), "2x2x2"]

@@ -36,6 +36,17 @@ SMALL = (
 ROBERTA_ON_BYTES = ("model.pad_id=257", "model.first_position=258")
 
 
+@pytest.mark.slow(
+    only=[
+        "bert-bytes",
+        "gpt2-bpe",
+        "gpt2_3d-bpe",
+        "llama-bytes",
+        "opt-bpe",
+        "roberta-bpe",
+        "t5-bytes",
+    ]
+)
 @pytest.mark.thorough(but=["gpt2-bytes"])
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 @pytest.mark.parametrize("config", CLASSES)

@@ -47,6 +47,7 @@ def images_BHWC():
     return np.random.default_rng(0).integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
 
 
+@pytest.mark.slow(only=["swin"])
 @pytest.mark.thorough(but=["vit"])
 @pytest.mark.parametrize("config", ["vit", "vit_probe", "swin"])
 def test_classifier_gives_the_same_logits(config, train, images_BHWC, tmp_path, warnings):
@@ -71,6 +72,7 @@ def test_masked_autoencoder_is_loaded_for_pretraining(train, images_BHWC, tmp_pa
     assert warnings() == []
 
 
+@pytest.mark.slow(only=["moco"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", ["moco", "resmlp"])
 def test_model_without_a_counterpart_is_refused(config, train, tmp_path):

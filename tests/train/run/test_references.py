@@ -50,6 +50,14 @@ def losses_of(overrides: tuple[str, ...], directory) -> list[float]:
     return losses(run, corpus, NUM_STEPS)
 
 
+@pytest.mark.slow(
+    only=[
+        "fsdp=4, ZeRO 3-adapters1",
+        "2x2x2-adapters3",
+        "2x2x2, shared vocab-adapters4",
+        "2x2x2, from the host-adapters6",
+    ]
+)
 @pytest.mark.parametrize(
     ("mesh", "adapters"),
     [

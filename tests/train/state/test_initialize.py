@@ -33,6 +33,15 @@ MESHES = {
 }
 
 
+@pytest.mark.slow(
+    only=[
+        "data=8, ZeRO 3-all",
+        "2x2x2, fsdp-all",
+        "chunks-half the optimizer",
+        "uneven-all",
+        "one device-half the optimizer",
+    ]
+)
 @pytest.mark.thorough(but=["one device-all"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mesh", MESHES)

@@ -58,6 +58,13 @@ def combinations():
                     yield pytest.param(placement, mesh, stage, level, marks=marks)
 
 
+@pytest.mark.slow(
+    only=[
+        "optimizer-data=4-1-everything kept",
+        "optimizer-2x2x2-0-everything kept",
+        "half the parameters-2x2x2-3-names kept and moved",
+    ]
+)
 @pytest.mark.thorough(but=["all-one device-0-nothing kept"])
 @pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
 def test_losses_equal_one_device(placement, mesh, stage, level, corpus_overrides):

@@ -52,6 +52,15 @@ def combinations():
             yield pytest.param(level, mesh, marks=[pytest.mark.slow] * is_slow)
 
 
+@pytest.mark.slow(
+    only=[
+        "one-2x2x2, nothing recomputed by the pipeline",
+        "all names-2x2x2, nothing recomputed by the pipeline",
+        "products-2x2x2, nothing recomputed by the pipeline",
+        "nothing, names on the host-2x2x2, nothing recomputed by the pipeline",
+        "everything, some on the host-2x2x2, nothing recomputed by the pipeline",
+    ]
+)
 @pytest.mark.thorough(but=["everything, some on the host-one device"])
 @pytest.mark.parametrize(("level", "mesh"), list(combinations()))
 def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
