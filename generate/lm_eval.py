@@ -17,6 +17,7 @@ from typing import Any
 from convert.from_hf import load_model
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
+from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.generator import Generator
 from generate.prompts import TextCodec, first_token_of, stop_tokens_of, tokenizer_of
@@ -198,6 +199,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate the model, and print the metrics as a table."""
     # lm-eval would fork processes for bootstraps, which jax's threads do not survive.
     os.environ["DISABLE_MULTIPROC"] = "1"
+    mesh = start(mesh_of(args.mesh))
+    check_batch_size(mesh, args.batch_size)
+    source = read_source(args.model, allow_import=args.allow_import)
+    tokenizer = tokenizer_of(source)
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer.json; put it beside the model")
+    # Reading the names of all tasks takes longer than these checks.
     manager = TaskManager(
         include_path=None if args.include_path is None else str(args.include_path)
     )
@@ -208,11 +216,6 @@ def _evaluate(args: argparse.Namespace) -> None:
             f"--tasks={args.tasks}: lm-eval has no task {unknown[0]!r}; pass --include_path with "
             "the directory of its YAML file"
         )
-    mesh = start(mesh_of(args.mesh))
-    source = read_source(args.model, allow_import=args.allow_import)
-    tokenizer = tokenizer_of(source)
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer.json; put it beside the model")
     with use_mesh(mesh):
         model = TaskModel(
             load_model(source, dtype=args.dtype),

@@ -49,8 +49,13 @@ def test_json_has_the_promised_keys_on_a_2x2x2_mesh(capsys):
     ("config", "unit", "others"),
     [
         ("gpt2", "token", ["model.dropout=0.0", "data.tokenizer=bytes", "data.sequence_length=16"]),
-        ("llama", "token", ["data.tokenizer=bytes", "data.sequence_length=16"]),
-        ("vit", "image", ["model.drop_path=0.0"]),
+        pytest.param(
+            "llama",
+            "token",
+            ["data.tokenizer=bytes", "data.sequence_length=16"],
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("vit", "image", ["model.drop_path=0.0"], marks=pytest.mark.thorough),
     ],
 )
 def test_peer_has_the_same_parameters_flops_and_first_loss(capsys, config, unit, others):

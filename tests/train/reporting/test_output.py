@@ -38,6 +38,7 @@ def test_protect_output_opens_dev_null_in_place_of_closed_streams(closed, tmp_pa
     assert found["descriptor"] > 2 and found["read"] == "" and found["child"] == 0
 
 
+@pytest.mark.thorough(but=["<&- >&- 2>&-"])
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_run_without_standard_streams_trains_and_saves(redirections, corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "train.num_steps=2", "model.num_layers=1")
