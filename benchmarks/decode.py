@@ -121,7 +121,8 @@ def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> di
     machine = machine_of(target)
     prediction = predict(compiled.as_text() or "", dict(mesh.shape), machine)
     used = memory(compiled)
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, caches)))
+    estimate = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((params, caches)))
+    num_bytes = estimate
     # A pass reads one row of the token embedding for each row of the batch.
     if not getattr(model.config, "tie_embeddings", True):
         num_bytes -= 2 * model.token_embedding.size
@@ -134,6 +135,7 @@ def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> di
         "limit_tokens_per_s": batch_size / limit_s,
         "temp_bytes": used.temp_bytes,
         "argument_bytes": used.argument_bytes,
+        "estimated_bytes": estimate,
     }
 
 

@@ -82,7 +82,7 @@ class DataConfig(Section, section="data"):
         "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
         "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
         "either a folder of images per class or train/ and val/ folders of that kind; or two "
-        "folders, the second for validation.",
+        "folders, the second for validation. Or tables, as for `name=text`.",
         nonempty=True,
         remedy="write for example ('my_texts/*.txt',)",
     )

@@ -1,6 +1,7 @@
 """Image data sets stored as files, in one folder per class.
 
-`data.paths` names one folder, in one of these layouts (or two, one for each split):
+`data.paths` names one folder, in one of these layouts (or two, one for each split), or tables,
+which data/images/tables.py unpacks into such folders:
 
     my_images/train/cat/1.jpg               my_images/cat/1.jpg
     my_images/train/dog/2.jpg       or      my_images/dog/2.jpg
@@ -22,6 +23,7 @@ from data.image_config import ImageConfig
 from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
+from data.images.tables import unpacked
 from data.images.transforms.crops import open_image
 from untrusted.files import digest_of, read_bytes, version_of
 
@@ -82,7 +84,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
             folders; or `images.on_broken` is 'refuse', and there are broken files, classes without
             images, or validation classes that do not occur in training.
     """
-    roots = _split_folders(config.paths)
+    roots = _split_folders(unpacked(config))
     has_labels = config.objective == "image_classification"
     if has_labels:
         _check_classes(roots[0], subfolders(roots[0]))

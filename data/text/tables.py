@@ -4,10 +4,11 @@ Afterwards everything is as for .jsonl files: documents and labeled examples, li
 A folder that `datasets.Dataset.save_to_disk` has written stands for its .arrow files.
 """
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ SUFFIXES = (".parquet", ".arrow")
 _STATE = "state.json"
 _SPLITS = "dataset_dict.json"
 _BATCH_ROWS = 1024
+
+Batches = Callable[[list[str], int], Iterator[Any]]
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +97,25 @@ def _lines_of(file: Path, cache: Path, verify: str) -> Path:
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, without columns that JSON cannot express, such as images."""
+    with open_table(file) as (schema, batches):
+        for batch in batches([each.name for each in schema if _is_plain(each.type)], _BATCH_ROWS):
+            yield from batch.to_pylist()
+
+
+@contextlib.contextmanager
+def open_table(file: Path) -> Iterator[tuple[Any, Batches]]:
+    """Open a Parquet or Arrow file.
+
+    Args:
+        file: The file.
+
+    Yields:
+        Its pyarrow.Schema, and a function (names of columns, most rows) -> its rows, as
+        pyarrow.RecordBatch; the batches of an Arrow file have the sizes that they were written in.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
     import pyarrow as pa  # slow, and most corpora do not need it
     import pyarrow.ipc
     import pyarrow.parquet
@@ -102,14 +124,16 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         with open_regular(file) as stream:
             if file.suffix == ".parquet":
                 table = pyarrow.parquet.ParquetFile(stream)
-                columns = [field.name for field in table.schema_arrow if _is_plain(field.type)]
-                for batch in table.iter_batches(batch_size=_BATCH_ROWS, columns=columns):
-                    yield from batch.to_pylist()
-                return
-            reader = pyarrow.ipc.open_stream(stream)
-            columns = [field.name for field in reader.schema if _is_plain(field.type)]
-            for batch in reader:
-                yield from batch.select(columns).to_pylist()
+                yield (
+                    table.schema_arrow,
+                    lambda columns, rows: table.iter_batches(batch_size=rows, columns=columns),
+                )
+            else:
+                reader = pyarrow.ipc.open_stream(stream)
+                yield (
+                    reader.schema,
+                    lambda columns, rows: (batch.select(columns) for batch in reader),
+                )
     except OSError as error:
         raise ValueError(f"data.paths: {file} cannot be read: {error}") from error
     except pa.ArrowException as error:

@@ -26,4 +26,7 @@ def test_decoding_copies_no_cache_and_is_near_the_limit(batch_size):
     cache_bytes = 2 * batch_size * 8 * 4096 * 128
     # With one row, the partial sums of its products are larger than its caches.
     assert found["temp_bytes"] < max(cache_bytes, 20e6)
+    # The estimate of the memory is the size of the parameters and the caches.
+    needed = found["argument_bytes"] + found["temp_bytes"]
+    assert needed == pytest.approx(found["estimated_bytes"], rel=0.05)
     assert 0.65 < found["limit_s"] / found["predicted_s"] <= 1

@@ -1,0 +1,216 @@
+"""Images in Parquet and Arrow files, unpacked into folders in the cache when they are first used.
+
+    train-*.parquet: image, label ──> cache/image_tables/train-00000-1f…/cat/000000017.jpg, …
+
+Afterwards everything is as for folders of images. The columns are those that Hugging Face's
+`datasets` writes: an image is a struct with `bytes`, or plain bytes; a label is a name, or a number
+whose name is in the schema.
+"""
+
+import dataclasses
+import glob
+import io
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from data.checks import files_key, listed
+from data.config import DataConfig
+from data.locks import locked
+from data.text.tables import SUFFIXES, files_of_folder, open_table
+from untrusted.documents import parse_json
+from untrusted.files import make_private_directory, new_directory
+from untrusted.messages import shortened
+
+_BATCH_ROWS = 64
+#: The folder of images without labels.
+_UNLABELED = "images"
+#: Format in Pillow -> suffix of a file; other images get the suffix of the most common format.
+_SUFFIX_OF_FORMAT = {"PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".tiff", "PPM": ".ppm"}
+
+_log = logging.getLogger(__name__)
+
+
+def unpacked(config: DataConfig) -> tuple[str, ...]:
+    """Return `data.paths`, with folders in the cache in place of tables.
+
+    Args:
+        config: The config section `data`.
+
+    Raises:
+        ValueError: A table cannot be read, or has no images or labels.
+    """
+    return tuple(_unpacked(path, config) for path in config.paths)
+
+
+def _unpacked(path: str, config: DataConfig) -> str:
+    files = _files_of(path)
+    if not files:
+        return path
+    label = config.label_field if config.objective == "image_classification" else None
+    directory = config.cache_path / "image_tables"
+    make_private_directory(directory)
+    key = files_key(files, config.verify)[:16]
+    target = directory / f"{files[0].stem}-{key}-{label or _UNLABELED}"
+    with locked(target):
+        if not target.exists():
+            with new_directory(target) as folder:
+                count = _write(files, label, folder)
+            _log.info("%s: %s images, unpacked into %s", path, f"{count:,}", target)
+    return str(target)
+
+
+def _files_of(path: str) -> list[Path]:
+    """Return the tables that an entry of `data.paths` stands for; [] if it stands for none."""
+    if os.path.isdir(os.path.expanduser(path)):
+        return files_of_folder(Path(path).expanduser())
+    found = [Path(file) for file in sorted(glob.glob(os.path.expanduser(path)))]
+    return [file for file in found if file.suffix in SUFFIXES]
+
+
+def _write(files: Sequence[Path], label: str | None, folder: Path) -> int:
+    """Write the images of tables, with a folder for each label; return their number."""
+    count = 0
+    for file in files:
+        for content, name in _rows(file, label):
+            (folder / name).mkdir(exist_ok=True)
+            # Numbers keep the order, and name the row in messages about broken images.
+            (folder / name / f"{count:09d}{_suffix_of(content)}").write_bytes(content)
+            count += 1
+    return count
+
+
+def _suffix_of(content: bytes) -> str:
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return _SUFFIX_OF_FORMAT.get(image.format or "", ".jpg")
+    except Exception:  # For a broken file, Pillow raises many types; the file is checked later.
+        return ".jpg"
+
+
+def _rows(file: Path, label: str | None) -> Iterator[tuple[bytes, str]]:
+    """Yield each image of a table, with the name of its folder."""
+    number = 0
+    with open_table(file) as (schema, batches):
+        columns = _Columns.of(schema, label, file)
+        for batch in batches(columns.names, _BATCH_ROWS):
+            for row in batch.to_pylist():
+                yield columns.image_of(row, number), columns.folder_of(row, number)
+                number += 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Columns:
+    """The columns of a table that are used.
+
+    Attributes:
+        file: The table.
+        image: The column of images.
+        label: The column of labels; None if the objective needs none.
+        folders: Label -> name of its folder; None if labels are their own names.
+    """
+
+    file: Path
+    image: str
+    label: str | None
+    folders: Mapping[int, str] | None
+
+    @classmethod
+    def of(cls, schema: Any, label: str | None, file: Path) -> "_Columns":
+        """Find the columns in a pyarrow.Schema."""
+        from pyarrow import types
+
+        images = [field.name for field in schema if _is_image(field.type)]
+        if "image" not in images and len(images) != 1:
+            raise ValueError(
+                f"data.paths: {file} has the columns {listed(schema.names)}, of which "
+                f"{listed(images) or 'none'} can be images; it needs one, or one named 'image'"
+            )
+        folders = None
+        if label is not None:
+            if label not in schema.names:
+                raise ValueError(
+                    f"data.label_field={label!r} is not among the columns {listed(schema.names)} "
+                    f"of {file}; set it to the column of labels"
+                )
+            kind = schema.field(label).type
+            if types.is_integer(kind):
+                folders = dict(enumerate(_names_of_labels(schema, label, file)))
+            elif not (types.is_string(kind) or types.is_large_string(kind)):
+                raise ValueError(
+                    f"data.label_field={label!r} has the type {kind} in {file}; labels must be "
+                    "whole numbers or strings"
+                )
+        image = "image" if "image" in images else images[0]
+        return cls(file=file, image=image, label=label, folders=folders)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns."""
+        return [self.image, *([] if self.label is None else [self.label])]
+
+    def image_of(self, row: Mapping[str, Any], number: int) -> bytes:
+        """Return the encoded image of a row."""
+        value = row[self.image]
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if not isinstance(content, bytes):
+            raise ValueError(
+                f"data.paths: row {number} of {self.file} has no bytes in {self.image!r}; embed "
+                "the images, for example with Dataset.to_parquet(…) after "
+                "cast_column('image', datasets.Image())"
+            )
+        return content
+
+    def folder_of(self, row: Mapping[str, Any], number: int) -> str:
+        """Return the name of the folder of a row."""
+        if self.label is None:
+            return _UNLABELED
+        value = row[self.label]
+        if isinstance(value, int) and self.folders:
+            name = self.folders.get(value)
+        elif isinstance(value, int) and value >= 0:
+            name = f"{value:05d}"  # in numerical order
+        else:
+            name = value if isinstance(value, str) else None
+        name = None if name is None else name.replace("/", "_")
+        if not name or name.startswith(".") or "\0" in name or len(name.encode()) > 200:
+            raise ValueError(
+                f"data.paths: row {number} of {self.file} has the label "
+                f"{shortened(repr(value))}, which cannot name a class; leave out such rows, or "
+                "rename the class"
+            )
+        return name
+
+
+def _is_image(kind: Any) -> bool:
+    """Return whether a column of this type of pyarrow can have encoded images."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return any(each.name == "bytes" and _is_image(each.type) for each in kind)
+    return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _names_of_labels(schema: Any, label: str, file: Path) -> list[str]:
+    """Return the names of the labels that `datasets` has put into a schema; [] if it has none."""
+    content = (schema.metadata or {}).get(b"huggingface")
+    if content is None:
+        return []
+    found: Any = parse_json(content.decode("utf-8", "replace"), f"the schema of {file}")
+    for key in ("info", "features", label, "names"):
+        found = found.get(key) if isinstance(found, dict) else None
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise ValueError(
+            f"data.paths: the labels of {file} are {shortened(json.dumps(found))}, but must be a "
+            "list of names"
+        )
+    if len({name.replace("/", "_") for name in found}) < len(found):
+        raise ValueError(f"data.paths: {file} has two labels of the same name; rename one of them")
+    return found
