@@ -19,7 +19,7 @@ Cross-attention, which is not causal, has a fixed cache: `filling` keeps the key
 encoder's output, `reading` adds none. The keys and values that it gets are not used, so the
 compiler drops their computation. The encoder runs outside of these contexts.
 
-B batch, T query seq, S slots, N heads, K key-value heads, G = N / K, H head_dim.
+B batch, T query seq, S slots, N heads, K key-value heads, Q = N / K × T, H head_dim.
 """
 
 import contextlib
@@ -274,13 +274,16 @@ def _attend_to(
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = cache.k_BKSH.shape[1]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
-    q_BTKGH = q_BTNH.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    logits_BKGTS = scale * jnp.einsum(
-        "BTKGH,BKSH->BKGTS", q_BTKGH, cache.k_BKSH, preferred_element_type=wide
+    # XLA compiles products of matrices best, so all queries of a key-value head become one matrix.
+    shape = batch, num_kv_heads, -1, head_dim
+    q_BKQH = q_BTNH.swapaxes(1, 2).reshape(shape)
+    logits_BKQS = scale * jnp.einsum(
+        "BKQH,BKSH->BKQS", q_BKQH, cache.k_BKSH, preferred_element_type=wide
     )
     if bias_BNTS is not None:
-        logits_BKGTS += bias_BNTS.reshape(-1, *logits_BKGTS.shape[1:]).astype(wide)
-    logits_BKGTS = jnp.where(is_visible_BTS[:, None, None], logits_BKGTS, -jnp.inf)
-    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(q_BTNH.dtype)
-    y_BTKGH = jnp.einsum("BKGTS,BKSH->BTKGH", weights_BKGTS, cache.v_BKSH)
-    return y_BTKGH.reshape(q_BTNH.shape)
+        logits_BKQS += bias_BNTS.reshape(-1, *logits_BKQS.shape[1:]).astype(wide)
+    is_visible_B1QS = jnp.tile(is_visible_BTS, (1, num_heads // num_kv_heads, 1))[:, None]
+    logits_BKQS = jnp.where(is_visible_B1QS, logits_BKQS, -jnp.inf)
+    weights_BKQS = jax.nn.softmax(logits_BKQS, axis=-1).astype(q_BTNH.dtype)
+    y_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights_BKQS, cache.v_BKSH)
+    return y_BKQH.reshape(batch, num_heads, length, head_dim).swapaxes(1, 2)
