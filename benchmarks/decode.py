@@ -1,13 +1,17 @@
 """Predicts how fast a GPU generates text: `python -m benchmarks.decode --target=h100:1x1`.
 
     python -m benchmarks.decode --config=configs/llama.py:3-8b --target=h100:1x1 --batch=1,32,256
+    python -m benchmarks.decode --peer --batch=1,8
     python -m benchmarks.decode --docs
 
 The pass over one token per row (`Decoder.decode` in generate/decoder.py, with a greedy choice) is
 compiled for a GPU that need not be present, and its time is predicted in the same way as that of a
 training step. The limit is the time in which the GPU reads the parameters and all slots of the
-caches once. With --docs, the command writes the table of docs/generate.md from
-benchmarks/results/decode.json.
+caches once.
+
+With --peer, a GPT-2 small with random weights generates text on this machine, in turns with
+transformers. With --docs, the command writes the tables of docs/generate.md from decode.json and
+cpu_decode.json in benchmarks/results.
 """
 
 import argparse
@@ -23,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from benchmarks.harness import docs_page, report
+from benchmarks.harness import docs_page, generation_peer, report
 from generate.decoder import decoder_of
 from sharding import hardware
 from sharding.analysis.cost.prediction import predict
@@ -38,6 +42,7 @@ from untrusted.messages import sentence_of
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "decode.json"
+_PEER_RESULTS = _RESULTS.with_name("cpu_decode.json")
 _DOCS = _ROOT / "docs" / "generate.md"
 _PROMPT = 8
 
@@ -50,35 +55,55 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", default="1,32,256", help="numbers of rows")
     parser.add_argument("--length", type=int, default=1024, help="slots of a row's caches")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--peer", action="store_true", help="measure beside transformers instead")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each, with --peer")
     parser.add_argument("--docs", action="store_true", help="write docs/generate.md")
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     if args.docs:
-        found = json.loads(_RESULTS.read_text(encoding="utf-8"))
-        text = _DOCS.read_text(encoding="utf-8")
-        table = docs_page.markdown(rows_of(found))
-        _DOCS.write_text(docs_page.with_tables(text, {"decode": table}, _DOCS), encoding="utf-8")
+        _write_docs()
         return 0
     jax.config.update("jax_platforms", "cpu")
+    command = shlex.join(["python", "-m", "benchmarks.decode", *(argv or sys.argv[1:])])
     try:
+        sizes = [int(size) for size in args.batch.split(",")]
+        if args.peer:
+            found = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
+            return _print({"command": command, **found}, args.out)
         target = parse_target(args.target)
         if target.num_devices != 1:
             raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
         config = load_config(args.config, parse_overrides(others))
         model = run_for(validate_config(config), target).model
-        sizes = [int(size) for size in args.batch.split(",")]
         passes = [predicted(model, target, size, args.length) for size in sizes]
     except (ValueError, OSError) as error:
         print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
-    command = shlex.join(["python", "-m", "benchmarks.decode", *(argv or sys.argv[1:])])
     figures = {"command": command, "versions": report.versions(), "target": target.name}
     figures |= {"config": args.config, "length": args.length, "passes": passes}
+    return _print(figures, args.out)
+
+
+def _print(figures: dict[str, Any], out: Path | None) -> int:
+    """Print figures as JSON, also into a file if there is one; return the exit code."""
     text = json.dumps(figures, indent=1, allow_nan=False) + "\n"
     print(text, end="")
-    if args.out is not None:
-        args.out.write_text(text, encoding="utf-8")
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
     return 0
+
+
+def _write_docs() -> None:
+    """Write the tables of docs/generate.md."""
+    found, beside = (
+        json.loads(file.read_text(encoding="utf-8")) for file in (_RESULTS, _PEER_RESULTS)
+    )
+    tables = {
+        "decode": docs_page.markdown(rows_of(found)),
+        "decode beside transformers": docs_page.markdown(generation_peer.rows_of(beside)),
+    }
+    text = _DOCS.read_text(encoding="utf-8")
+    _DOCS.write_text(docs_page.with_tables(text, tables, _DOCS), encoding="utf-8")
 
 
 def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> dict[str, Any]:

@@ -5,14 +5,24 @@ import json
 import pytest
 
 from benchmarks import decode
+from benchmarks.harness import generation_peer
 
 FIGURES = json.loads(decode._RESULTS.read_text(encoding="utf-8"))
 
 
 def test_docs_have_the_table_of_the_stored_figures():
     text = decode._DOCS.read_text(encoding="utf-8")
-    for row in decode.rows_of(FIGURES):
+    measured = json.loads(decode._PEER_RESULTS.read_text(encoding="utf-8"))
+    for row in [*decode.rows_of(FIGURES), *generation_peer.rows_of(measured)]:
         assert f"| {' | '.join(row)} |" in text
+
+
+def test_peer_continues_the_same_prompts():
+    sizes = {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50, "n_positions": 64}
+    found = generation_peer.compare(sizes, [2], num_tokens=4, num_rounds=2)
+    (each,) = found["batches"]
+    assert each["batch_size"] == 2 and len(each["speed_ratio"]["rounds"]) == 2
+    assert all(rate > 0 for rate in each["tokens_per_s"].values())
 
 
 @pytest.mark.parametrize("each", FIGURES["passes"], ids=lambda each: str(each["batch_size"]))
