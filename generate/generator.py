@@ -247,7 +247,9 @@ class Generator:
         )
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        return padded(rows, self._num_replicas, self._batch_size, self._decoder.max_positions)
+        limits = self._decoder.max_positions, self._drafter.max_positions
+        most = min((limit for limit in limits if limit is not None), default=None)
+        return padded(rows, self._num_replicas, self._batch_size, most)
 
     def _first(
         self,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -115,6 +116,21 @@ def test_texts_may_reach_the_last_position(llama):
     for drafts in (Drafts(num_tokens=9), Drafts(num_tokens=9, model=target)):
         generator = Generator(target, drafts=drafts)
         assert generator.generate([prompt], max_new_tokens=NEW, sampling=GREEDY) == expected
+
+
+def test_draft_model_may_have_fewer_positions(tmp_path):
+    torch.manual_seed(1)
+    names = ("long", "short")
+    for name, positions in zip(names, (128, 50), strict=True):
+        config = hf.GPT2Config(
+            vocab_size=VOCAB, n_positions=positions, n_layer=1, n_head=2, n_embd=12
+        )
+        hf.GPT2LMHeadModel(config).save_pretrained(tmp_path / name)
+    target, short = (load(tmp_path / name) for name in names)
+    prompt = [*range(2, 42)]  # padding to 64 tokens would exceed the 50 positions
+    expected = Generator(target).generate([prompt], max_new_tokens=10, sampling=GREEDY)
+    generator = Generator(target, drafts=Drafts(model=short))
+    assert generator.generate([prompt], max_new_tokens=10, sampling=GREEDY) == expected
 
 
 def test_models_that_do_not_fit_are_refused(llama, t5):
