@@ -85,10 +85,11 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
     assert generator.generate(prompts(), max_new_tokens=16, sampling=other) != together[::2]
 
 
+@pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}, {"data": 3}],
-    ids=str,
+    ids=["data=4", "model=2", "2x2x2", "data=3"],
 )
 def test_continuations_are_the_same_on_every_mesh(sizes, llama):
     def continued() -> list[list[list[int]]]:

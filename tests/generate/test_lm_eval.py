@@ -136,7 +136,11 @@ def test_metrics_equal_those_of_the_hugging_face_backend(mesh, directory, tasks,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks=chose"], "lm-eval has no task 'chose'; pass --include_path"),
+        pytest.param(
+            ["--tasks=chose"],
+            "lm-eval has no task 'chose'; pass --include_path",
+            marks=pytest.mark.thorough,  # lm-eval reads the names of all its tasks
+        ),
         (["--tasks=choose", "--batch_size=0"], "batch_size=0 must be a positive multiple"),
         (["--tasks=choose", "--mesh=rows=2"], "'rows=2' is not one of pipeline, data"),
     ],

@@ -96,6 +96,7 @@ def train(workdir, overrides, num_steps):
     assert main(arguments(workdir, (*overrides, *constant, f"train.num_steps={num_steps}"))) == 0
 
 
+@pytest.mark.thorough
 def test_resumed_run_is_bitwise_equal(corpus, tmp_path):
     overrides = (*FLOAT8, *corpus, "eval.every_steps=4")
     train(tmp_path / "whole", overrides, 8)
