@@ -5,9 +5,8 @@
     python -m benchmarks.decode --docs
 
 The pass over one token per row (`Decoder.decode` in generate/decoder.py, with a greedy choice) is
-compiled for a GPU that need not be present, and its time is predicted in the same way as that of a
-training step. The limit is the time in which the GPU reads the parameters and all slots of the
-caches once.
+compiled for a GPU, which need not be present, and its time is predicted as for a training step. The
+limit is the time in which the GPU reads the parameters and all slots of the caches once.
 
 With --peer, a GPT-2 small with random weights generates text on this machine, in turns with
 transformers. With --docs, the command writes the tables of docs/generate.md from decode.json and

@@ -174,9 +174,9 @@ def measure(
     batch = random_batch(some)
     states = {}
     contenders = {run: _step(runs[run], batch, states) for run in runs}
-    parts = {(group, part): group.contender(part) for group in (alone, together) for part in wanted}
-    everything: dict[Any, Contender] = {**parts, **contenders}
-    times = interleave(everything, num_rounds=num_rounds, num_steps=num_steps)
+    parts = {(group, part): group.step_of(part) for group in (alone, together) for part in wanted}
+    whole = {run: contender.step for run, contender in contenders.items()}
+    times = interleave({**parts, **whole}, num_rounds=num_rounds, num_steps=num_steps)
     # Per round: (seconds of each part alone, seconds of each part together), for one microbatch.
     costs = [
         tuple(

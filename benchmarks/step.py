@@ -158,11 +158,11 @@ def measure(
         )
         contenders |= found
         figures |= {name: {"skipped": reason} for name, reason in skipped.items()}
-    times = interleave(contenders, num_rounds=num_rounds, num_steps=num_steps)
-    for name, contender in contenders.items():
+    steps = {name: contender.step for name, contender in contenders.items()}
+    times = interleave(steps, num_rounds=num_rounds, num_steps=num_steps)
+    for name, each in contenders.items():
         figures[name] = _speed(run, times[name].summary())
-        figures[name]["compile_time_s"] = contender.compile_time_s
-        figures[name]["first_loss"] = contender.first_loss
+        figures[name] |= {"compile_time_s": each.compile_time_s, "first_loss": each.first_loss}
     if peer_names and len(contenders) == 1:
         figures[peer_names[0]] |= peers.peak_memory()
     if "ours" in names:

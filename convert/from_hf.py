@@ -19,6 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from convert.command import run
 from convert.files import preprocessor
 from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
@@ -29,7 +30,6 @@ from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import partition_specs, rules_on, shardings
 from untrusted.files import copy_file, new_directory, write_text
-from untrusted.messages import sentence_of
 
 #: Files of a Hugging Face model that are kept in addition to its config.json.
 KEPT_FILES = (
@@ -240,22 +240,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             help="check that the model can be sharded over a mesh of this size",
         )
     args = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # An accelerator would only be used for its memory.
-    logging.basicConfig(format="%(message)s", force=True)
-    logging.getLogger("convert").setLevel(logging.INFO)
-    try:
-        sizes = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
-        convert(
+    sizes = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
+    return run(
+        lambda: convert(
             args.src,
             args.dst,
             mesh=MeshConfig(**sizes) if sizes else None,
             harmless=[name for name in args.harmless.split(",") if name],
             allow_pickle_weights=args.allow_pickle_weights,
         )
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    return 0
+    )
 
 
 if __name__ == "__main__":

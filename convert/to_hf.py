@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from convert.adapters.merged import merged
 from convert.adapters.write_peft import write_adapter
 from convert.architecture import Architecture
+from convert.command import run
 from convert.files import preprocessor
 from convert.files.model_card import write_card
 from convert.files.tokenizer_files import write_tokenizer
@@ -27,7 +26,7 @@ from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from untrusted.files import new_directory, write_text
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of, shortened
+from untrusted.messages import shortened
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _WITHOUT_COUNTERPART = (
@@ -299,11 +298,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_allow_import(parser)
     args = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # An accelerator would only be used for its memory.
-    logging.basicConfig(format="%(message)s", force=True)
-    logging.getLogger("convert").setLevel(logging.INFO)
-    try:
-        convert(
+    return run(
+        lambda: convert(
             args.checkpoint,
             args.dst,
             dtype=args.dtype,
@@ -312,10 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             merge=args.merge,
             allow_import=args.allow_import,
         )
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    return 0
+    )
 
 
 if __name__ == "__main__":

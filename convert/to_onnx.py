@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import warnings
@@ -20,17 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from convert import to_hf
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
-from convert.from_hf import load
+from convert.command import run
+from convert.files import preprocessor
+from convert.from_hf import KEPT_FILES, copy_hf_files, load
 from convert.registry import architectures
 from untrusted.documents import read_json
 from untrusted.files import new_directory
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of
 
 try:
     import onnxruntime
@@ -46,6 +45,8 @@ except ModuleNotFoundError as error:
     )
 
 MODEL_FILE = "model.onnx"
+#: Files that are copied from the Hugging Face model, if it has them.
+_FILES = (*KEPT_FILES, "config.json", preprocessor.FILE, "README.md")
 #: Ends of the names of Hugging Face classes whose only output is logits.
 _WITH_LOGITS = (
     "LMHeadModel",
@@ -55,7 +56,7 @@ _WITH_LOGITS = (
     "ForTokenClassification",
     "ForImageClassification",
 )
-#: The largest difference of logits, relative to the largest logit.
+#: The largest difference of logits that is accepted, divided by the largest logit.
 _TOLERANCE = 1e-3
 #: Rows and tokens of the example that is traced, and of the one that is compared.
 _TRACED = 2, 8
@@ -67,9 +68,10 @@ _log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the 
 def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
     """Write a model as `model.onnx`, with its config and the files of its tokenizer.
 
-    The inputs of a text model are `input_ids` and `attention_mask`, int64[B, T], and
-    `token_type_ids` if it has types of tokens; those of an image model are `pixel_values`,
-    float32[B, C, H, W], normalized. The output is `logits`, in float32. B and T are free.
+    The inputs of a text model are int64[B, T]: `input_ids`, `attention_mask`, and
+    `token_type_ids` if it has several types of tokens. The input of an image model is
+    `pixel_values`, float32[B, C, H, W], normalized. The output is `logits`, in float32. B and T may
+    have any size.
 
     Args:
         src: The directory of a run, one of its checkpoints, or a Hugging Face model.
@@ -78,12 +80,12 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
             from.
 
     Returns:
-        The largest difference of the logits of the file from those of Taibai, relative to the
+        The largest difference between the logits of the ONNX file and of Taibai, divided by the
         largest logit.
 
     Raises:
-        ValueError: The model has no counterpart in `transformers`, or none with logits alone, or
-            the file computes other logits.
+        ValueError: No class of `transformers` returns the logits of this model, PyTorch cannot
+            export it, or the file computes other logits.
     """
     with new_directory(dst) as directory:
         with _hugging_face(src, allow_import) as folder:
@@ -93,9 +95,7 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
                     f"{src} is a {name}, but exports to ONNX know only models of text or images "
                     f"whose output is logits: *{', *'.join(_WITH_LOGITS)}"
                 )
-            for file in folder.iterdir():
-                if file.is_file() and not file.name.endswith((".safetensors", ".index.json")):
-                    shutil.copyfile(file, directory / file.name)
+            copy_hf_files(folder, directory, _FILES)
             inputs = _write_program(name, folder, directory / MODEL_FILE)
             difference = _difference(inputs, load(folder), directory / MODEL_FILE)
         if not difference <= _TOLERANCE:
@@ -109,7 +109,7 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
 
 @contextlib.contextmanager
 def _hugging_face(src: Path, allow_import: Sequence[str]) -> Iterator[Path]:
-    """Yield the directory of a model in Hugging Face's format; that of a run is temporary."""
+    """Yield the directory of a Hugging Face model; for a run, a temporary one is written."""
     if (src / "config.json").is_file():
         yield src
         return
@@ -150,15 +150,18 @@ def _write_program(name: str, folder: Path, file: Path) -> dict[str, np.ndarray]
     )
     with warnings.catch_warnings():  # the exporter uses deprecated functions of its own
         warnings.simplefilter("ignore")
-        program: Any = torch.onnx.export(
-            _Logits(model, [*traced]).eval(),
-            tuple(map(torch.from_numpy, traced.values())),
-            dynamic_shapes={"inputs": dynamic},
-            input_names=[*traced],
-            output_names=["logits"],
-            dynamo=True,
-            verbose=False,
-        )
+        try:
+            program: Any = torch.onnx.export(
+                _Logits(model, [*traced]).eval(),
+                tuple(map(torch.from_numpy, traced.values())),
+                dynamic_shapes={"inputs": dynamic},
+                input_names=[*traced],
+                output_names=["logits"],
+                dynamo=True,
+                verbose=False,
+            )
+        except torch.onnx.OnnxExporterError as error:
+            raise ValueError(f"PyTorch cannot export {name} to ONNX: {error}") from error
     program.save(str(file))
     return _inputs(model.config, *_COMPARED)
 
@@ -181,7 +184,7 @@ def _inputs(config: Any, size: int, length: int) -> dict[str, np.ndarray]:
 
 
 def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
-    """Return the largest difference of the file's logits, relative to the largest logit."""
+    """Return the largest difference between both models' logits, divided by the largest logit."""
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     (output,) = session.run(None, inputs)
     found = np.asarray(output)
@@ -215,21 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("dst", type=Path, help="directory to write")
     add_allow_import(parser)
     args = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")
-    logging.basicConfig(format="%(message)s", force=True)
-    logging.getLogger("convert").setLevel(logging.INFO)
     # The exporter warns that torchvision, which no model here needs, is not installed.
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     os.environ["HF_HUB_OFFLINE"] = "1"  # all files are in the folder
-    try:
-        convert(args.src, args.dst, allow_import=args.allow_import)
-    except torch.onnx.OnnxExporterError as error:
-        print(f"error: PyTorch cannot export {args.src}: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    return 0
+    return run(lambda: convert(args.src, args.dst, allow_import=args.allow_import))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from models.functions import functions_of
 from models.layers import kv_cache
@@ -80,6 +81,10 @@ class Decoder:
                 "length of the text, which changes while it is generated; export the model and "
                 "generate with transformers or vLLM"
             )
+
+    def params_of(self, model: Any) -> dict[str, Tree]:
+        """Return the parameters of the model, as both passes take them."""
+        return jax.jit(self.separate)(nnx.to_pure_dict(nnx.split(model)[1]))
 
     def separate(self, params: dict[str, Tree]) -> dict[str, Tree]:
         """Split the stacked parameters into separate arrays for each layer."""

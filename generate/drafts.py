@@ -21,9 +21,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from generate.decoder import Caches, decoder_of
+from generate.decoder import Caches, Decoder, decoder_of
 from generate.rows import NONE, Rows
 from generate.sampling import Sampling, choose
 
@@ -32,7 +31,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """Where drafts come from.
+    """How the next tokens are drafted.
 
     Attributes:
         num_tokens: D, drafts that the model checks in a pass.
@@ -83,12 +82,13 @@ class Drafter(Protocol):
         ...
 
 
-def drafter_of(drafts: Drafts | None, model: Any, start: int | None) -> Drafter:
+def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int | None) -> Drafter:
     """Return what proposes tokens to a model.
 
     Args:
         drafts: where drafts come from; None: there are none.
         model: the model that checks them.
+        decoder: its functions.
         start: as for `decoder_of`.
 
     Raises:
@@ -98,13 +98,13 @@ def drafter_of(drafts: Drafts | None, model: Any, start: int | None) -> Drafter:
         return NoDrafts()
     if drafts.model is None:
         return NGrams(drafts)
-    drafter = ModelDrafts(drafts, start, model.config.vocab_size)
-    if drafter.follows_prompt != decoder_of(model, start).follows_prompt:
+    own_decoder = decoder_of(drafts.model, start)
+    if own_decoder.follows_prompt != decoder.follows_prompt:
         raise ValueError(
             f"a {type(drafts.model).__name__} cannot draft for a {type(model).__name__}: one "
             "continues a prompt, the other answers it; take drafts from a model of the same kind"
         )
-    return drafter
+    return ModelDrafts(drafts, own_decoder, model.config.vocab_size)
 
 
 class NoDrafts:
@@ -203,22 +203,16 @@ def _joined(tokens_BT: jax.Array, lengths_B: jax.Array, new_BM: jax.Array) -> ja
 
 
 class ModelDrafts:
-    """Proposes the tokens that a smaller model chooses.
+    """Proposes the tokens that a smaller model chooses."""
 
-    Attributes:
-        follows_prompt: whether its continuations follow a prompt, and do not answer it.
-    """
-
-    def __init__(self, drafts: Drafts, start: int | None, vocab_size: int):
+    def __init__(self, drafts: Drafts, decoder: Decoder, vocab_size: int):
         self.num_tokens = drafts.num_tokens
         # Models with the same tokenizer may have different numbers of ids that no token uses.
         self._vocab_size = vocab_size
         self._own_vocab_size = drafts.model.config.vocab_size
-        self._decoder = decoder_of(drafts.model, start)
-        self.follows_prompt = self._decoder.follows_prompt
-        self.max_positions = self._decoder.max_positions
-        params = nnx.to_pure_dict(nnx.split(drafts.model)[1])
-        self.params = jax.jit(self._decoder.separate)(params)
+        self._decoder = decoder
+        self.max_positions = decoder.max_positions
+        self.params = decoder.params_of(drafts.model)
 
     def begin(
         self, params: Tree, tokens_BT: jax.Array, lengths_B: jax.Array, max_new_tokens: int
@@ -261,7 +255,7 @@ class ModelDrafts:
 
 
 def _resized(logits_BV: jax.Array, vocab_size: int) -> jax.Array:
-    """Return the logits of so many tokens; those of tokens that are added are -inf."""
+    """Cut the logits to the size of a vocab, or pad them with -inf."""
     num_added = max(vocab_size - logits_BV.shape[1], 0)
     padded = jnp.pad(logits_BV, ((0, 0), (0, num_added)), constant_values=-jnp.inf)
     return padded[:, :vocab_size]

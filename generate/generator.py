@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from generate.batches import batches_of, check_batch_size, padded
 from generate.beam_search import Beams, BeamSearch
@@ -35,7 +34,7 @@ class _State:
         caches: all tokens of each row but the newest.
         rows: the rows.
         memory: what the drafter remembers of them.
-        passes_B: int32, number of passes that found tokens of the row, besides that of its prompt.
+        passes_B: int32, number of decoding passes that the row took part in.
     """
 
     caches: Caches
@@ -85,9 +84,8 @@ class Generator:
         self._stop = tuple(stop)
         self._batch_size = batch_size
         self._rules = rules_on(mesh)
-        params = nnx.to_pure_dict(nnx.split(model)[1])
-        self._drafter = drafter_of(drafts, model, start)
-        self._params = jax.jit(self._decoder.separate)(params), self._drafter.params
+        self._drafter = drafter_of(drafts, model, self._decoder, start)
+        self._params = self._decoder.params_of(model), self._drafter.params
         self.num_passes = 0
         self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1))
         self._advance = jax.jit(

@@ -18,7 +18,7 @@ NONE = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What the rows have so far.
+    """The tokens of the rows so far, and what is needed to choose the next ones.
 
     Attributes:
         newest_B: int32, the newest token.
@@ -118,7 +118,7 @@ class Rows:
         drafts_BD: jax.Array,
         logits_BTV: jax.Array,
     ) -> "Rows":
-        """Return the rows with 1 to D + 1 more tokens each: as many as would be chosen one by one.
+        """Return the rows with 1 to D + 1 more tokens each, up to the first draft that is wrong.
 
         Args:
             sampling: how tokens are chosen.

@@ -1,7 +1,4 @@
-"""Times greedy generation beside transformers, with the same weights, prompts and tokens.
-
-N new tokens.
-"""
+"""Times greedy generation in turns with transformers: same weights, same prompts, same tokens."""
 
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import report
-from benchmarks.harness.timing import Contender, interleave, ratios
+from benchmarks.harness.timing import interleave, ratios
 from convert.from_hf import load
 from generate.generator import Generator
 from generate.sampling import Sampling
@@ -27,7 +24,7 @@ def compare(
     Args:
         sizes: fields of a GPT-2 config of transformers that differ from GPT-2 small.
         batches: numbers of prompts at the same time.
-        num_tokens: N.
+        num_tokens: number of new tokens of each prompt.
         num_rounds: how many times both take turns.
 
     Returns:
@@ -87,15 +84,7 @@ def _of_batch(
     if ours() != theirs():  # this also compiles ours
         raise ValueError("Taibai and transformers continue the prompts with different tokens")
 
-    def contender(generate: Any) -> Contender:
-        def step() -> float:
-            generate()
-            return 0.0
-
-        return Contender(step=step, compile_time_s=None, first_loss=0.0)
-
-    contenders = {"ours": contender(ours), "transformers": contender(theirs)}
-    times = interleave(contenders, num_rounds=num_rounds, num_steps=1)
+    times = interleave({"ours": ours, "transformers": theirs}, num_rounds=num_rounds, num_steps=1)
     count = len(prompts) * num_tokens
     return {
         "batch_size": len(prompts),

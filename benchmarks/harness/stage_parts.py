@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
+from benchmarks.harness.timing import NUM_WARM_UP_STEPS
 from benchmarks.step import random_batch
 from sharding.analysis.flops import matmul_flops
 from sharding.gather_modes import all_once
@@ -76,22 +76,21 @@ class StageParts:
         self._flops: dict[Part, float | None] = {}
 
     def repeats(self, part: Part) -> int:
-        """Return how often one step of the part's contender computes the part."""
+        """Return how often a step of the part computes it."""
         return 1 if part[0] == "update" else self._num_microbatches
 
     def flops(self, part: Part) -> float | None:
         """Return the FLOPs of a part's matrix products on one device, or None if unknown.
 
-        They are per microbatch, or per step for the update. `contender` must have been called.
+        They are per microbatch, or per step for the update. `step_of` must have been called.
         """
         total = self._flops[part]
         return None if total is None else total / self.repeats(part)
 
-    def contender(self, part: Part) -> Contender:
-        """Return the part as a contender that has warmed up.
+    def step_of(self, part: Part) -> Callable[[], None]:
+        """Return a step of the part, which has warmed up.
 
-        One step of the contender computes the part for all microbatches in sequence, on all
-        devices at the same time.
+        It computes the part for all microbatches in sequence, on all devices at the same time.
         """
         name, num_layers = part
         if name == "update":
@@ -102,15 +101,14 @@ class StageParts:
             compiled, carry, fixed = self._compile_end(name)
         self._flops[part] = matmul_flops(compiled)
 
-        def step() -> float:
+        def step() -> None:
             nonlocal carry
             carry, outputs = compiled(carry, *fixed)
             jax.block_until_ready((carry, outputs))
-            return 0.0
 
         for _ in range(1 + NUM_WARM_UP_STEPS):
             step()
-        return Contender(step=step, compile_time_s=None, first_loss=0.0)
+        return step
 
     def _compile_end(self, name: str) -> tuple[Any, Tree, Tree]:
         """Compile a part of the embedding or the head.

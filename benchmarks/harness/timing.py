@@ -67,12 +67,13 @@ class Times:
 
 
 def interleave(
-    contenders: Mapping[Name, Contender], *, num_rounds: int, num_steps: int
+    steps: Mapping[Name, Callable[[], object]], *, num_rounds: int, num_steps: int
 ) -> dict[Name, Times]:
-    """Time contenders in turns: A B C A B C ...
+    """Time the steps of contenders in turns: A B C A B C ...
 
     Args:
-        contenders: contenders by name, each of which must have warmed up.
+        steps: a function by name of contender, which runs one step and waits until it has finished;
+            each must have warmed up.
         num_rounds: number of turns of each contender.
         num_steps: number of timed steps in a turn. They follow one untimed step, because caches
             and threads are still occupied by the previous contender.
@@ -80,11 +81,11 @@ def interleave(
     Returns:
         The times of every contender, by name.
     """
-    rounds: dict[Name, list[tuple[float, ...]]] = {name: [] for name in contenders}
+    rounds: dict[Name, list[tuple[float, ...]]] = {name: [] for name in steps}
     for _ in range(num_rounds):
-        for name, contender in contenders.items():
-            contender.step()
-            rounds[name].append(tuple(_time_s(contender.step) for _ in range(num_steps)))
+        for name, step in steps.items():
+            step()
+            rounds[name].append(tuple(_time_s(step) for _ in range(num_steps)))
     return {name: Times(rounds=tuple(times)) for name, times in rounds.items()}
 
 

@@ -1,1 +1,1 @@
-"""Files beside the weights of an exported model: model card, image preprocessor, tokenizer."""
+"""Files of an exported model other than its weights: model card, image preprocessor, tokenizer."""

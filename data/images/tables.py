@@ -8,18 +8,17 @@ whose name is in the schema.
 """
 
 import dataclasses
-import glob
+import hashlib
 import io
 import json
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
-from data.checks import files_key, listed
+from data.checks import files_key, listed, matches_of
 from data.config import DataConfig
 from data.locks import locked
 from data.text.tables import SUFFIXES, files_of_folder, open_table
@@ -55,8 +54,9 @@ def _unpacked(path: str, config: DataConfig) -> str:
     label = config.label_field if config.objective == "image_classification" else None
     directory = config.cache_path / "image_tables"
     make_private_directory(directory)
-    key = files_key(files, config.verify)[:16]
-    target = directory / f"{files[0].stem}-{key}-{label or _UNLABELED}"
+    # The label is hashed too, because a column may have any name.
+    key = hashlib.sha256(f"{files_key(files, config.verify)} {label}".encode()).hexdigest()[:16]
+    target = directory / f"{files[0].stem}-{key}"
     with locked(target):
         if not target.exists():
             with new_directory(target) as folder:
@@ -67,10 +67,10 @@ def _unpacked(path: str, config: DataConfig) -> str:
 
 def _files_of(path: str) -> list[Path]:
     """Return the tables that an entry of `data.paths` stands for; [] if it stands for none."""
-    if os.path.isdir(os.path.expanduser(path)):
-        return files_of_folder(Path(path).expanduser())
-    found = [Path(file) for file in sorted(glob.glob(os.path.expanduser(path)))]
-    return [file for file in found if file.suffix in SUFFIXES]
+    found = sorted(map(Path, matches_of(path)))
+    if len(found) == 1 and found[0].is_dir():
+        return files_of_folder(found[0])
+    return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
 
 
 def _write(files: Sequence[Path], label: str | None, folder: Path) -> int:

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from generate.batches import check_batch_size
 from generate.decoder import Caches, decoder_of
@@ -96,7 +95,7 @@ class Slots:
         self._max_length = max_length
         self._tokens_per_call = tokens_per_call
         self._rules = rules_on(mesh)
-        self._params = jax.jit(self._decoder.separate)(nnx.to_pure_dict(nnx.split(model)[1]))
+        self._params = self._decoder.params_of(model)
         self._prefill = jax.jit(self._traced(self._prefilled))
         self._insert = jax.jit(self._inserted, donate_argnames="state")
         self._advance = jax.jit(self._traced(self._advanced), donate_argnames="state")

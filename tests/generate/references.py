@@ -21,6 +21,7 @@ PAD = 1
 START = 0
 
 GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3)
 
 _T5: dict[str, Any] = {
     "vocab_size": VOCAB,

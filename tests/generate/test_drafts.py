@@ -15,12 +15,12 @@ from hypothesis import strategies as some
 from convert.from_hf import load
 from generate.drafts import Drafts, following
 from generate.generator import Generator
-from generate.sampling import Sampling
 from tests.generate.references import (
     GREEDY,
     LENGTHS,
     MODELS,
     NEW,
+    SAMPLED,
     START,
     VOCAB,
     mesh_of,
@@ -28,7 +28,6 @@ from tests.generate.references import (
     theirs,
 )
 
-SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3)
 PENALIZED = dataclasses.replace(SAMPLED, repetition_penalty=1.2, banned=(7,))
 _SETTINGS = {"greedy": GREEDY, "penalized": PENALIZED}
 

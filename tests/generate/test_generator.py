@@ -17,7 +17,16 @@ from generate.sampling import Sampling
 from models.text.bert import Bert, BertConfig
 from models.text.llama import Llama, LlamaConfig
 from sharding.analysis.memory import memory
-from tests.generate.references import GREEDY, NEW, START, VOCAB, mesh_of, prompts, theirs
+from tests.generate.references import (
+    GREEDY,
+    NEW,
+    SAMPLED,
+    START,
+    VOCAB,
+    mesh_of,
+    prompts,
+    theirs,
+)
 
 
 def test_greedy_continuations_equal_those_of_transformers(model):
@@ -65,9 +74,6 @@ def test_adapters_continue_prompts_as_in_peft(llama, tmp_path):
     assert found != Generator(load(llama[1])).generate(
         prompts(), max_new_tokens=NEW, sampling=GREEDY
     )
-
-
-SAMPLED = Sampling(temperature=0.9, top_k=40, top_p=0.95, min_p=0.01, seed=3)
 
 
 def test_samples_do_not_depend_on_the_other_rows(llama):

@@ -1,9 +1,8 @@
 """Exports have what the loader of vLLM reads, file by file; vLLM itself needs a GPU.
 
-The rules are those of vllm/model_executor/model_loader (DefaultModelLoader), models/registry.py and
-transformers_utils: the class is known by name, `*.safetensors` are the weights, an index decides
-which of them are read, and every tensor in them has to be a parameter that the class knows by the
-name that it has in transformers.
+vLLM's DefaultModelLoader (vllm/model_executor/model_loader) finds the class by its name, and reads
+the weights from `*.safetensors`, or from those that an index names. Every tensor must have the name
+of a parameter in transformers.
 """
 
 import json
