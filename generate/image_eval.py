@@ -35,6 +35,7 @@ from data.examples import Corpus
 from data.image_config import ImageConfig
 from fields.keys import check_keys
 from generate.command import add_model_options, mesh_of, run
+from generate.evaluation.following import add_follow, check_follow, follow
 from sharding.distributed.startup import start
 from sharding.mesh import REPLICA_AXES, use_mesh
 from untrusted.documents import read_yaml
@@ -96,6 +97,15 @@ class ImageScores:
     def top5_accuracy(self) -> float:
         """Share of the images whose class is among the five most likely."""
         return self.num_in_top / self.num_images
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """The figures of all images together, by name."""
+        return {
+            "num_images": self.num_images,
+            "accuracy": self.accuracy,
+            "top5_accuracy": self.top5_accuracy,
+        }
 
     def classes(self) -> Iterator[ClassScores]:
         """Yield the scores of each class."""
@@ -223,12 +233,7 @@ def write_scores(scores: ImageScores, directory: Path) -> None:
         ValueError: the directory exists and is not empty.
     """
     with new_directory(directory) as made:
-        totals = {
-            "num_images": scores.num_images,
-            "accuracy": scores.accuracy,
-            "top5_accuracy": scores.top5_accuracy,
-        }
-        write_text(made / "scores.json", json.dumps(totals, indent=1) + "\n")
+        write_text(made / "scores.json", json.dumps(scores.totals, indent=1) + "\n")
         with (made / "classes.csv").open("x", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow([field.name for field in dataclasses.fields(ClassScores)])
@@ -284,11 +289,12 @@ def main(argv: list[str] | None = None) -> int:
     add_model_options(parser, batch_size=64)
     parser.add_argument("--images", type=Path, metavar="FOLDER", help="a folder for each class")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write tables and a picture here")
+    add_follow(parser)
     return run(_evaluate, parser.parse_args(argv))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    """Evaluate the model, and print its scores."""
+    """Evaluate the model, and print its scores; or follow a run."""
     sizes = mesh_of(args.mesh)
     num_replicas = sizes.data * sizes.fsdp
     if args.batch_size % num_replicas:
@@ -297,15 +303,25 @@ def _evaluate(args: argparse.Namespace) -> None:
             f"--mesh={args.mesh}"
         )
     mesh = start(sizes)
-    source = read_source(args.model, allow_import=args.allow_import)
-    data, images = sections_of(source, args.model, args.images)
-    corpus = load_corpus(data, images)
+    if args.follow:
+        check_follow(args)
+        with use_mesh(mesh):
+            follow(args.model, "image_eval", lambda step: _scores(args, step).totals)
+        return
     with use_mesh(mesh):
-        model = load_model(source, dtype=args.dtype)
-        scores = evaluate_images(model, corpus, data, source.labels, batch_size=args.batch_size)
+        scores = _scores(args, args.model)
     if args.out is not None:
         write_scores(scores, args.out)
     print(as_text(scores))
+
+
+def _scores(args: argparse.Namespace, path: Path) -> ImageScores:
+    """Return the scores of the model at a path."""
+    source = read_source(path, allow_import=args.allow_import)
+    data, images = sections_of(source, path, args.images)
+    corpus = load_corpus(data, images)
+    model = load_model(source, dtype=args.dtype)
+    return evaluate_images(model, corpus, data, source.labels, batch_size=args.batch_size)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ lm-eval reads the tasks, asks for log-probabilities and continuations, and compu
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
+from generate.evaluation.following import add_follow, check_follow, follow
+from generate.evaluation.scoring import Scorer
 from generate.generator import Generator
 from generate.prompts import TextCodec, first_token_of, stop_tokens_of, tokenizer_of
 from generate.sampling import Sampling
-from generate.scoring import Scorer
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
@@ -192,23 +194,45 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question")
     parser.add_argument("--limit", type=int, metavar="N", help="only N questions of each task")
     parser.add_argument("--out", type=Path, help="write the metrics here, as JSON")
+    add_follow(parser)
     return parser
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    """Evaluate the model, and print the metrics as a table."""
+    """Evaluate the model, and print the metrics as a table; or follow a run."""
     # lm-eval would fork processes for bootstraps, which jax's threads do not survive.
     os.environ["DISABLE_MULTIPROC"] = "1"
     mesh = start(mesh_of(args.mesh))
     check_batch_size(mesh, args.batch_size)
-    source = read_source(args.model, allow_import=args.allow_import)
+    if args.follow:
+        check_follow(args)
+        with use_mesh(mesh):
+            follow(args.model, "lm_eval", lambda step: _scores(_results(args, step)))
+        return
+    with use_mesh(mesh):
+        found = _results(args, args.model)
+    if args.out is not None:
+        kept = {key: found[key] for key in ("results", "n-shot", "versions")}
+        write_text(args.out, json.dumps({"model": str(args.model), **kept}, indent=1) + "\n")
+    print(make_table(found))
+
+
+def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Return what lm-eval says about a model.
+
+    Args:
+        args: the arguments of the command.
+        path: the model.
+
+    Raises:
+        ValueError: the model has no tokenizer, or is not a language model; or a task is unknown.
+    """
+    source = read_source(path, allow_import=args.allow_import)
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer.json; put it beside the model")
+        raise ValueError(f"{path} has no tokenizer.json; put it beside the model")
     # Reading the names of all tasks takes longer than these checks.
-    manager = TaskManager(
-        include_path=None if args.include_path is None else str(args.include_path)
-    )
+    manager = _tasks_in(args.include_path)
     tasks = args.tasks.split(",")
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
@@ -216,26 +240,38 @@ def _evaluate(args: argparse.Namespace) -> None:
             f"--tasks={args.tasks}: lm-eval has no task {unknown[0]!r}; pass --include_path with "
             "the directory of its YAML file"
         )
-    with use_mesh(mesh):
-        model = TaskModel(
-            load_model(source, dtype=args.dtype),
-            tokenizer,
-            first_token=first_token_of(source, tokenizer),
-            stop=stop_tokens_of(source, tokenizer),
-            batch_size=args.batch_size,
-        )
-        found: Any = simple_evaluate(
-            model=model,
-            tasks=tasks,
-            task_manager=manager,
-            num_fewshot=args.num_fewshot,
-            limit=args.limit,
-            log_samples=False,
-        )
-    if args.out is not None:
-        kept = {key: found[key] for key in ("results", "n-shot", "versions")}
-        write_text(args.out, json.dumps({"model": str(args.model), **kept}, indent=1) + "\n")
-    print(make_table(found))
+    model = TaskModel(
+        load_model(source, dtype=args.dtype),
+        tokenizer,
+        first_token=first_token_of(source, tokenizer),
+        stop=stop_tokens_of(source, tokenizer),
+        batch_size=args.batch_size,
+    )
+    found: Any = simple_evaluate(
+        model=model,
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        log_samples=False,
+    )
+    return found
+
+
+@functools.cache
+def _tasks_in(directory: Path | None) -> TaskManager:
+    """Return lm-eval's tasks, and those in a directory."""
+    return TaskManager(include_path=None if directory is None else str(directory))
+
+
+def _scores(found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics as numbers: `task/metric`, or `task/metric,filter`."""
+    return {
+        f"{task}/{name.removesuffix(',none')}": float(value)
+        for task, values in found["results"].items()
+        for name, value in values.items()
+        if isinstance(value, int | float) and name != "sample_len"
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write the card of a model, README.md: data, config, evaluation, and the curve of the loss.
 
 The config is the one in the checkpoint. Metrics are read from the run's metrics.jsonl, up to the
-step of the checkpoint.
+step of the checkpoint, and those of other evaluations from the files that `--follow` writes.
 """
 
 import contextlib
@@ -12,14 +12,20 @@ from typing import Any
 
 import yaml
 
+from checkpoint.checksums import CHECKSUMS_FILE
 from convert.architecture import Architecture
 from convert.model_on_disk import Source
 from convert.runs import config_of
 from untrusted.documents import parse_json, read_yaml
-from untrusted.files import open_regular, write_text
+from untrusted.files import digest_of, open_regular, write_text
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
+#: Files with scores of checkpoints -> what made them.
+EVALUATIONS = {
+    "lm_eval.jsonl": "`generate.lm_eval`",
+    "image_eval.jsonl": "`generate.image_eval`",
+}
 
 #: Keys of the section `data` that the card names first.
 _DATA_KEYS = ("name", "paths", "objective", "tokenizer", "sequence_length", "global_batch_size")
@@ -54,7 +60,8 @@ def write_card(source: Source, architecture: Architecture, step: Path, directory
     ]
     if source.init_from:
         lines += ["", f"It was trained from `{source.init_from}`."]
-    lines += [*_data(config.get("data")), *_evaluation(entries), *_loss(entries, directory)]
+    evaluation = [*_evaluation(entries), *_other_evaluations(step)]
+    lines += [*_data(config.get("data")), *evaluation, *_loss(entries, directory)]
     shown = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     fence = "```"
     while fence in shown:
@@ -105,6 +112,21 @@ def _evaluation(entries: Sequence[Entry]) -> list[str]:
     ]
     heading = f"After step {last['step']:,}, on the validation split:"
     return ["", "## Evaluation", "", heading, "", *_table(("metric", "value"), rows)]
+
+
+def _other_evaluations(step: Path) -> list[str]:
+    """Return a table for each evaluation of this checkpoint by another command."""
+    workdir = step.parent.parent
+    checksum = digest_of(step / CHECKSUMS_FILE, within=step)
+    lines = []
+    for name, maker in EVALUATIONS.items():
+        entries = _entries(workdir / name) if (workdir / name).exists() else []
+        for entry in entries:
+            if entry.pop("checksum", None) == checksum:
+                rows = [(key, value) for key, value in entry.items() if key != "step"]
+                heading = f"After step {entry['step']:,}, by {maker}:"
+                lines += ["", heading, "", *_table(("metric", "value"), rows)]
+    return lines
 
 
 def _loss(entries: Sequence[Entry], directory: Path) -> list[str]:

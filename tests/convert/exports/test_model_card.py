@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from convert import from_hf, to_hf
+from generate.evaluation.following import follow
 from tests.hugging_face import save_model
 from tests.runs import TINY, arguments, write_corpus
 from train.main import main
@@ -37,6 +38,17 @@ def test_card_describes_the_run(run, tmp_path):
     shown = text.partition("```yaml\n")[2].partition("\n```")[0]
     assert yaml.safe_load(shown)["lora"]["rank"] == 2
     assert (tmp_path / "model" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_card_has_other_evaluations_of_the_same_checkpoint(run, tmp_path):
+    follow(run, "lm_eval", lambda step: {"my_task/acc": int(step.name) / 8}, poll_s=0.05)
+    try:
+        to_hf.convert(run / "checkpoints" / "2", tmp_path / "adapter")
+    finally:
+        (run / "lm_eval.jsonl").unlink()
+    text = huggingface_hub.ModelCard.load(tmp_path / "adapter" / "README.md").text
+    assert "After step 2, by `generate.lm_eval`:" in text
+    assert "| my_task/acc | 0.25 |" in text and "0.5 |" not in text
 
 
 def test_card_of_an_earlier_checkpoint_ends_there(run, tmp_path):

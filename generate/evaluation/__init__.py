@@ -1,0 +1,1 @@
+"""Parts of evaluations: the scores of texts, and the checkpoints of a run that still trains."""
