@@ -113,17 +113,17 @@ def _again(file: Path) -> int:
     """Plan the configs in a file again, and update their choices; return the exit code."""
     jax.config.update("jax_platforms", "cpu")
     results = json.loads(file.read_text(encoding="utf-8"))
-    for number, result in enumerate(results):
-        if result["check"] != "all":
-            continue
-        words = [
-            word
-            for word in shlex.split(result["command"])[3:]
-            if not word.startswith(("--check=", "--out="))
-        ]
-        options = dict(word.split("=", 1) for word in words)
-        others = [word for word in words if not word.startswith(("--config=", "--target="))]
-        search = PlanSearch(*_inputs(options["--config"], options["--target"], others))
+    asked = {
+        number: _arguments_of(result["command"])
+        for number, result in enumerate(results)
+        if result["check"] == "all"
+    }
+    # Compiling for GPUs starts jax, which then keeps its number of devices.
+    simulated = [target.rpartition("x")[2] for _, target, _ in asked.values() if "cpu:" in target]
+    jax.config.update("jax_num_cpu_devices", max(map(int, simulated), default=1))
+    for number, (config, target, others) in asked.items():
+        result = results[number]
+        search = PlanSearch(*_inputs(config, target, others))
         chosen = search.best()[0]
         name = str(chosen.plan)
         stored_s = result["steps_s"].get(name)
@@ -136,10 +136,19 @@ def _again(file: Path) -> int:
             )
             return 2
         loss = stored_s / result["best_s"] - 1
-        print(f"{loss:6.1%}  {options['--target']}  {options['--config']}  {name}", flush=True)
+        print(f"{loss:6.1%}  {target}  {config}  {name}", flush=True)
         results[number] = result | {"chosen": name, "chosen_s": stored_s, "loss": loss}
     file.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
+
+
+def _arguments_of(command: str) -> tuple[str, str, list[str]]:
+    """Return the config, the target and the overrides of a command of this module."""
+    words = shlex.split(command)[3:]
+    options = dict(word.split("=", 1) for word in words)
+    own = ("--config=", "--target=", "--check=", "--out=")
+    others = [word for word in words if not word.startswith(own)]
+    return options["--config"], options["--target"], others
 
 
 def check_all(config: RunConfig, devices: PlanDevices, fixed: set[str]) -> dict[str, Any]:

@@ -148,12 +148,19 @@ def choose_each(rows: RowSampling, logits_BV: jax.Array, positions_B: jax.Array)
     temperature_B1 = jnp.where(is_greedy_B, 1, rows.temperature_B)[:, None]
     warm_BV = logits_BV / temperature_B1.astype(logits_BV.dtype)
     is_all_B = (rows.top_k_B < 1) | (rows.top_k_B >= vocab_size)
-    place_B1 = jnp.where(is_all_B, 0, vocab_size - rows.top_k_B)[:, None]
-    least_B1 = jnp.take_along_axis(jnp.sort(warm_BV, axis=-1), place_B1, axis=-1)
-    warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
-    least_B1 = _least_of_top_p(warm_BV, rows.left_out_B[:, None])
-    least_B1 = jnp.where(rows.left_out_B[:, None] > 0, least_B1, -jnp.inf)
-    warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
+    is_limited_B = ~is_greedy_B & (~is_all_B | (rows.left_out_B > 0))
+
+    def limited(warm_BV: jax.Array) -> jax.Array:
+        rising_BV = jnp.sort(warm_BV, axis=-1)
+        place_B1 = jnp.where(is_all_B, 0, vocab_size - rows.top_k_B)[:, None]
+        least_B1 = jnp.take_along_axis(rising_BV, place_B1, axis=-1)
+        rising_BV = jnp.where(rising_BV < least_B1, -jnp.inf, rising_BV)
+        of_top_p_B1 = _least_of_top_p(rising_BV, rows.left_out_B[:, None])
+        least_B1 = jnp.where(rows.left_out_B[:, None] > 0, of_top_p_B1, least_B1)
+        return jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
+
+    # Sorting a large vocabulary takes as long as the layers of a small model.
+    warm_BV = jax.lax.cond(jnp.any(is_limited_B), limited, lambda warm_BV: warm_BV, warm_BV)
     least_B1 = jnp.max(warm_BV, axis=-1, keepdims=True) + jnp.log(rows.min_p_B)[:, None]
     warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
     drawn_B = _drawn(rows.seeds_B, rows.rows_B, positions_B, warm_BV)
@@ -189,7 +196,7 @@ def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None
         least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     if sampling.top_p < 1:
-        least_B1 = _least_of_top_p(logits_BV, 1 - sampling.top_p)
+        least_B1 = _least_of_top_p(jnp.sort(logits_BV, axis=-1), 1 - sampling.top_p)
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     if sampling.min_p > 0:
         least_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + jnp.log(sampling.min_p)
@@ -197,14 +204,13 @@ def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None
     return logits_BV
 
 
-def _least_of_top_p(logits_BV: jax.Array, left_out: Any) -> jax.Array:
+def _least_of_top_p(rising_BV: jax.Array, left_out: Any) -> jax.Array:
     """Return the lowest logit of the tokens that top-p keeps, `[B, 1]`.
 
     Args:
-        logits_BV: the logits.
+        rising_BV: the logits of each row, the lowest first.
         left_out: 1 - top-p: a number, or `[B, 1]`.
     """
-    rising_BV = jnp.sort(logits_BV, axis=-1)
     sums_BV = jnp.cumsum(jax.nn.softmax(rising_BV, axis=-1), axis=-1)
     is_left_out_BV = sums_BV <= left_out
     # Rounding must not leave out the most likely token.
