@@ -134,6 +134,14 @@ class RowSampling:
             rows_B=np.array([number for _, number in rows], np.int32),
         )
 
+    def limited_if(self, is_active_B: jax.Array) -> "RowSampling":
+        """Return the settings, with all tokens allowed in rows that are not active."""
+        return dataclasses.replace(
+            self,
+            top_k_B=jnp.where(is_active_B, self.top_k_B, 0),
+            left_out_B=jnp.where(is_active_B, self.left_out_B, 0),
+        )
+
 
 def choose_each(rows: RowSampling, logits_BV: jax.Array, positions_B: jax.Array) -> jax.Array:
     """Return the next token of each row, int32[B], as `choose` does for rows of equal settings.

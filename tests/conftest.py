@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import platform
+from typing import Any
 
 import jax
 import pytest
@@ -104,3 +105,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_executor",
     )
     items.sort(key=lambda item: item.path.stem not in longest)
+
+
+@pytest.fixture
+def compilations():
+    """The compile times in seconds of every program that is compiled during the test."""
+    seconds: list[float] = []
+
+    def listen(event: str, duration: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seconds.append(duration)
+
+    monitoring: Any = jax.monitoring
+    monitoring.register_event_duration_secs_listener(listen)
+    yield seconds
+    monitoring.unregister_event_duration_listener(listen)

@@ -105,12 +105,14 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     def open_slots() -> Iterator[Slots]:
         nnx.use_eager_sharding(False)  # as in models/layers/basic.py: Flax has a value per thread
         with use_mesh(mesh):
-            yield Slots(
+            slots = Slots(
                 load_model(source, dtype=args.dtype),
                 num_slots=args.batch_size,
                 max_length=max_length,
                 tokens_per_call=_TOKENS_PER_CALL,
             )
+            slots.warm_up()
+            yield slots
 
     engine = Engine(
         open_slots,

@@ -125,6 +125,12 @@ class Slots:
         self._state = self._insert(new, slots_P, state=self._state)
         return np.asarray(new.newest_B)[: len(rows)].tolist()
 
+    def warm_up(self) -> None:
+        """Compile what most requests need, and find out whether the longest prompt fits."""
+        for length in (1, self._max_length - 1):
+            self.begin([Row(slot=0, tokens=[0] * length, sampling=Sampling(), choice=0)])
+        self.advance(np.zeros(self._num_slots, bool))
+
     def advance(self, is_active_B: np.ndarray) -> np.ndarray:
         """Continue the active rows; return their new tokens, int32[B, M].
 
@@ -169,6 +175,7 @@ class Slots:
         self, params: Tree, is_active_B: jax.Array, *, state: _State
     ) -> tuple[_State, jax.Array]:
         """Add a few tokens to each active row."""
+        sampling = state.sampling.limited_if(is_active_B)
 
         def step(count: jax.Array, carry: tuple[_State, jax.Array]) -> tuple[_State, jax.Array]:
             state, new_BM = carry
@@ -176,7 +183,7 @@ class Slots:
                 params, state.newest_B[:, None], state.positions_B, state.caches
             )
             positions_B = state.positions_B + is_active_B
-            newest_B = choose_each(state.sampling, logits_B1V[:, 0], positions_B)
+            newest_B = choose_each(sampling, logits_B1V[:, 0], positions_B)
             state = dataclasses.replace(
                 state, caches=caches, newest_B=newest_B, positions_B=positions_B
             )

@@ -248,15 +248,15 @@ def test_clients_that_leave_free_their_places(address, client, generator):
 
 
 def test_requests_beyond_the_limits_are_turned_away(directory):
-    options = ("--batch_size=1", "--max_waiting=2", "--timeout_s=0.01")
+    options = ("--batch_size=1", "--max_waiting=20", "--timeout_s=0.01")
     with serving(directory, *options) as address:
-        many = {"prompt": "a", "n": 3, "max_tokens": 80}
+        many = {"prompt": "a", "n": 21, "max_tokens": 80}
         found = httpx.post(f"{address}/v1/completions", json=many)
         assert found.status_code == 429 and found.headers["Retry-After"] == "1"
-        assert "at most 2" in found.json()["error"]["message"]
-        late = httpx.post(f"{address}/v1/completions", json=many | {"n": 2})
+        assert "at most 20" in found.json()["error"]["message"]
+        late = httpx.post(f"{address}/v1/completions", json=many | {"n": 20})
         assert late.status_code == 504 and "more than 0.01 s" in late.json()["error"]["message"]
-        stream = httpx.post(f"{address}/v1/completions", json=many | {"n": 2, "stream": True})
+        stream = httpx.post(f"{address}/v1/completions", json=many | {"n": 20, "stream": True})
         last = stream.text.strip().split("\n\n")[-1].removeprefix("data: ")
         assert json.loads(last)["error"]["code"] == 504
         wait_until_idle(address)

@@ -66,21 +66,6 @@ def stack_leaves(state: TrainState) -> dict[str, jax.Array]:
     return found
 
 
-@pytest.fixture
-def compilations():
-    """The compile times in seconds of every program that is compiled during the test."""
-    seconds: list[float] = []
-
-    def listen(event: str, duration: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seconds.append(duration)
-
-    monitoring: Any = jax.monitoring
-    monitoring.register_event_duration_secs_listener(listen)
-    yield seconds
-    monitoring.unregister_event_duration_listener(listen)
-
-
 def some_state(run) -> TrainState:
     """Return a state on the mesh whose elements are all different, and whose padding is zero."""
     layout = run.layouts["decoder"]
