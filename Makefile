@@ -5,7 +5,7 @@
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
 # make test-all: runs these three, one after another (an hour)
-# make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (an hour, no GPU)
+# make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
 # make lint: runs ruff, codespell and the type checker
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
 PYTHON ?= python3
