@@ -12,7 +12,8 @@
   measured times with the predicted order (Kendall's tau). A single device has one mesh; there it
   runs the best plan of each number of microbatches and rematerialization.
 - *again* plans the configs of all *all* in a file again, and compares the choices with the times
-  in the file. If the predictor has changed, these must be compiled again with *all*.
+  in the file. If the predictor has changed, or the rates that `train.plan --calibrate` has stored
+  for this machine's CPU, these must be compiled again with *all*.
 
 A plan that does not fit into memory, or that the run's checks refuse, is not legal. With --docs,
 the command writes the tables of docs/plan.md from benchmarks/results/plans.json.

@@ -22,6 +22,7 @@ from generate.beam_search import Beams
 from generate.command import add_model_options, mesh_of, run
 from generate.drafts import Drafts
 from generate.generator import Generator
+from generate.loading import generator_of
 from generate.prompts import (
     Prompt,
     TextCodec,
@@ -29,8 +30,6 @@ from generate.prompts import (
     as_prompt,
     have_same_tokens,
     read_prompts,
-    start_token_of,
-    stop_tokens_of,
     tokenizer_of,
 )
 from generate.sampling import Sampling
@@ -104,13 +103,8 @@ def _continue(args: argparse.Namespace) -> None:
         prompts = read_prompts(args.prompts, codec)
     with use_mesh(mesh):
         drafts = _drafts_of(args, tokenizer)
-        # The generator has copies of the parameters, so nothing else may keep them.
-        generator = Generator(
-            load_model(source, dtype=args.dtype),
-            stop=stop_tokens_of(source, tokenizer),
-            start=start_token_of(source, tokenizer),
-            batch_size=args.batch_size,
-            drafts=drafts,
+        generator = generator_of(
+            source, tokenizer, dtype=args.dtype, batch_size=args.batch_size, drafts=drafts
         )
         began = time.perf_counter()
         is_one = len(prompts) == args.num_samples == 1 and beams is None

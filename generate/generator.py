@@ -17,6 +17,7 @@ from generate.batches import batches_of, check_batch_size, padded
 from generate.beam_search import Beams, BeamSearch
 from generate.decoder import Caches, decoder_of
 from generate.drafts import Drafts, drafter_of
+from generate.prompts import TextCodec, as_prompt
 from generate.rows import NONE, Rows
 from generate.sampling import Sampling
 from sharding.logical import axis_rules
@@ -56,6 +57,7 @@ class Generator:
             replicas of the mesh.
         drafts: where drafts of the next tokens come from; None: there are none. They change the
             speed of `generate` and `stream`, but not their tokens.
+        codec: turns texts into tokens, and back; only `generate_texts` needs it.
 
     Attributes:
         follows_prompt: whether a continuation follows its prompt, and is not an answer to it.
@@ -75,6 +77,7 @@ class Generator:
         start: int | None = None,
         batch_size: int = 32,
         drafts: Drafts | None = None,
+        codec: TextCodec | None = None,
     ):
         mesh = jax.sharding.get_mesh()
         self._num_replicas = check_batch_size(mesh, batch_size)
@@ -83,6 +86,7 @@ class Generator:
         self.follows_prompt = self._decoder.follows_prompt
         self._stop = tuple(stop)
         self._batch_size = batch_size
+        self._codec = codec
         self._rules = rules_on(mesh)
         self._drafter = drafter_of(drafts, model, self._decoder, start)
         self._params = self._decoder.params_of(model), self._drafter.params
@@ -134,6 +138,27 @@ class Generator:
             if on_batch is not None:
                 on_batch(len(numbers))
         return found
+
+    def generate_texts(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        num_samples: int = 1,
+    ) -> list[str]:
+        """Return the continuation of each text, without special tokens.
+
+        Takes the same arguments as `generate`, with texts as prompts, and raises the same errors;
+        also a ValueError if the model has no tokenizer.
+        """
+        found = self.generate(
+            [as_prompt(text, self._codec).tokens for text in prompts],
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            num_samples=num_samples,
+        )
+        return [self._codec.decode(tokens) for tokens in found] if self._codec else []
 
     def beam_search(
         self,

@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from generate import Sampling, load_generator
 from generate.__main__ import main
 from tests.runs import TINY, arguments
 from train import main as train
@@ -71,6 +72,26 @@ def test_one_prompt_is_printed_with_its_continuation(directory, capsys, tmp_path
     (line,) = lines((tmp_path / "out").read_text(encoding="utf-8"))
     assert printed == f"héllo{line['text']}\n"
     assert "12 tokens in" in log and "tokens/s" in log
+
+
+def test_texts_are_continued_in_python_as_by_the_command(directory, tmp_path):
+    texts = ["def main(", "héllo"]
+    options = [*(f"--prompt={text}" for text in texts), "--num_samples=2", "--top_k=20", "--seed=5"]
+    assert main([f"--model={directory}", NEW, *options, f"--out={tmp_path / 'out'}"]) == 0
+    expected = [line["text"] for line in lines((tmp_path / "out").read_text(encoding="utf-8"))]
+    generator = load_generator(directory)
+    sampling = Sampling(top_k=20, seed=5)
+    found = generator.generate_texts(texts, max_new_tokens=12, sampling=sampling, num_samples=2)
+    assert found == expected and len({*found}) == 4
+
+
+def test_texts_need_a_tokenizer(directory, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((directory / name).read_bytes())
+    generator = load_generator(tmp_path)
+    assert len(generator.generate([[1, 2]], max_new_tokens=3)[0]) == 3
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json; put it beside the model"):
+        generator.generate_texts(["a"], max_new_tokens=3)
 
 
 def test_a_t5_answers_a_prompt(capsys, tmp_path):

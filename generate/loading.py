@@ -1,0 +1,72 @@
+"""Loads a generator: a model, its tokenizer, and the tokens that begin and end its texts."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from convert.from_hf import load_model
+from convert.model_on_disk import Source
+from convert.source import read_source
+from data.text.tokenization.file_tokenizer import FileTokenizer
+from generate.drafts import Drafts
+from generate.generator import Generator
+from generate.prompts import TextCodec, start_token_of, stop_tokens_of, tokenizer_of
+
+
+def load_generator(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    batch_size: int = 32,
+    drafts: Drafts | None = None,
+    allow_import: Sequence[str] = (),
+) -> Generator:
+    """Load a language model from disk onto the current mesh, ready to continue texts.
+
+    The mesh is the one set by `jax.set_mesh`; use the generator on it. If no mesh is set, the model
+    is placed on the first device.
+
+    Args:
+        path: the directory of a run, one of its checkpoints, or a Hugging Face model.
+        dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
+        batch_size: most rows that are continued at the same time; a multiple of the number of
+            replicas of the mesh.
+        drafts: where drafts of the next tokens come from; None: there are none.
+        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
+
+    Raises:
+        ValueError: the model cannot be read, cannot be sharded over the mesh, or cannot generate
+            text.
+        OSError: a file cannot be read.
+    """
+    source = read_source(path, allow_import=allow_import)
+    return generator_of(
+        source, tokenizer_of(source), dtype=dtype, batch_size=batch_size, drafts=drafts
+    )
+
+
+def generator_of(
+    source: Source,
+    tokenizer: FileTokenizer | None,
+    *,
+    dtype: str,
+    batch_size: int,
+    drafts: Drafts | None,
+) -> Generator:
+    """Load a model that has been opened; see `load_generator`.
+
+    Args:
+        source: the model on disk.
+        tokenizer: its tokenizer, from `tokenizer_of`.
+        dtype: dtype of the parameters and the computation.
+        batch_size: most rows that are continued at the same time.
+        drafts: where drafts of the next tokens come from.
+    """
+    # The generator has copies of the parameters, so nothing else may keep them.
+    return Generator(
+        load_model(source, dtype=dtype),
+        stop=stop_tokens_of(source, tokenizer),
+        start=start_token_of(source, tokenizer),
+        batch_size=batch_size,
+        drafts=drafts,
+        codec=None if tokenizer is None else TextCodec(tokenizer),
+    )
