@@ -267,13 +267,14 @@ class _Server:
                 reasons[number] = reason or reasons[number]
 
         task = asyncio.ensure_future(collect())
-        deadline = asyncio.get_running_loop().time() + self._served.timeout_s
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._served.timeout_s
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=_POLL_S)
+                await asyncio.wait([task], timeout=min(_POLL_S, max(0.0, deadline - clock())))
                 if not task.done() and await request.is_disconnected():
                     return Response(status_code=_CLOSED_REQUEST)
-                if not task.done() and asyncio.get_running_loop().time() > deadline:
+                if not task.done() and clock() >= deadline:
                     problem = f"the answer took more than {self._served.timeout_s:g} s"
                     return JSONResponse(error(problem, 504), 504)
             task.result()
