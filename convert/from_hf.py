@@ -48,6 +48,9 @@ KEPT_FILES = (
     "vocab.txt",
 )
 
+#: Dtypes that a model can be loaded in.
+DTYPES = ("float32", "bfloat16", "float64")
+
 _log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
 
 
@@ -97,8 +100,16 @@ def load_model(source: Source, *, dtype: str = "float32") -> Any:
         dtype: The dtype of the parameters and the computation.
 
     Raises:
-        ValueError: The model cannot be sharded over the mesh, or the mesh has explicit axes.
+        ValueError: The model cannot be sharded over the mesh, or the mesh has explicit axes; or the
+            dtype is another, or float64 without `jax_enable_x64`.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if dtype == "float64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError(
+            "dtype='float64' needs jax.config.update('jax_enable_x64', True) before the model is "
+            "loaded"
+        )
     mesh = jax.sharding.get_mesh()
     check_automatic(mesh)
     model = source.abstract()

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
+from convert.from_hf import DTYPES
 from sharding.mesh import AXES, MeshConfig
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
-
-_DTYPES = ("float32", "bfloat16", "float64")
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> None:
@@ -29,7 +28,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> No
     parser.add_argument(
         "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the computation")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
     add_allow_import(parser)
 

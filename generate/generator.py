@@ -149,16 +149,24 @@ class Generator:
     ) -> list[str]:
         """Return the continuation of each text, without special tokens.
 
-        Takes the same arguments as `generate`, with texts as prompts, and raises the same errors;
-        also a ValueError if the model has no tokenizer.
+        Takes the arguments of `generate`, with texts as prompts, and raises the same errors.
+
+        Raises:
+            ValueError: also if the generator has no codec.
         """
+        codec = self._codec
+        if codec is None:
+            raise ValueError(
+                "the generator has no tokenizer; load it with load_generator from a directory with "
+                "a tokenizer.json, or pass codec=TextCodec(tokenizer)"
+            )
         found = self.generate(
-            [as_prompt(text, self._codec).tokens for text in prompts],
+            [as_prompt(text, codec).tokens for text in prompts],
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             num_samples=num_samples,
         )
-        return [self._codec.decode(tokens) for tokens in found] if self._codec else []
+        return [codec.decode(tokens) for tokens in found]
 
     def beam_search(
         self,

@@ -305,8 +305,13 @@ def _evaluate(args: argparse.Namespace) -> None:
     mesh = start(sizes)
     if args.follow:
         check_follow(args)
+        settings = {"dtype": args.dtype}
+        if args.images is not None:
+            if not args.images.is_dir():
+                raise ValueError(f"--images={args.images} is not a directory")
+            settings["images"] = str(args.images)
         with use_mesh(mesh):
-            follow(args.model, "image_eval", lambda step: _scores(args, step).totals)
+            follow(args.model, "image_eval", settings, lambda step: _scores(args, step).totals)
         return
     with use_mesh(mesh):
         scores = _scores(args, args.model)

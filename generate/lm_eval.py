@@ -206,8 +206,11 @@ def _evaluate(args: argparse.Namespace) -> None:
     check_batch_size(mesh, args.batch_size)
     if args.follow:
         check_follow(args)
+        _check_tasks(args)
+        names = ("tasks", "num_fewshot", "limit", "dtype")
+        settings = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         with use_mesh(mesh):
-            follow(args.model, "lm_eval", lambda step: _scores(_results(args, step)))
+            follow(args.model, "lm_eval", settings, lambda step: _scores(_results(args, step)))
         return
     with use_mesh(mesh):
         found = _results(args, args.model)
@@ -231,15 +234,7 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json; put it beside the model")
-    # Reading the names of all tasks takes longer than these checks.
-    manager = _tasks_in(args.include_path)
-    tasks = args.tasks.split(",")
-    unknown = [task for task in tasks if task not in manager.all_tasks]
-    if unknown:
-        raise ValueError(
-            f"--tasks={args.tasks}: lm-eval has no task {unknown[0]!r}; pass --include_path with "
-            "the directory of its YAML file"
-        )
+    _check_tasks(args)  # reads the names of all tasks, which takes longer than the other checks
     model = TaskModel(
         load_model(source, dtype=args.dtype),
         tokenizer,
@@ -249,13 +244,28 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     )
     found: Any = simple_evaluate(
         model=model,
-        tasks=tasks,
-        task_manager=manager,
+        tasks=args.tasks.split(","),
+        task_manager=_tasks_in(args.include_path),
         num_fewshot=args.num_fewshot,
         limit=args.limit,
         log_samples=False,
     )
     return found
+
+
+def _check_tasks(args: argparse.Namespace) -> None:
+    """Check that lm-eval knows the tasks.
+
+    Raises:
+        ValueError: a task is unknown.
+    """
+    known = _tasks_in(args.include_path).all_tasks
+    unknown = [task for task in args.tasks.split(",") if task not in known]
+    if unknown:
+        raise ValueError(
+            f"--tasks={args.tasks}: lm-eval has no task {unknown[0]!r}; pass --include_path with "
+            "the directory of its YAML file"
+        )
 
 
 @functools.cache

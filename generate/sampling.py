@@ -134,7 +134,7 @@ class RowSampling:
             rows_B=np.array([number for _, number in rows], np.int32),
         )
 
-    def limited_if(self, is_active_B: jax.Array) -> "RowSampling":
+    def without_limits_of_others(self, is_active_B: jax.Array) -> "RowSampling":
         """Return the settings, with all tokens allowed in rows that are not active."""
         return dataclasses.replace(
             self,

@@ -10,13 +10,15 @@ here, and every problem is a ValueError of one sentence that names the file:
     another type      a list where an object is expected
 """
 
+import contextlib
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
-from untrusted.files import MAX_BYTES, read_bytes
+from untrusted.files import MAX_BYTES, open_regular, read_bytes
 from untrusted.messages import shortened
 
 T = TypeVar("T")
@@ -86,6 +88,37 @@ def read_json(
     """
     content = read_bytes(path, within=within, max_bytes=max_bytes)
     return parse_json(content, path, kind, allows_nan=allows_nan)
+
+
+def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str, Any]]:
+    """Read a file with a JSON object per line; other lines, such as torn ones, are left out.
+
+    Args:
+        path: The path of the file.
+        within: A directory that the file must be in, even if `path` is a link.
+
+    Raises:
+        ValueError: See `untrusted.files.open_regular`.
+        OSError: The file cannot be read.
+    """
+    found = []
+    with open_regular(path, within=within) as file:
+        while line := file.readline(MAX_BYTES):
+            with contextlib.suppress(ValueError):
+                found.append(parse_json(line, path))
+    return found
+
+
+def number_as_json(value: Any) -> Any:
+    """Return a value for a JSON file: NaN and infinities, which JSON lacks, as strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def number_from_json(value: Any) -> Any:
+    """Return the value that `number_as_json` was given."""
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def parse_yaml(content: bytes, where: object) -> dict[str, Any]:

@@ -4,7 +4,6 @@ The config is the one in the checkpoint. Metrics are read from the run's metrics
 step of the checkpoint, and those of other evaluations from the files that `--follow` writes.
 """
 
-import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,13 @@ from checkpoint.checksums import CHECKSUMS_FILE
 from convert.architecture import Architecture
 from convert.model_on_disk import Source
 from convert.runs import config_of
-from untrusted.documents import parse_json, read_yaml
-from untrusted.files import digest_of, open_regular, write_text
+from untrusted.documents import read_json_lines, read_yaml
+from untrusted.files import digest_of, write_text
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
 #: Files with scores of checkpoints -> what made them.
-EVALUATIONS = {
-    "lm_eval.jsonl": "`generate.lm_eval`",
-    "image_eval.jsonl": "`generate.image_eval`",
-}
+EVALUATIONS = {"lm_eval.jsonl": "generate.lm_eval", "image_eval.jsonl": "generate.image_eval"}
 
 #: Keys of the section `data` that the card names first.
 _DATA_KEYS = ("name", "paths", "objective", "tokenizer", "sequence_length", "global_batch_size")
@@ -60,8 +56,9 @@ def write_card(source: Source, architecture: Architecture, step: Path, directory
     ]
     if source.init_from:
         lines += ["", f"It was trained from `{source.init_from}`."]
-    evaluation = [*_evaluation(entries), *_other_evaluations(step)]
-    lines += [*_data(config.get("data")), *evaluation, *_loss(entries, directory)]
+    scores = [*_evaluation(entries), *_other_evaluations(step)]
+    lines += [*_data(config.get("data")), *(["", "## Evaluation", *scores] if scores else [])]
+    lines += _loss(entries, directory)
     shown = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     fence = "```"
     while fence in shown:
@@ -71,15 +68,9 @@ def write_card(source: Source, architecture: Architecture, step: Path, directory
 
 
 def _entries(file: Path) -> list[Entry]:
-    """Return the lines of a metrics.jsonl that have a step; torn lines are left out."""
-    found = []
-    with open_regular(file, within=file.parent) as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                entry = parse_json(line, file)
-                if isinstance(entry.get("step"), int):
-                    found.append(entry)
-    return found
+    """Return the lines of a file of metrics that have a step."""
+    lines = read_json_lines(file, within=file.parent)
+    return [entry for entry in lines if isinstance(entry.get("step"), int)]
 
 
 def _front_matter(source: Source) -> list[str]:
@@ -111,7 +102,7 @@ def _evaluation(entries: Sequence[Entry]) -> list[str]:
         if name.startswith("eval_")
     ]
     heading = f"After step {last['step']:,}, on the validation split:"
-    return ["", "## Evaluation", "", heading, "", *_table(("metric", "value"), rows)]
+    return ["", heading, "", *_table(("metric", "value"), rows)]
 
 
 def _other_evaluations(step: Path) -> list[str]:
@@ -122,10 +113,14 @@ def _other_evaluations(step: Path) -> list[str]:
     for name, maker in EVALUATIONS.items():
         entries = _entries(workdir / name) if (workdir / name).exists() else []
         for entry in entries:
-            if entry.pop("checksum", None) == checksum:
-                rows = [(key, value) for key, value in entry.items() if key != "step"]
-                heading = f"After step {entry['step']:,}, by {maker}:"
-                lines += ["", heading, "", *_table(("metric", "value"), rows)]
+            scores = entry.get("scores")
+            if entry.get("checksum") != checksum or not isinstance(scores, dict):
+                continue
+            settings = entry.get("settings")
+            given = settings.items() if isinstance(settings, dict) else ()
+            options = "".join(f" --{key}={value}" for key, value in given)
+            heading = f"After step {entry['step']:,}, by {_inline(maker + options)}:"
+            lines += ["", heading, "", *_table(("metric", "value"), [*scores.items()])]
     return lines
 
 
@@ -154,10 +149,15 @@ def _loss(entries: Sequence[Entry], directory: Path) -> list[str]:
 
 def _table(heading: tuple[str, str], rows: Sequence[tuple[str, Any]]) -> list[str]:
     """Return the lines of a Markdown table."""
-
-    def cell(value: Any) -> str:
-        text = f"{value:.6g}" if isinstance(value, float) else str(value)
-        return " ".join(text.split()).replace("|", "\\|")
-
     lines = [f"| {' | '.join(heading)} |", "| --- | --- |"]
-    return [*lines, *(f"| {cell(name)} | {cell(value)} |" for name, value in rows)]
+    return [*lines, *(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows)]
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _inline(text: str) -> str:
+    """Return a text of one line as code."""
+    return f"`{' '.join(text.split()).replace('`', chr(39))}`"

@@ -1,15 +1,15 @@
 """Evaluates the checkpoints of a run while it trains, each as soon as it is complete.
 
-    run/checkpoints/100 ──> scores ──> a line of run/lm_eval.jsonl, a point in TensorBoard
+    run/checkpoints/100 ──> scores ──> a line of run/lm_eval.jsonl, points in TensorBoard
 
 Another process does this, so the training does not wait, and the evaluation may use other devices.
-The last checkpoint is the one of `train.num_steps`.
+The last checkpoint is the one of `train.num_steps`, in the run's `config.yaml`.
 """
 
 import argparse
 import contextlib
+import gc
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ import jax
 from tensorboard.summary import Writer
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
-from checkpoint.layout import steps_in
-from convert.runs import CHECKPOINTS, CONFIG_FILE, config_of
-from untrusted.documents import parse_json, read_yaml
-from untrusted.files import check_link, check_tree, digest_of, open_in_place, open_regular
+from checkpoint.layout import STATE, steps_in
+from convert.runs import CHECKPOINTS, CONFIG_FILE
+from untrusted.documents import number_as_json, read_json_lines, read_yaml
+from untrusted.files import check_links, check_tree, digest_of, open_in_place
 from untrusted.schema import check_fields
 
 #: Seconds between two looks for a new checkpoint.
@@ -43,18 +43,20 @@ def check_follow(args: argparse.Namespace) -> None:
     """Check the arguments of a command that follows a run.
 
     Raises:
-        ValueError: they have `--out`.
+        ValueError: they have `--out`, or `--model` is not the directory of a run.
     """
     if args.out is not None:
         raise ValueError(
             f"--out={args.out} is for one evaluation; with --follow, the scores are written into "
             f"the run {args.model}"
         )
+    _num_steps(args.model)
 
 
 def follow(
     run: Path,
     name: str,
+    settings: Mapping[str, Any],
     scores_of: Callable[[Path], Mapping[str, float]],
     *,
     poll_s: float = POLL_S,
@@ -62,86 +64,102 @@ def follow(
     """Evaluate the checkpoints of a run, oldest first, until the last one has been evaluated.
 
     The scores are appended to `run/<name>.jsonl`, a line for each checkpoint, and drawn by
-    TensorBoard from `run/tensorboard/<name>`. A checkpoint that has a line is not evaluated again.
+    TensorBoard from `run/tensorboard/<name>`. A checkpoint that has a line with the same settings
+    is not evaluated again.
 
     Args:
         run: the directory of the run.
         name: name of the evaluation.
+        settings: what the scores depend on, apart from the checkpoint; values for JSON.
         scores_of: evaluates a checkpoint, given its directory.
         poll_s: seconds between two looks for a new checkpoint.
 
     Raises:
-        ValueError: `run` is not the directory of a run, or there are several processes; or
-            `scores_of` raised it.
+        ValueError: `run` is not the directory of a run, has a link that leads outside, or there
+            are several processes; or `scores_of` raised it.
         OSError: a file cannot be read or written.
     """
     if jax.process_count() > 1:
         raise ValueError("--follow evaluates in one process; start it on one host")
-    if not (run / CONFIG_FILE).exists():
-        raise ValueError(
-            f"{run} has no {CONFIG_FILE}, so it is not the directory of a run; start the run "
-            "first, and pass its --workdir"
-        )
-    seen: set[str] = set()
+    check_links(run)
+    seen: set[tuple[str, str | None]] = set()
+    print(f"following {run} to step {_num_steps(run):,}", flush=True)
     # Ctrl-C is how a user ends this, if the run does not.
-    with contextlib.closing(_Log(run, name)) as log, contextlib.suppress(KeyboardInterrupt):
+    with (
+        contextlib.closing(_Log(run, name, settings)) as log,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         while True:
+            num_steps = _num_steps(run)
             for step in _checkpoints(run):
                 checksum = _checksum_of(step)
-                if checksum is None or checksum in seen:
-                    continue
-                seen.add(checksum)
-                try:
-                    is_last = _is_last(step)
-                    if not log.has(checksum):
-                        _check(step)
-                        log.append(int(step.name), checksum, scores_of(step))
-                except _Damaged as error:
-                    print(f"step {step.name} is skipped: {error}", flush=True)
-                    continue
-                except (ValueError, OSError):
-                    if step.exists():
-                        raise
-                    print(f"step {step.name}: the run has deleted this checkpoint", flush=True)
-                    continue
-                if is_last:
+                if (step.name, checksum) not in seen and not log.has(checksum):
+                    _evaluate(step, checksum, log, scores_of)
+                seen.add((step.name, checksum))
+                if int(step.name) >= num_steps and step.exists():
                     return
             time.sleep(poll_s)
 
 
-class _Damaged(ValueError):
-    """A checkpoint is damaged."""
+def _evaluate(
+    step: Path,
+    checksum: str | None,
+    log: "_Log",
+    scores_of: Callable[[Path], Mapping[str, float]],
+) -> None:
+    """Evaluate a checkpoint and log its scores, unless it is damaged or has been deleted."""
+    try:
+        damage = find_damage(step)
+        if damage is None and checksum is not None:
+            # A model that is no longer used keeps its memory until its cycles are collected.
+            gc.collect()
+            log.append(int(step.name), checksum, scores_of(step))
+    except (ValueError, OSError):
+        if step.exists():
+            raise
+        damage = None
+    if not step.exists():
+        print(f"step {step.name}: the run has deleted this checkpoint", flush=True)
+    elif damage is not None:
+        print(f"step {step.name} is skipped: {damage}", flush=True)
 
 
 class _Log:
     """The files of an evaluation in a run: `<name>.jsonl`, and `tensorboard/<name>/`.
 
-    A line has the step, the SHA-256 of the checkpoint's checksums, and the scores. A score that is
-    not finite is written as null, because JSON has no such numbers.
+    A line has the step, the SHA-256 of the checkpoint's checksums, the settings, and the scores.
     """
 
-    def __init__(self, run: Path, name: str):
+    def __init__(self, run: Path, name: str, settings: Mapping[str, Any]):
         self._path = run / f"{name}.jsonl"
-        self._points = Writer(str(run / "tensorboard" / name))
-        self._checksums: set[str] = set()
-        if not self._path.exists():
-            return
-        with open_regular(self._path, within=run) as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):  # torn by a crash
-                    self._checksums.add(str(parse_json(line, self._path).get("checksum")))
+        self._tensorboard = str(run / "tensorboard" / name)
+        self._points: Writer | None = None
+        self._settings = {**settings}
+        lines = read_json_lines(self._path, within=run) if self._path.exists() else []
+        self._checksums = {
+            str(line.get("checksum")) for line in lines if line.get("settings") == self._settings
+        }
 
-    def has(self, checksum: str) -> bool:
+    def has(self, checksum: str | None) -> bool:
         """Return whether a checkpoint has a line."""
         return checksum in self._checksums
 
     def append(self, step: int, checksum: str, scores: Mapping[str, float]) -> None:
         """Append a line and points, and print the scores."""
-        values = {key: value if math.isfinite(value) else None for key, value in scores.items()}
-        line = json.dumps({"step": step, "checksum": checksum, **values}, allow_nan=False)
-        descriptor = open_in_place(self._path, os.O_WRONLY | os.O_APPEND)
-        with os.fdopen(descriptor, "ab") as file:
-            file.write(f"{line}\n".encode())
+        line = {
+            "step": step,
+            "checksum": checksum,
+            "settings": self._settings,
+            "scores": {key: number_as_json(value) for key, value in scores.items()},
+        }
+        descriptor = open_in_place(self._path, os.O_RDWR | os.O_APPEND)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+            text = json.dumps(line, allow_nan=False) + "\n"
+            file.write(("\n" * is_torn + text).encode())
+        if self._points is None:
+            self._points = Writer(self._tensorboard)
         for key, value in scores.items():
             self._points.add_scalar(key, value, step)
         self._points.flush()
@@ -150,36 +168,46 @@ class _Log:
 
     def close(self) -> None:
         """Close the files."""
-        self._points.close()
+        if self._points is not None:
+            self._points.close()
+
+
+def _num_steps(run: Path) -> int:
+    """Return the step with which a run ends.
+
+    Raises:
+        ValueError: `run` is not the directory of a run.
+    """
+    file = run / CONFIG_FILE
+    if not file.exists() or (run / STATE).exists():
+        raise ValueError(
+            f"--model={run} is not the directory of a run, which --follow needs; start the run "
+            "first, and pass its --workdir"
+        )
+    config = read_yaml(file, within=run)
+    if "train" not in config:
+        raise ValueError(
+            f"--model={run} is a converted model, not a run; evaluate it without --follow"
+        )
+    check_fields(config, {"train": dict[str, Any]}, file)
+    check_fields(config["train"], {"num_steps": int}, f"{file}: train")
+    return config["train"]["num_steps"]
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    """Return the directories of the checkpoints, oldest first; none is outside the run."""
+    """Return the directories of the checkpoints, oldest first."""
     directory = run / CHECKPOINTS
-    check_link(directory, run)
     return [directory / str(step) for step in steps_in(directory)]
 
 
 def _checksum_of(step: Path) -> str | None:
-    """Return the SHA-256 of a checkpoint's checksums; None if it has none, or is deleted."""
+    """Return the SHA-256 of a checkpoint's checksums; None if it has none, or is deleted.
+
+    Raises:
+        ValueError: a link in it leads out of the run.
+    """
     try:
         check_tree(step, step.parent.parent)
         return digest_of(step / CHECKSUMS_FILE, within=step)
     except OSError:
         return None
-
-
-def _check(step: Path) -> None:
-    """Compare a checkpoint with its checksums."""
-    damage = find_damage(step)
-    if damage is not None and step.exists():
-        raise _Damaged(damage)
-
-
-def _is_last(step: Path) -> bool:
-    """Return whether the run ends with a checkpoint."""
-    file = config_of(step)
-    config = read_yaml(file, within=step.parent.parent)
-    check_fields(config, {"train": dict[str, Any]}, file)
-    check_fields(config["train"], {"num_steps": int}, f"{file}: train")
-    return config["train"]["num_steps"] <= int(step.name)

@@ -126,10 +126,23 @@ class Slots:
         return np.asarray(new.newest_B)[: len(rows)].tolist()
 
     def warm_up(self) -> None:
-        """Compile what most requests need, and find out whether the longest prompt fits."""
-        for length in (1, self._max_length - 1):
-            self.begin([Row(slot=0, tokens=[0] * length, sampling=Sampling(), choice=0)])
-        self.advance(np.zeros(self._num_slots, bool))
+        """Compile what most requests need.
+
+        Raises:
+            ValueError: there is not enough memory for the longest prompt.
+        """
+        try:
+            for length in (1, self._max_length - 1):
+                self.begin([Row(slot=0, tokens=[0] * length, sampling=Sampling(), choice=0)])
+                # On a mesh, its result has another sharding than the empty slots had.
+                self.advance(np.zeros(self._num_slots, bool))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"batch_size={self._num_slots} rows of max_length={self._max_length} tokens need "
+                "more memory than there is; make one of them smaller, or use more devices"
+            ) from error
 
     def advance(self, is_active_B: np.ndarray) -> np.ndarray:
         """Continue the active rows; return their new tokens, int32[B, M].
@@ -175,7 +188,7 @@ class Slots:
         self, params: Tree, is_active_B: jax.Array, *, state: _State
     ) -> tuple[_State, jax.Array]:
         """Add a few tokens to each active row."""
-        sampling = state.sampling.limited_if(is_active_B)
+        sampling = state.sampling.without_limits_of_others(is_active_B)
 
         def step(count: jax.Array, carry: tuple[_State, jax.Array]) -> tuple[_State, jax.Array]:
             state, new_BM = carry

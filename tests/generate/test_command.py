@@ -90,8 +90,11 @@ def test_texts_need_a_tokenizer(directory, tmp_path):
         (tmp_path / name).write_bytes((directory / name).read_bytes())
     generator = load_generator(tmp_path)
     assert len(generator.generate([[1, 2]], max_new_tokens=3)[0]) == 3
-    with pytest.raises(ValueError, match=r"has no tokenizer\.json; put it beside the model"):
+    with pytest.raises(ValueError, match="has no tokenizer; load it with load_generator"):
         generator.generate_texts(["a"], max_new_tokens=3)
+    for dtype, message in (("float33", "must be one of float32"), ("float64", "jax_enable_x64")):
+        with pytest.raises(ValueError, match=message):
+            load_generator(directory, dtype=dtype)
 
 
 def test_a_t5_answers_a_prompt(capsys, tmp_path):

@@ -5,11 +5,9 @@ grad_norm, step_time_s, data_wait_s, tokens_per_s` (for images `images_per_s`) a
 evaluation has `step, eval_loss`, and for text `eval_perplexity`.
 """
 
-import contextlib
 import io
 import json
 import logging
-import math
 import os
 import socket
 import time
@@ -29,8 +27,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fields.field import field
 from fields.section import Section
-from untrusted.documents import parse_json
-from untrusted.files import open_in_place, open_regular, write_text
+from untrusted.documents import number_as_json, number_from_json, read_json_lines
+from untrusted.files import open_in_place, write_text
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
@@ -92,7 +90,9 @@ class MetricsWriter:
         """
         if self._lines is None or self._events is None:
             return
-        line = {"step": int(step)} | {name: _to_json(value) for name, value in metrics.items()}
+        line = {"step": int(step)} | {
+            name: number_as_json(value) for name, value in metrics.items()
+        }
         self._lines.append((json.dumps(line, allow_nan=False) + "\n").encode())
         points = [
             Summary.Value(tag=name, simple_value=value)
@@ -146,21 +146,18 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Returns:
         One dict per line, with NaN and infinities as floats.
     """
-    objects = []
-    with open_regular(Path(path)) as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                entry = parse_json(line, path)
-                if isinstance(entry.get("step"), int):
-                    objects.append({name: _from_json(value) for name, value in entry.items()})
-    return objects
+    return [
+        {name: number_from_json(value) for name, value in entry.items()}
+        for entry in read_json_lines(Path(path))
+        if isinstance(entry.get("step"), int)
+    ]
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    lines = [{name: _to_json(value) for name, value in entry.items()} for entry in kept]
+    lines = [{name: number_as_json(value) for name, value in entry.items()} for entry in kept]
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     write_text(path, text, reaches_disk=True)  # atomically, so that a kill here loses nothing
 
@@ -187,13 +184,3 @@ def _record(event: Event) -> bytes:
     content = io.BytesIO()
     RecordWriter(content).write(event.SerializeToString())
     return content.getvalue()
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
-
-
-def _from_json(value: Any) -> Any:
-    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value

@@ -41,13 +41,14 @@ def test_card_describes_the_run(run, tmp_path):
 
 
 def test_card_has_other_evaluations_of_the_same_checkpoint(run, tmp_path):
-    follow(run, "lm_eval", lambda step: {"my_task/acc": int(step.name) / 8}, poll_s=0.05)
+    settings = {"tasks": "my_task"}
+    follow(run, "lm_eval", settings, lambda step: {"my_task/acc": int(step.name) / 8})
     try:
         to_hf.convert(run / "checkpoints" / "2", tmp_path / "adapter")
     finally:
         (run / "lm_eval.jsonl").unlink()
     text = huggingface_hub.ModelCard.load(tmp_path / "adapter" / "README.md").text
-    assert "After step 2, by `generate.lm_eval`:" in text
+    assert "After step 2, by `generate.lm_eval --tasks=my_task`:" in text
     assert "| my_task/acc | 0.25 |" in text and "0.5 |" not in text
 
 

@@ -49,17 +49,20 @@ def test_rows_that_begin_at_different_times_have_the_tokens_of_the_generator(mes
     assert [tokens[:13] for tokens in found] == expected
 
 
-def test_requests_compile_nothing_after_a_warm_up(llama, compilations):
-    model = load(llama[1])
-    expected = Generator(model, batch_size=2).generate(
+@pytest.mark.parametrize(
+    "mesh", [{}, pytest.param({"data": 2, "model": 2}, marks=pytest.mark.thorough)]
+)
+def test_requests_compile_nothing_after_a_warm_up(mesh, llama, compilations):
+    expected = Generator(load(llama[1]), batch_size=2).generate(
         [_PROMPTS[0]], max_new_tokens=7, sampling=_SAMPLINGS[2]
     )
-    slots = Slots(model, num_slots=2, max_length=64, tokens_per_call=3)
-    slots.warm_up()
-    compilations.clear()
-    found = slots.begin([Row(slot=1, tokens=_PROMPTS[0], sampling=_SAMPLINGS[2], choice=0)])
-    for _ in range(2):
-        found += slots.advance(np.array([False, True]))[1].tolist()
+    with use_mesh(make_mesh(MeshConfig(**mesh), jax.devices())):
+        slots = Slots(load(llama[1]), num_slots=2, max_length=64, tokens_per_call=3)
+        slots.warm_up()
+        compilations.clear()
+        found = slots.begin([Row(slot=1, tokens=_PROMPTS[0], sampling=_SAMPLINGS[2], choice=0)])
+        for _ in range(2):
+            found += slots.advance(np.array([False, True]))[1].tolist()
     assert found == expected[0] and compilations == []
 
 
