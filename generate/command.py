@@ -1,4 +1,4 @@
-"""What the commands that load a model share: the options for it, and how errors end."""
+"""The options, and the handling of errors, that all commands that load a model share."""
 
 import argparse
 import logging
@@ -56,7 +56,7 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace)
 
     Args:
         command: the command.
-        args: its arguments, with those of `add_model_options`.
+        args: its arguments, including those of `add_model_options`.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     jax.config.update("jax_enable_x64", args.dtype == "float64")

@@ -1,7 +1,8 @@
 """Write the card of a model, README.md: data, config, evaluation, and the curve of the loss.
 
 The config is the one in the checkpoint. Metrics are read from the run's metrics.jsonl, up to the
-step of the checkpoint, and those of other evaluations from the files that `--follow` writes.
+step of the checkpoint. The scores of `generate.lm_eval --follow` and `generate.image_eval --follow`
+are read from the files that these commands write into the run.
 """
 
 import math
