@@ -25,6 +25,7 @@ from train.config.inherit_config import take_init_from
 from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
+from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import planned
 from train.planning.memory.budget import Budget, budget_of
 from train.planning.memory.planner import MemoryPlanner
@@ -179,7 +180,7 @@ def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
     mesh = startup.start(
         config.mesh,
         start_timeout_s=config.train.start_timeout_s,
-        failure_timeout_s=config.train.failure_timeout_s,
+        heartbeat_timeout_s=jax_heartbeat_timeout_s(config.train.failure_timeout_s),
     )
     if jax.process_index() > 0:
         logging.disable(logging.INFO)

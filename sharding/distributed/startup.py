@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def start(
-    config: MeshConfig, *, start_timeout_s: float = 60.0, failure_timeout_s: float = 100.0
+    config: MeshConfig, *, start_timeout_s: float = 60.0, heartbeat_timeout_s: int = 100
 ) -> jax.sharding.Mesh:
     """Join the other processes, if there are any, and return the mesh.
 
@@ -56,8 +56,8 @@ def start(
     Args:
         config: size of every mesh axis.
         start_timeout_s: seconds to wait for the other processes.
-        failure_timeout_s: if another process sends no heartbeat for 2 × this + 10 seconds, this
-            process exits.
+        heartbeat_timeout_s: if another process sends jax no heartbeat for this many seconds, this
+            process exits. Each sends one every half of it.
 
     Raises:
         ValueError: processes are incompatible, an accelerator backend or a set of CPU processes has
@@ -74,7 +74,7 @@ def start(
         per_process = _number(os.environ, "TAIBAI_DEVICES_PER_PROCESS", 1, _MAX_SIMULATED_DEVICES)
     how = read_distributed_env(os.environ)
     if how is not None:
-        _join(how, start_timeout_s, failure_timeout_s)
+        _join(how, start_timeout_s, heartbeat_timeout_s)
     distributed = how is not None
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
@@ -216,7 +216,7 @@ def _devices() -> list[Any]:
         ) from error
 
 
-def _join(start: DistributedEnv, start_timeout_s: float, failure_timeout_s: float) -> None:
+def _join(start: DistributedEnv, start_timeout_s: float, heartbeat_timeout_s: int) -> None:
     own = Process(process_id=start.process_id, num_processes=start.num_processes)
     perform_handshake(own, start.coordinator, run_secret(os.environ), start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -228,6 +228,5 @@ def _join(start: DistributedEnv, start_timeout_s: float, failure_timeout_s: floa
         num_processes=start.num_processes,
         process_id=start.process_id,
         local_device_ids=start.local_device_ids,
-        # Longer than the watchdog's timeout, because the watchdog reports more.
-        heartbeat_timeout_seconds=round(2 * failure_timeout_s) + 10,
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
     )

@@ -30,6 +30,7 @@ from untrusted.files import write_text
 UNWATCHED = ("startup", "compile", "restore")
 
 _LONGEST_INTERVAL_S = 15.0
+_BUSY_MACHINE_S = 30.0  # that a report may be late because the machine is busy
 _READ_LIMIT_S = 60.0  # to read thousands of files, on a file system that may hang as well
 _MOST_LISTED = 20
 _STDERR = 2  # the file descriptor, since sys.stderr may be replaced
@@ -55,6 +56,19 @@ class _Heartbeat:
 
     def __str__(self) -> str:
         return f"at step {self.step}, in phase {self.phase}"
+
+
+def jax_heartbeat_timeout_s(timeout_s: float) -> int:
+    """Return a timeout for jax's own heartbeats that lets the watchdog report first.
+
+    jax ends a process without a report if another one sends no heartbeat for its timeout. Each
+    process sends one every half of it, so this may happen half a timeout after the other froze.
+
+    Args:
+        timeout_s: longest duration of a phase, in seconds.
+    """
+    report_s = timeout_s + _interval_s(timeout_s) + _observation_s(timeout_s)
+    return math.ceil(2 * (report_s + _BUSY_MACHINE_S))
 
 
 def end_process() -> None:
@@ -117,9 +131,8 @@ class Watchdog:
         if save_timeout_s is not None:
             self._limits["save"] = ("checkpoint.timeout_s", save_timeout_s)
         self._on_hang = on_hang
-        self._interval_s = min(timeout_s / 4, _LONGEST_INTERVAL_S)
-        # A live process writes a heartbeat within this time, even if it is late.
-        self._observation_s = 1.5 * self._interval_s + 1
+        self._interval_s = _interval_s(timeout_s)
+        self._observation_s = _observation_s(timeout_s)
         self._host = socket.gethostname()
         self._write_lock = threading.Lock()
         self._beat = 0
@@ -269,6 +282,16 @@ class Watchdog:
                     if heartbeat.run_id == self._run_id and heartbeat.phase in NAMES:
                         heartbeats[index] = heartbeat
         return heartbeats
+
+
+def _interval_s(timeout_s: float) -> float:
+    """Return the seconds from one heartbeat, and one look at the own phase, to the next."""
+    return min(timeout_s / 4, _LONGEST_INTERVAL_S)
+
+
+def _observation_s(timeout_s: float) -> float:
+    """Return the seconds within which a live process writes a heartbeat, even if it is late."""
+    return 1.5 * _interval_s(timeout_s) + 1
 
 
 def _name(process: int, heartbeat: _Heartbeat) -> str:
