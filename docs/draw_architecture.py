@@ -21,6 +21,7 @@ FOLDERS = (
     "data",
     "checkpoint",
     "sharding",
+    "metrics",
     "fields",
     "untrusted",
 )

@@ -9,21 +9,20 @@ The last checkpoint is the one of `train.num_steps`, in the run's `config.yaml`.
 import argparse
 import contextlib
 import gc
-import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboard.summary import Writer
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
 from checkpoint.layout import STATE, steps_in
 from convert.runs import CHECKPOINTS, CONFIG_FILE
-from untrusted.documents import number_as_json, read_json_lines, read_yaml
-from untrusted.files import check_links, check_tree, digest_of, open_in_place
+from metrics.json_lines import JsonLines
+from metrics.tensorboard_file import TensorBoardFile
+from untrusted.documents import read_json_lines, read_yaml
+from untrusted.files import check_links, check_tree, digest_of
 from untrusted.schema import check_fields
 
 #: Seconds between two looks for a new checkpoint.
@@ -132,8 +131,8 @@ class _Log:
 
     def __init__(self, run: Path, name: str, settings: Mapping[str, Any]):
         self._path = run / f"{name}.jsonl"
-        self._tensorboard = str(run / "tensorboard" / name)
-        self._points: Writer | None = None
+        self._tensorboard = run / "tensorboard" / name
+        self._files: tuple[JsonLines, TensorBoardFile] | None = None  # opened for the first scores
         self._settings = {**settings}
         lines = read_json_lines(self._path, within=run) if self._path.exists() else []
         self._checksums = {
@@ -146,30 +145,20 @@ class _Log:
 
     def append(self, step: int, checksum: str, scores: Mapping[str, float]) -> None:
         """Append a line and points, and print the scores."""
-        line = {
-            "step": step,
-            "checksum": checksum,
-            "settings": self._settings,
-            "scores": {key: number_as_json(value) for key, value in scores.items()},
-        }
-        descriptor = open_in_place(self._path, os.O_RDWR | os.O_APPEND)
-        with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            text = json.dumps(line, allow_nan=False) + "\n"
-            file.write(("\n" * is_torn + text).encode())
-        if self._points is None:
-            self._points = Writer(self._tensorboard)
-        for key, value in scores.items():
-            self._points.add_scalar(key, value, step)
-        self._points.flush()
+        if self._files is None:
+            self._files = JsonLines(self._path), TensorBoardFile(self._tensorboard)
+        lines, points = self._files
+        lines.append(
+            {"step": step, "checksum": checksum, "settings": self._settings, "scores": scores}
+        )
+        points.append(step, scores)
         shown = " ".join(f"{key} {value:.6g}" for key, value in scores.items())
         print(f"step {step} {shown}", flush=True)
 
     def close(self) -> None:
         """Close the files."""
-        if self._points is not None:
-            self._points.close()
+        for file in self._files or ():
+            file.close()
 
 
 def _num_steps(run: Path) -> int:

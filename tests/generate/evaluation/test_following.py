@@ -81,7 +81,7 @@ def test_checkpoints_are_evaluated_as_they_appear(run, tmp_path, capsys):
     assert out[:2] == [f"following {run} to step 4", "step 2 task/score 0.25 task/none nan"]
     events = EventAccumulator(str(run / "tensorboard" / "mine"))
     events.Reload()
-    assert [event.step for event in events.Tensors("task/score")] == [2, 4]
+    assert [event.step for event in events.Scalars("task/score")] == [2, 4]
     assert len(followed(run)) == 2  # had nothing to do
 
 

@@ -257,17 +257,11 @@ def test_hanging_file_system_does_not_delay_the_watchdog(watch, capfd, monkeypat
     dog.close()
 
 
-@pytest.mark.parametrize("timeout_s", [0.5, 4.0, 100.0])
-def test_the_watchdog_reports_before_jax_ends_the_process(watch, timeout_s):
-    """jax ends it without a report, half its timeout after the last heartbeat or later."""
+@pytest.mark.parametrize("timeout_s", [0.5, 10, 600])
+def test_the_watchdog_reports_before_jax_may_end_the_process(watch, timeout_s):
     dog = watch(Phases(), timeout_s=timeout_s)
-    longest_s = timeout_s + dog._interval_s + dog._observation_s
-    assert longest_s + 30 <= jax_heartbeat_timeout_s(timeout_s) / 2
-    if timeout_s < 1:
-        phases = Phases()
-        with phases("step", 17):
-            watch(phases, timeout_s=timeout_s)
-            assert watch.hangs.wait(longest_s + 30)
+    report_s = timeout_s + dog._interval_s + dog._observation_s
+    assert jax_heartbeat_timeout_s(timeout_s) / 2 >= report_s + 30
 
 
 @pytest.mark.parametrize("phase", UNWATCHED)

@@ -132,9 +132,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_full_disk_does_not_end_the_run_and_loses_no_line(tmp_path, monkeypatch, caplog):
     writer = MetricsWriter(tmp_path, resume_step=0)
+    assert writer._lines and writer._points
     with monkeypatch.context() as patch, open("/dev/full", "wb", buffering=0) as full:
-        for file in (writer._lines, writer._events):
-            patch.setattr(file, "_file", full)
+        for written in (writer._lines, writer._points):
+            patch.setattr(written._file, "_file", full)
         for step in range(1, 101):
             writer.write(step, {"loss": float(step)})
     assert read_metrics(tmp_path / "metrics.jsonl") == []

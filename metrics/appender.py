@@ -1,0 +1,65 @@
+"""Appends to a file, without a buffer in this process that a kill would lose."""
+
+import logging
+import os
+from pathlib import Path
+
+from untrusted.files import open_in_place
+
+_log = logging.getLogger(__name__)
+
+
+class Appender:
+    """Appends to a file. When `append` returns, the operating system has the content."""
+
+    def __init__(self, path: Path, *, is_patient: bool = False):
+        """Open the file, and create it if necessary.
+
+        Args:
+            path: the file.
+            is_patient: if the disk cannot take content, log a warning, once, and keep the content
+                in memory until the next `append`, instead of raising an error.
+
+        Raises:
+            ValueError: there is a link or something other than a regular file at `path`.
+            OSError: the file cannot be opened.
+        """
+        self._path = path
+        self._is_patient = is_patient
+        self._pending = b""
+        self._has_warned = False
+        descriptor = open_in_place(path, os.O_RDWR | os.O_APPEND)
+        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+
+    def append(self, content: bytes) -> None:
+        """Append bytes.
+
+        Raises:
+            OSError: the disk cannot take them, and the file is not patient.
+        """
+        self._pending += content
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            if not self._is_patient:
+                raise
+            if not self._has_warned:
+                _log.warning("%s cannot be written; the run continues: %s", self._path, error)
+            self._has_warned = True
+
+    def last_byte(self) -> bytes:
+        """Return the last byte of the file; none if it is empty."""
+        end = self._file.seek(0, os.SEEK_END)
+        return os.pread(self._file.fileno(), 1, end - 1) if end else b""
+
+    def close(self) -> None:
+        """Close the file, after another attempt to write what is left.
+
+        Raises:
+            OSError: as of `append`.
+        """
+        try:
+            self.append(b"")
+        finally:
+            self._file.close()
