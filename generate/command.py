@@ -10,6 +10,8 @@ from typing import Any
 import jax
 
 from convert.from_hf import DTYPES
+from data.config import cache_path
+from sharding.compilation_cache import use_compilation_cache
 from sharding.mesh import AXES, MeshConfig
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
@@ -60,6 +62,7 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace)
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     jax.config.update("jax_enable_x64", args.dtype == "float64")
+    use_compilation_cache(cache_path() / "xla")  # the one of training
     try:
         command(args)
     except (ValueError, OSError) as error:

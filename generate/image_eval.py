@@ -12,6 +12,7 @@ B batch, K labels.
 import argparse
 import csv
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from data.corpus import load_corpus
 from data.examples import Corpus
 from data.image_config import ImageConfig
 from fields.keys import check_keys
+from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from sharding.distributed.startup import start
@@ -295,14 +297,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate the model, and print its scores; or follow a run."""
-    sizes = mesh_of(args.mesh)
-    num_replicas = sizes.data * sizes.fsdp
-    if args.batch_size % num_replicas:
-        raise ValueError(
-            f"--batch_size={args.batch_size} must be a multiple of the {num_replicas} replicas of "
-            f"--mesh={args.mesh}"
-        )
-    mesh = start(sizes)
+    mesh = start(mesh_of(args.mesh))
+    check_batch_size(mesh, args.batch_size)
     if args.follow:
         check_follow(args)
         settings = {"dtype": args.dtype}
@@ -324,9 +320,16 @@ def _scores(args: argparse.Namespace, path: Path) -> ImageScores:
     """Return the scores of the model at a path."""
     source = read_source(path, allow_import=args.allow_import)
     data, images = sections_of(source, path, args.images)
-    corpus = load_corpus(data, images)
     model = load_model(source, dtype=args.dtype)
-    return evaluate_images(model, corpus, data, source.labels, batch_size=args.batch_size)
+    return evaluate_images(
+        model, _corpus(data, images), data, source.labels, batch_size=args.batch_size
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _corpus(data: DataConfig, images: ImageConfig) -> Corpus:
+    """Return the images; the checkpoints of a run share them."""
+    return load_corpus(data, images)
 
 
 if __name__ == "__main__":

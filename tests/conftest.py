@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from jax._src import compilation_cache
 
 from sharding.distributed.startup import CPU_XLA_FLAGS
 from tests.runs import write_corpus
@@ -54,9 +55,25 @@ def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches compiled programs, so that tests that share a program compile it once.
 
     Each process has its own cache, because jax may read a file that another is still writing.
+    Commands keep theirs beside it, and not in the cache of the user.
     """
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
+    directory = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(directory)
+    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """Keep compiled programs and data in `tmp_path/taibai`; undo the change of jax's cache."""
+    config: Any = jax.config
+    before = config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)
+    compilation_cache.reset_cache()
+    yield
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture(autouse=True)

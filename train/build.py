@@ -15,11 +15,11 @@ from convert.to_hf import export_problem
 from data.corpus import load_corpus
 from data.examples import Corpus
 from sharding.analysis.targets import Target, target_of
+from sharding.compilation_cache import use_compilation_cache
 from sharding.distributed import startup
 from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
-from train.compilation_cache import use_compilation_cache
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Override

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import torch
 import transformers as hf
@@ -11,6 +12,7 @@ import transformers as hf
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from generate import Sampling, load_generator
 from generate.__main__ import main
+from sharding.compilation_cache import VerifiedCache
 from tests.runs import TINY, arguments
 from train import main as train
 
@@ -72,6 +74,20 @@ def test_one_prompt_is_printed_with_its_continuation(directory, capsys, tmp_path
     (line,) = lines((tmp_path / "out").read_text(encoding="utf-8"))
     assert printed == f"héllo{line['text']}\n"
     assert "12 tokens in" in log and "tokens/s" in log
+
+
+def test_a_second_start_loads_the_programs_of_the_first(
+    directory, own_cache, monkeypatch, tmp_path, capsys
+):
+    printed = []
+    compiled = []
+    for _ in range(2):
+        jax.clear_caches()
+        assert main([f"--model={directory}", "--prompt=def", NEW, GREEDY]) == 0
+        printed.append(capsys.readouterr().out)
+        assert list((tmp_path / "taibai" / "xla").glob("*.program"))
+        monkeypatch.setattr(VerifiedCache, "put", lambda _, key, program: compiled.append(key))
+    assert printed[0] == printed[1] and compiled == []
 
 
 def test_texts_are_continued_in_python_as_by_the_command(directory, tmp_path):

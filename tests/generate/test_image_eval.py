@@ -133,5 +133,5 @@ def test_unsuitable_requests_end_in_one_sentence(vit, tmp_path, capsys):
     other = _error(capsys, model, f"--images={tmp_path}/images")
     assert "the data has a class 'dog', but the model knows 7 others, such as 'wolf'" in other
     odd = _error(capsys, model, "--mesh=data=4", "--batch_size=6")
-    assert "--batch_size=6 must be a multiple of the 4 replicas" in odd
+    assert "batch_size=6 must be a positive multiple of the mesh's 4 replicas" in odd
     assert jax.device_count() >= 4

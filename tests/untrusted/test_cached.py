@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import compilation_cache
 
-from tests.runs import CONFIG as CONFIG_FILE
-from tests.runs import TINY, write_corpus
-from train.compilation_cache import (
+from sharding.compilation_cache import (
     VerifiedCache,
     use_compilation_cache,
     without_compilation_cache,
 )
+from tests.runs import CONFIG as CONFIG_FILE
+from tests.runs import TINY, write_corpus
 from train.config.config_files import as_yaml, load
 from train.main import main
 from untrusted.cached import read_cached, write_cached
@@ -54,17 +53,6 @@ def usual_umask():
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-@pytest.fixture
-def own_cache(monkeypatch):
-    """Undo the installation of the verified cache."""
-    before = CONFIG.jax_compilation_cache_dir
-    monkeypatch.setattr(compilation_cache, "get_file_cache", compilation_cache.get_file_cache)
-    compilation_cache.reset_cache()
-    yield
-    compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def compile_program() -> int:

@@ -14,10 +14,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fields.numbers import shown
+from sharding.compilation_cache import without_compilation_cache
 from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
 from sharding.mesh import AXES
-from train.compilation_cache import without_compilation_cache
 from train.config.schema import RunConfig
 from train.planning.explanation import plans_as_text
 from train.planning.parallel_plan import SETTINGS, with_values

@@ -75,7 +75,7 @@ def use_compilation_cache(directory: Path) -> None:
     if is_shared:
         _log.warning(
             "%s is not used, because others may write to it and cached programs are code; "
-            "chmod go-w it, or set data.cache_dir",
+            "chmod go-w it, or choose another cache directory",
             directory,
         )
         return
