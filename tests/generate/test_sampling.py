@@ -40,6 +40,44 @@ def test_logits_are_adjusted_as_in_transformers(sampling, warpers):
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_limits_are_those_of_a_sorted_vocabulary(dtype):
+    """With equal logits, zeros of both signs, and infinities."""
+    rng = np.random.default_rng(1)
+    logits = np.concatenate([rng.normal(size=20), np.repeat(rng.normal(size=4), 5)])
+    logits = np.append(logits, [0.0, -0.0, -0.0, -np.inf, -np.inf])
+    logits_BV = rng.permuted(np.tile(logits, (4, 1)), axis=1).astype(dtype)
+    falling_BV = np.sort(logits_BV)[:, ::-1]
+    for k in (1, 2, 8, 21, 43, len(logits), 1000):
+        least_B1 = falling_BV[:, [min(k, len(logits)) - 1]]
+        expected = np.where(logits_BV < least_B1, -np.inf, logits_BV)
+        with jax.enable_x64(dtype == "float64"):
+            found = adjusted(Sampling(top_k=k), jnp.asarray(logits_BV), None)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, expected)
+    shares = np.exp(logits_BV) / np.exp(logits_BV).sum(axis=1, keepdims=True)
+    for p in (0.05, 0.31, 0.77, 0.98):
+        with jax.enable_x64(dtype == "float64"):
+            kept = np.isfinite(adjusted(Sampling(top_p=p), jnp.asarray(logits_BV), None))
+        for row, is_kept in enumerate(kept):
+            least = logits_BV[row][is_kept].min()
+            np.testing.assert_array_equal(is_kept, logits_BV[row] >= least)
+            assert shares[row][logits_BV[row] > least].sum() < p <= shares[row][is_kept].sum()
+
+
+def test_the_vocabulary_is_not_sorted():
+    """That took longer than the layers of a small model."""
+    rows_B = jnp.arange(5, dtype=jnp.int32)
+    sampling = Sampling(top_k=7, top_p=0.8, min_p=0.01)
+    each = RowSampling.of([(sampling, 0)] * 5)
+    for traced in (
+        jax.make_jaxpr(lambda x: choose(sampling, x, None, rows_B, rows_B))(LOGITS),
+        jax.make_jaxpr(lambda x: choose_each(each, x, rows_B))(LOGITS),
+    ):
+        assert "scan" in str(traced)  # over the bits of a threshold
+        assert "sort" not in str(traced) and "top_k" not in str(traced)
+
+
 def test_tokens_are_drawn_with_their_probabilities():
     count = 20_000
     sampling = Sampling(temperature=0.8, top_k=4, seed=5)
