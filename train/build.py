@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,9 @@ def build_run(options: RunOptions) -> BuiltRun:
         OSError: a file cannot be read.
     """
     config, source, fixed = _load_config(options)
-    mesh = _start_devices(config, options)
-    config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
+    mesh = _start_devices(config, options, fixed)
+    if not config.mesh.auto:
+        config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
     if options.is_evaluation and config.memory.placement == AUTO:
         config = dataclasses.replace(config, memory=workdir.planned_memory(options.workdir))
 
@@ -162,23 +163,28 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None, set[str
     fixed = {Override.parse(override).key for override in overrides}
     if not given.mesh.auto:
         return validate_config(given), source, fixed
-    config = open_config(given, fixed)
-    if "mesh.data" not in fixed and -1 not in config.mesh.sizes.values():
-        # All devices, before a plan divides them.
-        config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, data=-1))
-    return config, source, fixed
+    return open_config(given, fixed), source, fixed
 
 
-def _start_devices(config: RunConfig, options: RunOptions) -> jax.sharding.Mesh:
-    """Join the processes of the run, and return the mesh of all their devices."""
+def _start_devices(
+    config: RunConfig, options: RunOptions, fixed: Collection[str]
+) -> jax.sharding.Mesh:
+    """Join the processes of the run, and return the mesh of its devices.
+
+    With `mesh.auto`, these are all devices, which a plan divides later.
+    """
     process = startup.read_distributed_env(os.environ)
     if not options.is_fast_dev_run and (process is None or process.process_id == 0):
         _log.info("workdir %s", options.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:
         use_compilation_cache(_program_cache(config, options))
+    sizes = config.mesh
+    open_axes = [axis for axis in ("data", "model", "pipeline") if f"mesh.{axis}" not in fixed]
+    if sizes.auto and open_axes and -1 not in sizes.sizes.values():
+        sizes = dataclasses.replace(sizes, **{open_axes[0]: -1})
     mesh = startup.start(
-        config.mesh,
+        sizes,
         start_timeout_s=config.train.start_timeout_s,
         heartbeat_timeout_s=jax_heartbeat_timeout_s(config.train.failure_timeout_s),
     )

@@ -190,10 +190,22 @@ class PlanSpace:
     max_microbatches: int | None = None
 
     def __iter__(self) -> Iterator[ParallelPlan]:
-        """Yield every plan; whether one fits into memory is not checked here."""
+        """Yield every plan; whether one fits into memory is not checked here.
+
+        Stages with very different numbers of layers are left out, unless there is no other plan.
+        """
+        for is_uneven in (False, True):
+            has_plan = False
+            for plan in self._all(is_uneven):
+                has_plan = True
+                yield plan
+            if has_plan:
+                return
+
+    def _all(self, is_uneven: bool) -> Iterator[ParallelPlan]:
         for mesh in self.meshes():
             for count in self._microbatch_counts(mesh):
-                for pipeline in self._pipelines(mesh, count):
+                for pipeline in self._pipelines(mesh, count, is_uneven):
                     yield from self._plans(mesh, count, pipeline)
 
     def meshes(self) -> Iterator[MeshConfig]:
@@ -221,22 +233,24 @@ class PlanSpace:
 
     def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
         given = self.config.train.num_microbatches
+        counts = _divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp))
         if "train.num_microbatches" in self.fixed:
-            return [given]
+            return [given] if given in counts else []
         if self.sees_whole_batch:
             return [1]
-        counts = _divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp))
         most = self.max_microbatches
         return [count for count in counts if most is None or count <= most]
 
-    def _pipelines(self, mesh: MeshConfig, num_microbatches: int) -> Iterator[dict[str, Any]]:
+    def _pipelines(
+        self, mesh: MeshConfig, num_microbatches: int, is_uneven: bool
+    ) -> Iterator[dict[str, Any]]:
         """Yield the fields of a plan that describe its stages."""
         given = self.config.pipeline.share_vocab
         is_open = mesh.pipeline > 1 and "pipeline.share_vocab" not in self.fixed
         shared = (False, True) if is_open and self.can_share_vocab else (given,)
         for schedule, chunks in self._schedules(mesh, num_microbatches):
             for share_vocab in shared:
-                for cut in self._cuts(mesh, chunks, share_vocab):
+                for cut in self._cuts(mesh, chunks, share_vocab, is_uneven):
                     yield {
                         "schedule": schedule,
                         "chunks": chunks,
@@ -245,24 +259,31 @@ class PlanSpace:
                     }
 
     def _schedules(self, mesh: MeshConfig, num_microbatches: int) -> list[tuple[str, int]]:
-        given = self.config.pipeline
         if mesh.pipeline == 1:
             return [("1f1b", 1)]
-        fixed_name = "pipeline.schedule" in self.fixed
-        fixed_chunks = "pipeline.chunks" in self.fixed
-        found = [
+        return [
             (name, chunks)
-            for name, chunks in (*_SCHEDULES, (given.schedule, given.chunks))
-            if not (fixed_name and name != given.schedule)
-            and not (fixed_chunks and chunks != given.chunks)
-            and self.num_layers >= mesh.pipeline * chunks
+            for name, chunks in self._open_schedules()
+            if self.num_layers >= mesh.pipeline * chunks
             and mesh.pipeline * chunks * num_microbatches <= _MAX_OPERATIONS
             and (name != "interleaved_1f1b" or num_microbatches % mesh.pipeline == 0)
         ]
+
+    def _open_schedules(self) -> list[tuple[str, int]]:
+        """Return the schedules with their chunks, as far as neither is fixed."""
+        given = self.config.pipeline
+        found = [*_SCHEDULES]
+        if "pipeline.chunks" in self.fixed:
+            if given.chunks > 1:
+                found.append(("interleaved_1f1b", given.chunks))
+            found = [pair for pair in found if pair[1] == given.chunks]
+        if "pipeline.schedule" in self.fixed:
+            found = [pair for pair in found if pair[0] == given.schedule]
+            found = found or [(given.schedule, given.chunks)]
         return [*dict.fromkeys(found)]
 
     def _cuts(
-        self, mesh: MeshConfig, chunks: int, share_vocab: bool
+        self, mesh: MeshConfig, chunks: int, share_vocab: bool, is_uneven: bool
     ) -> Collection[tuple[str, ...]]:
         """Return the values of `pipeline.layers_per_stage` to try."""
         given = self.config.pipeline.layers_per_stage
@@ -270,7 +291,8 @@ class PlanSpace:
             return [given]
         found = self.cuts(mesh.pipeline * chunks, share_vocab)
         # Stages that the user asks for are cut as evenly as they can be, however uneven that is.
-        return [BALANCED] if not found and "mesh.pipeline" in self.fixed else found
+        is_uneven |= "mesh.pipeline" in self.fixed
+        return [BALANCED] if not found and is_uneven else found
 
     def _plans(
         self, mesh: MeshConfig, count: int, pipeline: Mapping[str, Any]
