@@ -112,9 +112,7 @@ def _continue(args: argparse.Namespace) -> None:
             tokens = generator.stream(
                 prompts[0].tokens, max_new_tokens=args.max_new_tokens, sampling=sampling
             )
-            if generator.follows_prompt:
-                print(_shown(prompts[0], codec), end="")
-            count = _print_stream(tokens, codec)
+            count = _print_stream(prompts[0], tokens, codec, generator.follows_prompt)
         else:
             count = _write_all(
                 args, prompts, codec, generator, sampling if beams is None else beams
@@ -158,7 +156,10 @@ def _write_all(
         )
     print(file=sys.stderr)
     rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
-    lines = [as_line(*row, codec) for row in zip(rows, found, strict=True)]
+    lines = [
+        as_line(*row, codec, follows_prompt=generator.follows_prompt)
+        for row in zip(rows, found, strict=True)
+    ]
     if args.out is None:
         print("\n".join(lines))
     else:
@@ -170,11 +171,15 @@ def _shown(prompt: Prompt, codec: TextCodec) -> str:
     return codec.decode(prompt.tokens) if prompt.text is None else prompt.text
 
 
-def _print_stream(tokens: Iterable[int], codec: TextCodec) -> int:
+def _print_stream(
+    prompt: Prompt, tokens: Iterable[int], codec: TextCodec, follows_prompt: bool
+) -> int:
     """Print a continuation while it grows; return the number of its tokens."""
-    stream = TextStream(codec)
+    stream = TextStream(codec, prompt.tokens if follows_prompt else ())
     count = 0
     for token in tokens:
+        if count == 0 and follows_prompt:  # now it is certain that the model takes the prompt
+            print(_shown(prompt, codec), end="")
         print(stream.add([token]), end="", flush=True)
         count += 1
     print(stream.add([], is_last=True))

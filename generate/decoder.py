@@ -128,17 +128,17 @@ class Decoder:
         """
         batch = self._batch_of_prompts(tokens_BT, lengths_B)
         x = self._functions.embed(params["non_stack"], batch)
-        *encoders, decoder = self._functions.num_layers
-        for name in encoders:
-            x = self._run(name, params, x, batch)
-        if decoder in self._functions.before:
-            x = self._functions.before[decoder](params["non_stack"], x, batch)
+        encoders, decoders = self._stacks()
+        x = self._run(encoders, params, x, batch)
+        for name in decoders:
+            if name in self._functions.before:
+                x = self._functions.before[name](params["non_stack"], x, batch)
         given_BT, given_B = self.given(tokens_BT, lengths_B)
         num_slots = given_BT.shape[1] + max_new_tokens
         if self.max_positions is not None:
             num_slots = min(num_slots, self.max_positions)
         with kv_cache.filling(given_B, num_slots + num_drafts, num_drafts) as caches:
-            x = self._run(decoder, params, x, batch)
+            x = self._run(decoders, params, x, batch)
         return self._logits(params, self._last(x, lengths_B))[:, 0], (*caches,)
 
     def decode(
@@ -162,9 +162,8 @@ class Decoder:
         positions_BT = positions_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
         batch = self._batch_of_next(tokens_BT, positions_BT)
         x = self._functions.embed(params["non_stack"], batch)
-        *_, decoder = self._functions.num_layers
         with kv_cache.reading(caches, positions_BT) as grown:
-            x = self._run(decoder, params, x, batch)
+            x = self._run(self._stacks()[1], params, x, batch)
         return self._logits(params, x), (*grown,)
 
     def _batch_of_prompts(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> Batch:
@@ -179,10 +178,15 @@ class Decoder:
         """Return the activations of the token after which a continuation begins."""
         return jnp.take_along_axis(x, (lengths_B - 1)[:, None, None], axis=1)
 
-    def _run(self, stack: str, params: dict[str, Tree], x: Tree, batch: Batch) -> Tree:
-        """Return the activations after the last block of a stack."""
-        for number, layer in enumerate(params["stacks"][stack]):
-            x = self._functions.blocks[stack](layer, x, batch, jnp.int32(number))
+    def _stacks(self) -> tuple[list[str], list[str]]:
+        """Return the names of stacks that only prompts pass, and of those that new tokens pass."""
+        return [], [*self._functions.num_layers]
+
+    def _run(self, stacks: list[str], params: dict[str, Tree], x: Tree, batch: Batch) -> Tree:
+        """Return the activations after the last block of the last stack."""
+        for stack in stacks:
+            for number, layer in enumerate(params["stacks"][stack]):
+                x = self._functions.blocks[stack](layer, x, batch, jnp.int32(number))
         return x
 
     def _logits(self, params: dict[str, Tree], x: Tree) -> jax.Array:
@@ -207,6 +211,10 @@ class Seq2SeqDecoder(Decoder):
         """Return the tokens that a continuation follows, and their numbers: one start token."""
         shape = len(tokens_BT), 1
         return jnp.full(shape, self._start_token, jnp.int32), jnp.ones_like(lengths_B)
+
+    def _stacks(self) -> tuple[list[str], list[str]]:
+        *encoders, decoder = self._functions.num_layers
+        return encoders, [decoder]
 
     def _batch_of_prompts(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> Batch:
         start_B1, _ = self.given(tokens_BT, lengths_B)

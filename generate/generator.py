@@ -160,13 +160,18 @@ class Generator:
                 "the generator has no tokenizer; load it with load_generator from a directory with "
                 "a tokenizer.json, or pass codec=TextCodec(tokenizer)"
             )
+        given = [as_prompt(text, codec).tokens for text in prompts]
         found = self.generate(
-            [as_prompt(text, codec).tokens for text in prompts],
+            given,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             num_samples=num_samples,
         )
-        return [codec.decode(tokens) for tokens in found]
+        texts = []
+        for number, tokens in enumerate(found):
+            prompt = given[number // num_samples] if self.follows_prompt else []
+            texts.append(codec.decode_after(prompt, tokens))
+        return texts
 
     def beam_search(
         self,

@@ -50,7 +50,7 @@ _MAX_NEW_TOKENS = 256
 
 
 class TaskModel(TemplateLM):
-    """A model as lm-eval asks it. Texts get no special tokens, as in its Hugging Face backend.
+    """A model as lm-eval asks it. Texts have the same tokens as in its Hugging Face backend.
 
     Args:
         model: a causal language model, as from `convert.from_hf.load`.
@@ -73,8 +73,8 @@ class TaskModel(TemplateLM):
         self._codec = TextCodec(tokenizer)
         self._eos = tokenizer.eos_id
         self._first_token = first_token
-        self._most = model.config.max_positions
         self._scorer = Scorer(model, batch_size=batch_size)
+        self._most = model.config.max_positions
         self._generator = Generator(model, stop=stop, batch_size=batch_size)
 
     @property
@@ -90,8 +90,15 @@ class TaskModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text, without special ones unless asked for."""
-        return self._codec.encode(string, has_special_tokens=bool(add_special_tokens))
+        """Return the tokens of a text.
+
+        By default, they include the special ones that the tokenizer adds, unless the text begins
+        with the first token already.
+        """
+        if add_special_tokens is None:
+            first = self._codec.decode([self._first_token], has_special_tokens=True)
+            add_special_tokens = not string.startswith(first)
+        return self._codec.encode(string, has_special_tokens=add_special_tokens)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False

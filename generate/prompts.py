@@ -15,6 +15,9 @@ from untrusted.files import read_text
 from untrusted.messages import shortened
 from untrusted.schema import check
 
+#: How many tokens before a token may change its text.
+CONTEXT = 8
+
 
 class TextCodec:
     """Turns texts into the tokens that a model was trained on, and back.
@@ -30,11 +33,20 @@ class TextCodec:
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, with the special ones that the tokenizer adds to a text."""
+        text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no character
         return self._tokenizer.encode(text, add_special_tokens=has_special_tokens).ids
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
-        return self._tokenizer.decode([*tokens], skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, has_special_tokens: bool = False) -> str:
+        """Return the text of tokens, without special ones unless asked for."""
+        return self._tokenizer.decode([*tokens], skip_special_tokens=not has_special_tokens)
+
+    def decode_after(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return the text that tokens add to a prompt.
+
+        Some tokenizers leave out a space at the beginning of a text, but not within it.
+        """
+        context = [*prompt[-CONTEXT:]]
+        return self.decode([*context, *tokens])[len(self.decode(context)) :]
 
 
 def tokenizer_of(source: Source) -> FileTokenizer | None:
@@ -180,8 +192,19 @@ def as_prompt(text: str, codec: TextCodec | None) -> Prompt:
     return Prompt(text=text, tokens=tokens)
 
 
-def as_line(prompt: Prompt, tokens: list[int], codec: TextCodec | None) -> str:
-    """Return a continuation as a line of JSON, with the keys prompt, tokens and text."""
-    text = None if codec is None else codec.decode(tokens)
+def as_line(
+    prompt: Prompt, tokens: list[int], codec: TextCodec | None, *, follows_prompt: bool
+) -> str:
+    """Return a continuation as a line of JSON, with the keys prompt, tokens and text.
+
+    Args:
+        prompt: the prompt.
+        tokens: tokens of the continuation.
+        codec: the tokenizer; None if the model has none.
+        follows_prompt: whether the continuation follows the prompt, and is not an answer to it.
+    """
+    before = prompt.tokens if follows_prompt else []
+    text = None if codec is None else codec.decode_after(before, tokens)
     given = prompt.tokens if prompt.text is None else prompt.text
-    return json.dumps({"prompt": given, "tokens": tokens, "text": text}, ensure_ascii=False)
+    line = json.dumps({"prompt": given, "tokens": tokens, "text": text}, ensure_ascii=False)
+    return line.encode("utf-8", "replace").decode("utf-8")

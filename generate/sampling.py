@@ -23,6 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from fields.numbers import shown
+
+#: Temperatures and penalties beyond these would make logits infinite.
+_LEAST = 1e-5
+_MOST = 100_000
+_MOST_TOKENS = 2**31 - 1  # of an int32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -48,16 +55,21 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
+        t = self.temperature
         for name, is_valid, rule in (
-            ("temperature", self.temperature >= 0, "0 or positive"),
+            ("temperature", t == 0 or _LEAST <= t <= _MOST, f"0, or from {_LEAST} to {_MOST:,}"),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "positive"),
+            (
+                "repetition_penalty",
+                _LEAST <= self.repetition_penalty <= _MOST,
+                f"from {_LEAST} to {_MOST:,}",
+            ),
             ("seed", 0 <= self.seed < 2**32, "in [0, 2**32)"),
         ):
             if not is_valid:
-                raise ValueError(f"{name}={getattr(self, name)} must be {rule}")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be {rule}")
 
     @property
     def is_greedy(self) -> bool:
@@ -127,7 +139,7 @@ class RowSampling:
         each = [sampling for sampling, _ in rows]
         return cls(
             temperature_B=np.array([one.temperature for one in each], np.float32),
-            top_k_B=np.array([one.top_k or 0 for one in each], np.int32),
+            top_k_B=np.array([min(one.top_k or 0, _MOST_TOKENS) for one in each], np.int32),
             left_out_B=np.array([1 - one.top_p for one in each], np.float32),
             min_p_B=np.array([one.min_p for one in each], np.float32),
             seeds_B=np.array([one.seed for one in each], np.uint32),
@@ -197,7 +209,7 @@ def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None
         return logits_BV
     logits_BV = logits_BV / sampling.temperature
     if sampling.top_k is not None:
-        logits_BV = _top_k(logits_BV, sampling.top_k)
+        logits_BV = _top_k(logits_BV, min(sampling.top_k, _MOST_TOKENS))
     if sampling.top_p < 1:
         logits_BV = _top_p(logits_BV, 1 - sampling.top_p)
     if sampling.min_p > 0:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from generate.prompts import TextCodec
+from generate.prompts import CONTEXT, TextCodec
 
 #: What a tokenizer decodes an incomplete character to.
 _INCOMPLETE = "\ufffd"
@@ -16,20 +16,21 @@ class TextStream:
 
     Args:
         codec: the tokenizer.
+        prompt: tokens that the continuation follows.
         stop: texts that end the continuation.
 
     Attributes:
         is_stopped: whether one of them has appeared; no text follows.
     """
 
-    def __init__(self, codec: TextCodec, stop: Sequence[str] = ()):
+    def __init__(self, codec: TextCodec, prompt: Sequence[int] = (), stop: Sequence[str] = ()):
         self._codec = codec
         self._stop = stop
-        self._tokens: list[int] = []
+        self._tokens: list[int] = [*prompt[-CONTEXT:]]
         # Text depends on the tokens before it, but only on few of them: the tokens from `_first`
         # are decoded together, and those before `_next` have been decoded already.
         self._first = 0
-        self._next = 0
+        self._next = len(self._tokens)
         self._held = ""
         self.is_stopped = False
 
@@ -47,7 +48,8 @@ class TextStream:
         text = self._codec.decode(self._tokens[self._first :])
         if is_last or not text.endswith(_INCOMPLETE):
             self._held += text[len(known) :]
-            self._first = self._next
+            if len(text) > len(known):  # special tokens have no text, so they are no context
+                self._first = self._next
             self._next = len(self._tokens)
         ends = [place for text in self._stop if (place := self._held.find(text)) >= 0]
         if ends:

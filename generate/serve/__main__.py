@@ -96,10 +96,16 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json, which requests need; put it beside it")
+    positions = getattr(source.config, "max_positions", None)
+    if positions is None:
+        raise ValueError(
+            f"a {source.model} cannot be served: only models that continue their prompt can, such "
+            "as GPT-2 or LLaMA; use python -m generate"
+        )
     for name in ("max_waiting", "max_choices", "max_body_mib", "timeout_s"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be positive")
-    max_length = args.max_length or min(source.config.max_positions, 4096)
+    max_length = args.max_length or min(positions, 4096)
 
     @contextlib.contextmanager
     def open_slots() -> Iterator[Slots]:

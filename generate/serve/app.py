@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from data.text.chat.template import ChatTemplate
 from generate.prompts import TextCodec
-from generate.serve.engine import ERROR, STOP, Busy, Engine, Job
+from generate.serve.engine import ERROR, STOP, Busy, Engine, Job, Unavailable
 from generate.serve.requests import (
     BadRequest,
     CompletionRequest,
@@ -132,16 +132,16 @@ class _Answer:
             return put
 
         for prompt, most in zip(request.prompts, request.max_new_tokens, strict=True):
-            for choice in range(request.num_choices):
+            for _ in range(request.num_choices):
                 job = Job(
                     tokens=prompt,
                     sampling=request.sampling,
-                    choice=choice,
+                    row=len(self.jobs),
                     max_new_tokens=most,
                     on_tokens=sink(len(self.jobs)),
                 )
                 self.jobs.append(job)
-                self._streams.append(TextStream(codec, request.stop))
+                self._streams.append(TextStream(codec, prompt, request.stop))
         engine.submit(self.jobs)
         self._running = set(range(len(self.jobs)))
 
@@ -228,6 +228,8 @@ class _Server:
             return JSONResponse(error(str(problem), problem.status), problem.status)
         except Busy as problem:
             return JSONResponse(error(str(problem), 429), 429, {"Retry-After": "1"})
+        except Unavailable as problem:
+            return JSONResponse(error(str(problem), 503), 503)
         except TimeoutError:
             return JSONResponse(error("the request did not arrive in time", 408), 408)
         except ClientDisconnect:

@@ -29,6 +29,10 @@ class Busy(Exception):
     """Raised when too many rows are waiting."""
 
 
+class Unavailable(Exception):
+    """Raised when no rows are taken any more."""
+
+
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
     """One continuation that somebody waits for.
@@ -36,7 +40,7 @@ class Job:
     Attributes:
         tokens: the prompt.
         sampling: how tokens are chosen.
-        choice: index of this continuation, if its prompt has several.
+        row: number of this continuation in its request.
         max_new_tokens: most tokens of the continuation.
         on_tokens: called in the engine's thread with new tokens and, at the end, the reason.
         is_cancelled: set by whoever no longer waits; no tokens follow.
@@ -44,7 +48,7 @@ class Job:
 
     tokens: Sequence[int]
     sampling: Sampling
-    choice: int
+    row: int
     max_new_tokens: int
     on_tokens: Callable[[list[int], str | None], None]
     is_cancelled: bool = False
@@ -111,12 +115,13 @@ class Engine:
 
         Raises:
             Busy: too many rows are waiting; none of these was added.
+            Unavailable: the model has failed, or the engine is closing.
         """
         with self._changed:
             if self._failure is not None:
-                raise Busy("the model has failed; see the server's log, and start it again")
+                raise Unavailable("the model has failed; see the server's log, and start it again")
             if self._is_closing:
-                raise Busy("the server is closing")
+                raise Unavailable("the server is closing")
             if len(self._waiting) + len(jobs) > self._max_waiting:
                 raise Busy(
                     f"{len(self._waiting)} continuations are waiting already, of at most "
@@ -181,10 +186,24 @@ class Engine:
                 job = self._jobs[slot]
                 assert job is not None
                 rows.append(
-                    Row(slot=slot, tokens=job.tokens, sampling=job.sampling, choice=job.choice)
+                    Row(slot=slot, tokens=job.tokens, sampling=job.sampling, number=job.row)
                 )
-            for slot, token in zip(taken, slots.begin(rows), strict=True):
+            try:
+                firsts = slots.begin(rows)
+            except (TypeError, ValueError, OverflowError):  # what the checks of requests missed
+                _log.exception("%d rows cannot be continued", len(rows))
+                self._give_up(taken)
+                continue
+            for slot, token in zip(taken, firsts, strict=True):
                 self._deliver(slot, [token])
+
+    def _give_up(self, slots: Sequence[int]) -> None:
+        """End the jobs of slots with the reason ERROR, and free the slots."""
+        for slot in slots:
+            job = self._jobs[slot]
+            self._jobs[slot] = None
+            if job is not None:
+                job.on_tokens([], ERROR)
 
     def _advance(self, slots: Slots) -> None:
         """Continue all rows by a few tokens."""

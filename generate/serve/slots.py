@@ -56,13 +56,13 @@ class Row:
         slot: number of the slot.
         tokens: token ids, at least one.
         sampling: how its continuation is chosen.
-        choice: index of this continuation, if its prompt has several.
+        number: number of the row in its request.
     """
 
     slot: int
     tokens: Sequence[int]
     sampling: Sampling
-    choice: int
+    number: int
 
 
 class Slots:
@@ -119,7 +119,7 @@ class Slots:
             tokens_PT[place, : len(row.tokens)] = row.tokens
             lengths_P[place] = len(row.tokens)
             slots_P[place] = row.slot
-        settings = [(row.sampling, row.choice) for row in rows]
+        settings = [(row.sampling, row.number) for row in rows]
         settings += [(Sampling(), 0)] * (count - len(rows))
         new = self._prefill(self._params, tokens_PT, lengths_P, RowSampling.of(settings))
         self._state = self._insert(new, slots_P, state=self._state)
@@ -133,7 +133,7 @@ class Slots:
         """
         try:
             for length in (1, self._max_length - 1):
-                self.begin([Row(slot=0, tokens=[0] * length, sampling=Sampling(), choice=0)])
+                self.begin([Row(slot=0, tokens=[0] * length, sampling=Sampling(), number=0)])
                 # On a mesh, its result has another sharding than the empty slots had.
                 self.advance(np.zeros(self._num_slots, bool))
         except jax.errors.JaxRuntimeError as error:

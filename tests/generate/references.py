@@ -46,6 +46,15 @@ _LLAMA: dict[str, Any] = {
     "hidden_size": 36,
     "intermediate_size": 44,
 }
+#: One layer that sees all tokens, and two with a window: two stacks here.
+_QWEN2: dict[str, Any] = {
+    **_LLAMA,
+    "hidden_size": 60,
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": 10,
+    "max_window_layers": 1,
+}
 MODELS: dict[str, Any] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(vocab_size=VOCAB, n_positions=128, n_layer=3, n_head=4, n_embd=40)
@@ -63,6 +72,7 @@ MODELS: dict[str, Any] = {
     ),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA)),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_QWEN2)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=10)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
 }

@@ -20,9 +20,9 @@ TASKS = ("choose", "perplexity", "continue")
 POSITIONS = 64
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A Hugging Face model with a tokenizer of bytes."""
+@pytest.fixture(scope="module", params=["plain", "bos"])
+def directory(tmp_path_factory, request):
+    """A Hugging Face model with a tokenizer of bytes, which may begin each text with a token."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     tokenizer = ByteTokenizer(has_special_tokens=True)
@@ -40,11 +40,21 @@ def directory(tmp_path_factory):
             if weight.ndim > 1:
                 weight.mul_(4)
     model.save_pretrained(path)
-    (path / "tokenizer.json").write_text(tokenizer.content, encoding="utf-8")
-    names = {
-        token["id"]: token["content"] for token in json.loads(tokenizer.content)["added_tokens"]
-    }
-    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": names[tokenizer.eos_id]}
+    content = json.loads(tokenizer.content)
+    names = {token["id"]: token["content"] for token in content["added_tokens"]}
+    end = names[tokenizer.eos_id]
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    if request.param == "bos":
+        first = {"id": end, "ids": [tokenizer.eos_id], "tokens": [end]}
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        content["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": end, "type_id": 0}}, text],
+            "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {end: first},
+        }
+        values["bos_token"] = end
+    (path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (path / "tokenizer_config.json").write_text(json.dumps(values), encoding="utf-8")
     return path
 

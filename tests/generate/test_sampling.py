@@ -93,11 +93,15 @@ def test_tokens_are_drawn_with_their_probabilities():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0 must be 0 or positive"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be 0, or from 1e-05 to 100,000"),
+        ({"temperature": 10**400}, "temperature=an integer of 400 digits must be 0, or from"),
+        ({"temperature": 1e-300}, "temperature=1e-300 must be 0, or from 1e-05"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0, or from"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty=an integer of 400 digits must be"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
         ({"min_p": 2.0}, r"min_p=2.0 must be in \[0, 1\]"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be positive"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be from 1e-05"),
         ({"seed": -1}, r"seed=-1 must be in \[0, 2\*\*32\)"),
     ],
 )

@@ -1,6 +1,9 @@
 """Text of tokens that arrive one after another."""
 
 import pytest
+import tokenizers
+from tokenizers import decoders
+from tokenizers.models import WordLevel
 
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from data.text.tokenization.file_tokenizer import FileTokenizer
@@ -24,7 +27,7 @@ def test_pieces_are_whole_characters_and_make_the_text(size):
 
 
 def test_text_that_may_be_a_stop_is_held_back():
-    stream = TextStream(CODEC, ["HALT", "\n\n"])
+    stream = TextStream(CODEC, stop=["HALT", "\n\n"])
     assert stream.add(list(b"one HA")) == "one "
     assert stream.add(list(b"Lo\n")) == "HALo"
     assert stream.add(list(b"x HA")) == "\nx "
@@ -32,7 +35,21 @@ def test_text_that_may_be_a_stop_is_held_back():
     assert stream.is_stopped and stream.add(list(b"more"), is_last=True) == ""
 
 
+def test_a_space_at_the_beginning_is_kept_after_a_prompt():
+    """Tokenizers such as that of LLaMA 2 strip it from a whole text."""
+    known = tokenizers.Tokenizer(WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    known.add_special_tokens(["</s>"])
+    strip = decoders.Strip(" ", 1, 0)
+    known.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), strip])  # pyright: ignore[reportAttributeAccessIssue]
+    codec = TextCodec(FileTokenizer(known.to_str(), "words"))
+    tokens = [1, 3, 3, 2, 1]
+    stream = TextStream(codec, [0])
+    assert [stream.add([token]) for token in tokens] == [" cat", "", "", "s", " cat"]
+    assert codec.decode_after([0], tokens) == " cats cat"
+    assert codec.decode_after([], tokens) == "cats cat"
+
+
 def test_nothing_is_held_back_in_the_end():
-    stream = TextStream(CODEC, ["HALT"])
+    stream = TextStream(CODEC, stop=["HALT"])
     assert stream.add(list(b"one HAL"), is_last=True) == "one HAL"
     assert not stream.is_stopped

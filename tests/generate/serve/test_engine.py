@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from generate.sampling import Sampling
-from generate.serve.engine import ERROR, LENGTH, STOP, Busy, Engine, Job
+from generate.serve.engine import ERROR, LENGTH, STOP, Busy, Engine, Job, Unavailable
 
 _STOP = 99
 _WAIT_S = 20
@@ -50,7 +50,7 @@ class Collected:
         self.job = Job(
             tokens=[first],
             sampling=Sampling(),
-            choice=0,
+            row=0,
             max_new_tokens=most,
             on_tokens=self._receive,
         )
@@ -139,7 +139,7 @@ def test_failure_ends_all_rows_and_refuses_others(engine, slots, caplog):
     assert {one.wait()[1] for one in all_jobs} == {ERROR}
     assert isinstance(engine.failure, RuntimeError)
     assert "the engine has failed" in caplog.text
-    with pytest.raises(Busy, match="the model has failed"):
+    with pytest.raises(Unavailable, match="the model has failed"):
         engine.submit([Collected(0, 1).job])
 
 

@@ -132,6 +132,28 @@ def test_samples_are_those_of_the_generator_with_the_same_seed(client, generator
     assert len({choice.text for choice in found.choices}) > 1
 
 
+def test_prompts_of_a_request_have_their_own_random_numbers(client, generator):
+    found = client.completions.create(
+        model="tiny", prompt=["def main("] * 2, max_tokens=16, seed=7, n=2
+    )
+    tokens = generator.generate(
+        [list(b"def main(")] * 2, max_new_tokens=16, sampling=Sampling(seed=7), num_samples=2
+    )
+    assert [choice.text for choice in found.choices] == [CODEC.decode(one) for one in tokens]
+    assert len({choice.text for choice in found.choices}) > 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"top_k": 10**30}, {"top_k": 10**400}, {"prompt": "\ud800"}],
+    ids=["30", "400", "text"],
+)
+def test_strange_values_do_not_end_the_server(address, fields):
+    body = json.dumps({"prompt": "a", "max_tokens": 2, **fields})
+    found = httpx.post(f"{address}/v1/completions", content=body)
+    assert found.status_code == 200, found.text
+
+
 def test_stream_is_the_same_text_in_pieces(client):
     settings = {"model": "tiny", "prompt": "def main(", "max_tokens": 24, "seed": 3}
     whole = client.completions.create(**settings)
@@ -177,7 +199,8 @@ def test_stop_texts_end_a_continuation(client, generator):
         ({"prompt": [1, 10**6]}, 400, "token ids must be from 0 to"),
         ({"prompt": [["a"]]}, 400, "prompt must be a text"),
         ({}, 400, "prompt must be a text"),
-        ({"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be 0 or positive"),
+        ({"prompt": "a", "temperature": -1}, 400, "temperature=-1 must be 0, or from"),
+        ({"prompt": "a", "temperature": 10**400}, 400, "must be 0, or from"),
         ({"prompt": "a", "temperature": "hot"}, 400, "temperature=hot must be a number"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0 must be a whole number"),
         ({"prompt": "a", "n": 1000}, 400, "are more than 64 continuations"),

@@ -36,7 +36,7 @@ def test_rows_that_begin_at_different_times_have_the_tokens_of_the_generator(mes
         is_active_B = np.zeros(4, bool)
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True)):
             slot = order[number]
-            row = Row(slot=slot, tokens=prompt, sampling=sampling, choice=0)
+            row = Row(slot=slot, tokens=prompt, sampling=sampling, number=0)
             found[number] += slots.begin([row])
             is_active_B[slot] = True
             new_BM = slots.advance(is_active_B)
@@ -60,7 +60,7 @@ def test_requests_compile_nothing_after_a_warm_up(mesh, llama, compilations):
         slots = Slots(load(llama[1]), num_slots=2, max_length=64, tokens_per_call=3)
         slots.warm_up()
         compilations.clear()
-        found = slots.begin([Row(slot=1, tokens=_PROMPTS[0], sampling=_SAMPLINGS[2], choice=0)])
+        found = slots.begin([Row(slot=1, tokens=_PROMPTS[0], sampling=_SAMPLINGS[2], number=0)])
         for _ in range(2):
             found += slots.advance(np.array([False, True]))[1].tolist()
     assert found == expected[0] and compilations == []
