@@ -162,16 +162,11 @@ class Generator:
             )
         given = [as_prompt(text, codec).tokens for text in prompts]
         found = self.generate(
-            given,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            num_samples=num_samples,
+            given, max_new_tokens=max_new_tokens, sampling=sampling, num_samples=num_samples
         )
-        texts = []
-        for number, tokens in enumerate(found):
-            prompt = given[number // num_samples] if self.follows_prompt else []
-            texts.append(codec.decode_after(prompt, tokens))
-        return texts
+        before = given if self.follows_prompt else [[]] * len(given)
+        rows = [prompt for prompt in before for _ in range(num_samples)]
+        return [codec.decode_after(*row) for row in zip(rows, found, strict=True)]
 
     def beam_search(
         self,

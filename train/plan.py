@@ -40,6 +40,7 @@ from train.config.overrides import Override, parse_overrides
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrate
 from train.planning.explanation import (
+    first_tried_as_json,
     not_compiled_as_json,
     not_compiled_as_text,
     plans_as_json,
@@ -110,7 +111,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
         found = {"target": args.target, "num_devices": devices.count}
         found["plans"] = plans_as_json(choices, per_host)
         found["runners_up"] = not_compiled_as_json(runners_up, choices, math.inf)
-        found["first_tried"] = not_compiled_as_json(tried, choices, budget_bytes)
+        found["first_tried"] = first_tried_as_json(tried, choices, budget_bytes, per_host)
         return json.dumps(found)
     options = " ".join(_option(key, value) for key, value in choices[0].plan.settings().items())
     not_compiled = not_compiled_as_text(runners_up, tried, choices, budget_bytes)

@@ -9,7 +9,7 @@ also name the tensors of adapters:
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from convert.model_on_disk import Shapes
 from convert.names import TensorMapping
@@ -59,4 +59,26 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
                 shape=shapes[ours][kernel.layer is not None :],
                 kind="flat" if part == "magnitude" else "linear",
                 num_inputs=1 if part == "b" else kernel.num_inputs,
+            )
+
+
+def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> None:
+    """Check that no parameter that was trained besides is used in two places of the model.
+
+    PEFT trains a copy for one of the places, and keeps the original in the other.
+
+    Args:
+        trained: The parameters that were trained besides the adapters.
+        what: What names them, for the message.
+        remedy: What to do instead.
+
+    Raises:
+        ValueError: One is.
+    """
+    for place in trained:
+        others = [name for name in place.tied if name.endswith(".weight")]
+        if others:
+            raise ValueError(
+                f"{what} has {module_of(place)}, whose weight is also {others[0]}; PEFT would "
+                f"train only one of the two; {remedy}"
             )

@@ -13,6 +13,7 @@ from convert.adapters.peft_format import (
     PREFIX,
     TENSORS_FILE,
     adapter_mappings,
+    check_untied,
     module_of,
     name_of,
 )
@@ -75,6 +76,11 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     mappings = architecture.tensor_mappings(base_shapes, vocab_size=vocab_size)
     tensors = _tensors(path, architecture, mappings)
     lora = _lora(config, mappings, tensors)
+    check_untied(
+        [m for m in mappings if m.ours in lora.also_trained],
+        f"{file}: modules_to_save",
+        "train it for a model with tie_word_embeddings=false, or without modules_to_save",
+    )
     source = dataclasses.replace(base, path=path, lora=lora, init_from=str(base.path))
     shapes = source.shapes()
     in_file = [*adapter_mappings(mappings, shapes)]

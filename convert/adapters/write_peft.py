@@ -14,6 +14,7 @@ from convert.adapters.peft_format import (
     PREFIX,
     TENSORS_FILE,
     adapter_mappings,
+    check_untied,
     module_of,
 )
 from convert.architecture import Architecture
@@ -52,6 +53,7 @@ def write_adapter(
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
     trained = [m for m in mappings if _is_any(m.ours, source.lora.also_trained)]
     _check_whole_modules(mappings, trained)
+    check_untied(trained, "lora.also_trained", "write the whole model with --merge")
     places = {PREFIX + m.theirs: m for m in (*of_adapters, *trained)}
     arrays = source.open({m.ours: all_shapes[m.ours] for m in places.values()})
     dtypes = {name: dtype or arrays[m.ours].dtype for name, m in places.items()}

@@ -18,6 +18,7 @@ from pathlib import Path
 from flax import nnx
 
 from convert.from_hf import load_model
+from convert.model_on_disk import Source
 from convert.source import read_source
 from data.text.chat.template import find_template
 from generate.command import add_model_options, mesh_of, run
@@ -80,6 +81,21 @@ def _serve(args: argparse.Namespace) -> None:
         uvicorn.Server(settings).run()
 
 
+def _default_length(source: Source) -> int:
+    """Return the default of `--max_length`.
+
+    Raises:
+        ValueError: the model does not continue its prompt.
+    """
+    positions = getattr(source.config, "max_positions", None)
+    if positions is None:
+        raise ValueError(
+            f"a {source.model} cannot be served: only models that continue their prompt can, such "
+            "as GPT-2 or LLaMA; use python -m generate"
+        )
+    return min(positions, 4096)
+
+
 @contextlib.contextmanager
 def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield what is served and the engine; close the engine in the end.
@@ -96,16 +112,10 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json, which requests need; put it beside it")
-    positions = getattr(source.config, "max_positions", None)
-    if positions is None:
-        raise ValueError(
-            f"a {source.model} cannot be served: only models that continue their prompt can, such "
-            "as GPT-2 or LLaMA; use python -m generate"
-        )
     for name in ("max_waiting", "max_choices", "max_body_mib", "timeout_s"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be positive")
-    max_length = args.max_length or min(positions, 4096)
+    max_length = args.max_length or _default_length(source)
 
     @contextlib.contextmanager
     def open_slots() -> Iterator[Slots]:

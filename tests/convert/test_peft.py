@@ -1,5 +1,6 @@
 """Adapters of PEFT are read and written to the bit, and compute the same."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import transformers as hf
 from safetensors.numpy import load_file, save_file
 
 from convert import from_hf, to_hf
+from convert.adapters.write_peft import write_adapter
 from convert.from_hf import load
 from convert.source import read_source
 
@@ -165,6 +167,25 @@ def _without_a_layer(tensors):
 
 def _with_a_stranger(tensors):
     return tensors | {"base_model.model.transformer.h.0.attn.extra.lora_A.weight": np.zeros((4, 4))}
+
+
+def test_a_trained_embedding_that_is_tied_is_refused(adapter, tmp_path):
+    """PEFT would train only one of its two uses."""
+    base = hf.GPT2LMHeadModel.from_pretrained(adapter / "base")
+    settings = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], modules_to_save=["wte"], fan_in_fan_out=True
+    )
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=r"has transformer\.wte, whose weight is also lm_head"):
+        read_source(tmp_path)
+    source = read_source(adapter / "adapter")
+    assert source.architecture is not None
+    lora = dataclasses.replace(source.lora, also_trained=("token_embedding",))
+    with pytest.raises(ValueError, match=r"lora\.also_trained has transformer\.wte.* --merge"):
+        write_adapter(
+            dataclasses.replace(source, lora=lora), source.architecture, tmp_path / "out", None
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_adapters_of_adapters_are_refused(adapter, tmp_path):

@@ -73,3 +73,14 @@ def test_planned_run_has_the_losses_of_one_device_and_resumes_with_a_new_plan(
     assert "it is for 8 devices, and 4 were found" in log
     assert np.prod([mesh_in(workdir)[axis] for axis in sizes]) == 4
     np.testing.assert_allclose(losses(workdir), losses(one), rtol=0, atol=1e-9)
+
+
+@pytest.mark.thorough
+def test_plans_use_all_devices_if_they_exceed_the_batch_or_data_is_fixed(
+    corpus_overrides, tmp_path
+):
+    fixed = [each for each in FIXED if each != "mesh.model=2"]
+    auto = (*corpus_overrides, "mesh.auto=True", *fixed, "mesh.data=2", "data.global_batch_size=4")
+    run(tmp_path, auto, devices=8, num_steps=2)
+    sizes = {axis: n for axis, n in mesh_in(tmp_path).items() if axis not in ("auto", "replan")}
+    assert sizes["data"] == 2 and np.prod([*sizes.values()]) == 8

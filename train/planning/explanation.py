@@ -115,6 +115,34 @@ def not_compiled_as_json(
     ]
 
 
+def first_tried_as_json(
+    found: Sequence[NotCompiled],
+    choices: Sequence[Choice],
+    budget_bytes: float,
+    gpus_per_host: int,
+) -> list[dict[str, Any]]:
+    """Return the meshes that one would try first for `json.dumps`, some of which were compiled.
+
+    Args:
+        found: these meshes.
+        choices: the plans that were compiled, the fastest first.
+        budget_bytes: memory that a step may use on a device.
+        gpus_per_host: number of devices per host.
+    """
+    meshes = not_compiled_as_json(found, choices, budget_bytes)
+    for mesh, each in zip(meshes, found, strict=True):
+        compiled = next((c for c in choices if c.plan.mesh == each.mesh), None)
+        if compiled is not None:
+            reason = _reason(compiled, choices[0], gpus_per_host)
+            mesh |= {
+                "settings": compiled.plan.settings(),
+                "composed_step_time_s": compiled.cost.step_s,
+                "composed_memory_bytes": int(compiled.cost.memory_bytes),
+                "reason": reason or "it is the mesh of the best plan",
+            }
+    return meshes
+
+
 def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
     """Return what a plan loses to the best one, by their composed costs."""
     if tried.plan is None or tried.cost is None:

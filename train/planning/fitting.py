@@ -1,5 +1,7 @@
-"""Builds the runs of plans, and keeps those whose estimated memory fits."""
+"""Builds the runs of plans, in a useful order, and keeps those whose estimated memory fits."""
 
+import collections
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,6 +16,10 @@ from train.run.run import Run
 #: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
 #: budget by this factor.
 _SURE_EXCESS = 1.05
+#: How many plans are built at most, to find some that fit.
+MAX_TRIES = 20
+#: Differences of composed times between ZeRO stages are not more exact than this.
+_NEAR = 1.05
 
 
 class FittingRuns:
@@ -33,21 +39,30 @@ class FittingRuns:
         self._refusal = ""
 
     def first(
-        self, pairs: Iterable[tuple[ParallelPlan, PlanCost]], count: int
+        self,
+        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
+        count: int,
+        *,
+        of_each_shape: int = 1,
     ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
         """Yield the first plans whose estimated memory fits, with their runs.
 
         Args:
             pairs: plans with their composed costs.
             count: how many plans to yield at most.
+            of_each_shape: how many plans to yield at most that have the same shape.
         """
         budget = self._devices.budget
-        num_found = 0
+        num_found = num_tries = 0
+        shapes = collections.Counter[Any]()
         for plan, cost in pairs:
+            if shapes[plan.shape] == of_each_shape:
+                continue
             kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
             known = self._corrections.get(kind, 0.0) * cost.memory_bytes
             if known > _SURE_EXCESS * budget.device_bytes:
                 continue
+            num_tries += 1
             try:
                 run = self._devices.assemble(plan.applied(self._config))
             except ValueError as error:  # a check that only the whole run makes
@@ -57,12 +72,71 @@ class FittingRuns:
             self._corrections[kind] = needs.device_bytes / cost.memory_bytes
             if excess(needs, budget) <= 1:
                 num_found += 1
+                shapes[plan.shape] += 1
                 yield plan, cost, run
             elif self._leanest is None or needs.device_bytes < self._leanest.needs.device_bytes:
                 self._leanest = DoesNotFit((plan, cost), needs)
-            if num_found == count:
+            if num_found == count or num_tries == MAX_TRIES:
                 return
 
     def error(self) -> Exception:
         """Return why no plan was found: DoesNotFit, or ValueError if no run could be built."""
         return ValueError(self._refusal) if self._leanest is None else self._leanest
+
+
+def distinct(
+    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
+) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return a plan of each shape, the fastest first.
+
+    It is the fastest, or the same in the lowest ZeRO stage that takes hardly longer: lower stages
+    have fewer collectives.
+
+    Args:
+        ranked: plans, the fastest first.
+        sure_bytes: composed memory with which a plan surely fits.
+    """
+    fastest: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    for plan, cost in ranked:
+        key = plan.shape
+        first, least = fastest.setdefault(key, (plan, cost))
+        is_near = cost.step_s <= _NEAR * least.step_s and cost.memory_bytes <= sure_bytes
+        is_lower = plan.zero_stage < found.get(key, (first, least))[0].zero_stage
+        same = dataclasses.replace(plan, zero_stage=first.zero_stage) == first
+        if key not in found or (is_near and is_lower and same):
+            found[key] = (plan, cost)
+    return [*found.values()]
+
+
+def promising(
+    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
+) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return the fastest plan of each shape, and the fastest that surely fits, in order.
+
+    Args:
+        ranked: plans, the fastest first.
+        sure_bytes: composed memory with which a plan surely fits.
+    """
+    sure = [pair for pair in ranked if pair[1].memory_bytes <= sure_bytes]
+    chosen = dict([*distinct(ranked, sure_bytes), *distinct(sure, sure_bytes)])
+    return [pair for pair in ranked if pair[0] in chosen]
+
+
+def with_leaner(
+    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
+) -> list[tuple[ParallelPlan, PlanCost]]:
+    """Return the plans of `distinct`, followed by others of each shape if the first does not fit.
+
+    Args:
+        ranked: plans, the fastest first.
+        sure_bytes: composed memory with which a plan surely fits.
+    """
+    firsts = {pair[0].shape: pair for pair in distinct(ranked, sure_bytes)}
+    found = {}
+    for plan, cost in ranked:
+        first, its_cost = firsts[plan.shape]
+        found.setdefault(first, its_cost)
+        if cost.memory_bytes < its_cost.memory_bytes:
+            found.setdefault(plan, cost)
+    return [*found.items()]

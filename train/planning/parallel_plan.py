@@ -104,6 +104,11 @@ class ParallelPlan:
             return 0
         return 3 if self.mesh.fsdp > 1 else self.zero_stage
 
+    @property
+    def shape(self) -> tuple[MeshConfig, str, int, int]:
+        """Mesh, schedule, chunks and microbatches; the rest decides mostly about the memory."""
+        return self.mesh, self.schedule, self.chunks, self.num_microbatches
+
     def microbatch_size(self, global_batch_size: int) -> int:
         """Return the number of examples of a microbatch on one replica."""
         return global_batch_size // (self.num_replicas * self.num_microbatches)

@@ -32,8 +32,6 @@ from train.planning.scaled_times import LayerTimes, ScaledTimes
 _EXPOSED_SHARE = 0.15
 #: How many plans are ranked, of those that may fit.
 _NUM_RANKED = 256
-#: Differences of composed times between ZeRO stages are not more exact than this.
-_NEAR = 1.05
 #: XLA combines a layer's gathers up to this size, its default. A layer waits for the first of them.
 _COMBINED_BYTES = 30 * 2**20
 
@@ -308,28 +306,3 @@ class PlanCosts:
 
 def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
     return pair[1].step_s
-
-
-def distinct(
-    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
-) -> list[tuple[ParallelPlan, PlanCost]]:
-    """Return a plan for each combination of mesh, schedule and microbatches, the fastest first.
-
-    It is the fastest, or the same in the lowest ZeRO stage that takes hardly longer: lower stages
-    have fewer collectives.
-
-    Args:
-        ranked: plans, the fastest first.
-        sure_bytes: composed memory with which a plan surely fits.
-    """
-    fastest: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
-    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
-    for plan, cost in ranked:
-        key = (plan.mesh, plan.schedule, plan.chunks, plan.num_microbatches)
-        first, least = fastest.setdefault(key, (plan, cost))
-        is_near = cost.step_s <= _NEAR * least.step_s and cost.memory_bytes <= sure_bytes
-        is_lower = plan.zero_stage < found.get(key, (first, least))[0].zero_stage
-        same = dataclasses.replace(plan, zero_stage=first.zero_stage) == first
-        if key not in found or (is_near and is_lower and same):
-            found[key] = (plan, cost)
-    return [*found.values()]

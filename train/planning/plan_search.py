@@ -20,10 +20,10 @@ from functools import partial
 
 from models.functions import can_share_vocab
 from train.config.schema import RunConfig
-from train.planning.fitting import FittingRuns
+from train.planning.fitting import MAX_TRIES, FittingRuns, distinct, promising, with_leaner
 from train.planning.layer_times import Part
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
-from train.planning.plan_cost import PlanCost, PlanCosts, distinct
+from train.planning.plan_cost import PlanCost, PlanCosts
 from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
     DoesNotFit,
@@ -53,8 +53,6 @@ _NUM_MORE_IN_HOST = 4
 _SLACK_IN_HOST = 1.2
 _MAX_PARTS = 8  # that are compiled, besides those that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
-#: How many plans are built at most for each that is compiled whole: some do not fit.
-_MAX_TRIES = 4
 _NUM_LEAN = 4  # of the leanest plans, which are tried if none of these fits
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
@@ -154,9 +152,8 @@ class PlanSearch:
             DoesNotFit: no plan fits into memory.
             ValueError: no plan is legal.
         """
-        ranked = distinct(self._refine(), self._sure_bytes)[: _MAX_TRIES * NUM_PLANS]
+        pairs = iter(with_leaner(self._refine(), self._sure_bytes))
         self._say("compiles the best plans whole")
-        pairs = iter(ranked)
         found = _choices(self._compile(pairs, _NUM_FIRST))
         if not found:
             leanest = self._costs.leanest(self.plans, _NUM_LEAN)
@@ -166,21 +163,26 @@ class PlanSearch:
         is_in_host = self._devices.count <= self._devices.machine.gpus_per_host
         bound_s = self._sorted(found)[0].step.prediction.step_s
         bound_s *= _SLACK_IN_HOST if is_in_host else 1.0
-        rest = [*pairs]
+        shapes = {choice.plan.shape for choice in found}
+        rest = [pair for pair in pairs if pair[0].shape not in shapes]
         faster = [pair for pair in rest if pair[1].step_s < bound_s]
-        self._slower = [pair for pair in rest if pair[1].step_s >= bound_s]
+        self._slower = distinct([pair for pair in rest if pair[1].step_s >= bound_s], 0)
         num_more = _NUM_MORE_IN_HOST if is_in_host else _NUM_MORE
         found += _choices(self._compile(faster, num_more))
         variants = self._zero_variants(self._sorted(found)[0])
-        return found + _choices(self._compile(variants, _NUM_VARIANTS))
+        return found + _choices(self._compile(variants, _NUM_VARIANTS, of_each_shape=4))
 
     def _compile(
-        self, pairs: Iterable[tuple[ParallelPlan, PlanCost]], count: int
+        self,
+        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
+        count: int,
+        *,
+        of_each_shape: int = 1,
     ) -> list[_Pending]:
         """Start to compile the first plans that fit, at most `count` of them."""
         return [
             (plan, cost, self._compiles.start(plan, partial(self._devices.compile_whole, run)))
-            for plan, cost, run in self._runs.first(pairs, count)
+            for plan, cost, run in self._runs.first(pairs, count, of_each_shape=of_each_shape)
         ]
 
     def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
@@ -279,10 +281,10 @@ class PlanSearch:
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
         may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
         if not may_fit:
-            return self._costs.leanest(self.plans, _MAX_TRIES * NUM_PLANS)
+            return self._costs.leanest(self.plans, MAX_TRIES)
         while True:
             ranked = self._costs.ranked(may_fit)
-            best = distinct(ranked, self._sure_bytes)[:_NUM_KNOWN]
+            best = promising(ranked, self._sure_bytes)[:_NUM_KNOWN]
             front = [part for _, cost in best for part in cost.unknown]
             for part in dict.fromkeys(front):
                 running = pending.values()

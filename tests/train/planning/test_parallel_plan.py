@@ -103,6 +103,39 @@ def test_stages_are_cut_by_flops_where_an_even_cut_is_not_balanced():
     assert {(each.mesh.pipeline, each.layers_per_stage) for each in asked} == {(3, ("auto",))}
 
 
+def test_uneven_stages_are_tried_if_there_is_no_other_plan():
+    plans = [*space(3, most_model=2)]
+    found = {(each.mesh.pipeline, each.mesh.data, each.layers_per_stage) for each in plans}
+    assert found == {(3, 1, ("auto",))}  # 3 divides neither 16 examples nor 4 layers
+    assert {each.mesh.pipeline for each in space(6, most_model=2)} == {3}
+    assert {each.mesh.pipeline for each in space(3, most_model=3)} == {1}
+
+
+def test_a_fixed_number_of_microbatches_divides_the_batch_of_each_replica():
+    plans = [*space(8, "train.num_microbatches=4")]
+    assert {plan.num_replicas for plan in plans} == {1, 2, 4}
+    assert {plan.microbatch_size(16) * plan.num_replicas for plan in plans} == {4}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["pipeline.schedule=zbv"], {("zbv", 2)}),
+        (["pipeline.chunks=2"], {("zbv", 2), ("interleaved_1f1b", 2)}),
+        (["pipeline.chunks=1"], {("1f1b", 1), ("zero_bubble", 1)}),
+        (["pipeline.chunks=3"], {("interleaved_1f1b", 3)}),
+        (["pipeline.schedule=gpipe"], {("gpipe", 1)}),
+        (["pipeline.schedule=gpipe", "pipeline.chunks=2"], {("gpipe", 2)}),
+        (["pipeline.schedule=interleaved_1f1b"], {("interleaved_1f1b", n) for n in (2, 4)}),
+    ],
+)
+def test_schedules_have_their_numbers_of_chunks(overrides, expected):
+    plans = space(
+        2, "mesh.pipeline=2", *overrides, num_layers=24, cuts=lambda num_chunks, share_vocab: [()]
+    )
+    assert {(plan.schedule, plan.chunks) for plan in plans} == expected
+
+
 def test_models_that_see_the_whole_batch_have_one_microbatch():
     assert {each.num_microbatches for each in space(sees_whole_batch=True)} == {1}
 

@@ -11,10 +11,11 @@ from sharding.analysis.targets import parse_target
 from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import max_in_flight
 from tests.train.planning.test_parallel_plan import config_of
+from train.planning.fitting import distinct, promising, with_leaner
 from train.planning.layer_times import Part, PartMemory
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
-from train.planning.plan_cost import PlanCosts, distinct
+from train.planning.plan_cost import PlanCosts
 from train.planning.scaled_times import LayerTimes
 from train.planning.step_time import machine_of
 
@@ -251,3 +252,28 @@ def test_the_lowest_zero_stage_that_takes_hardly_longer_stands_for_a_mesh():
     ]
     found = distinct(ranked, sure_bytes=8)
     assert [(each.zero_stage, each.num_microbatches) for each, _ in found] == [(0, 4), (1, 8)]
+
+
+def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
+    def costed(step_s: float, num_microbatches: int, remat: str, num_bytes: int):
+        cost = dataclasses.replace(
+            COSTS.cost(plan()), layers_s=step_s, exposed_s=0.0, update_s=0.0, memory_bytes=num_bytes
+        )
+        return dataclasses.replace(plan(num_microbatches, data=2), remat=remat), cost
+
+    ranked = [
+        costed(1.0, 1, "none", 12),
+        costed(1.1, 1, "mlp", 11),
+        costed(1.2, 1, "dots", 13),  # slower, and takes more
+        costed(1.3, 2, "none", 9),
+        costed(1.4, 1, "full", 3),
+        costed(1.5, 2, "mlp", 4),
+    ]
+
+    def names(found):
+        return [(each.num_microbatches, each.remat) for each, _ in found]
+
+    in_turn = with_leaner(ranked, sure_bytes=10)
+    assert names(in_turn) == [(1, "none"), (1, "mlp"), (2, "none"), (1, "full"), (2, "mlp")]
+    # The fastest of each shape, and the fastest that surely fits.
+    assert names(promising(ranked, 10)) == [(1, "none"), (2, "none"), (1, "full")]
