@@ -1,7 +1,7 @@
 """Estimates the time of a pipeline from its ticks, and counts the activations that it keeps.
 
-All stages wait for the busiest one in each tick. The bytes of sends between stages are not counted:
-they run behind the layers.
+All stages wait for the busiest one in each tick. Sends between stages run behind the layers, and
+are waited for only if they take longer, as they do on a slow network.
 """
 
 import collections
@@ -68,13 +68,16 @@ def pipeline_s(
     last = shares[-1]
     times_s = (forward_s * most, backward_s * most, forward_s * last, backward_s * last)
     stages_s = ticks.work @ times_s
-    if not plan.share_vocab:
-        return ticks.counts @ (stages_s + head_s * ticks.has_head).max(axis=1) + other_s
     group = [group_over(plan.mesh.sizes, ("pipeline",))]
+    sends_s = _TICK_SENDS * transfer_s(machine, "collective-permute", group, head_input_bytes)
+    if not plan.share_vocab:
+        busiest_s = (stages_s + head_s * ticks.has_head).max(axis=1)
+        return ticks.counts @ np.maximum(busiest_s, sends_s) + other_s
     exchange_s = transfer_s(machine, "all-reduce", group, head_input_bytes)
     other_s += plan.num_microbatches * _EXCHANGES * exchange_s
     head_share_s = head_s / num_stages * ticks.has_head.max(axis=1)
-    return ticks.counts @ (stages_s.max(axis=1) + head_share_s) + other_s
+    busiest_s = stages_s.max(axis=1) + head_share_s
+    return ticks.counts @ np.maximum(busiest_s, sends_s) + other_s
 
 
 @cache

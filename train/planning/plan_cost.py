@@ -185,13 +185,16 @@ class PlanCosts:
         )
 
     def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
-        """Return how long a stage waits for collectives between replicas."""
+        """Return how long a stage waits for sums of gradients, and collectives of replicas."""
         if plan.num_replicas == 1:
-            return 0.0
+            return self._outer_gradients_s(plan)
         group = [group_over(plan.mesh.sizes, ("data", "fsdp"))]
-        params = self._params(plan)
-        gradient_bytes = 4 * self._trained(plan)
         share = self._largest_stage(plan)
+        # Every stage has the whole embedding and head, of which `_params` counts a share.
+        outer = self._outer_params(plan) * (1 - share)
+        params = self._params(plan) + outer * (plan.effective_zero_stage >= 1)
+        gradients = self._params(plan) + outer * (plan.effective_zero_stage >= 2)
+        gradient_bytes = 4 * self._layers.trained_fraction * gradients
         forward_s = times.forward_s * share
         backward_s = times.backward_s * share
 
@@ -206,13 +209,32 @@ class PlanCosts:
             least = min(1.0, max(_EXPOSED_SHARE, combined))
             exposed_s = self._waits_s(gather_s, forward_s, least)
             exposed_s += self._waits_s(gather_s + layers * scatter_s, backward_s, least)
-            return plan.num_microbatches * exposed_s
+            return plan.num_microbatches * exposed_s + self._outer_gradients_s(plan)
         gather_s = seconds("all-gather", self._compute_bytes * params)
         scatter_s = seconds("reduce-scatter", gradient_bytes / plan.num_replicas)
         if plan.zero_stage < 2:
             scatter_s = seconds("all-reduce", gradient_bytes)
         # Such gradients are summed over microbatches first, and then over replicas.
-        return scatter_s + (self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0)
+        gathers_s = self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0
+        return scatter_s + gathers_s + self._outer_gradients_s(plan)
+
+    def _outer_params(self, plan: ParallelPlan) -> float:
+        """Return how many parameters outside the stacks a device has that other stages have too."""
+        if plan.mesh.pipeline == 1 or plan.share_vocab:
+            return 0.0
+        return self._layers.num_outer_params / plan.mesh.model
+
+    def _outer_gradients_s(self, plan: ParallelPlan) -> float:
+        """Return the time to sum gradients over stages: those of the embedding and the head."""
+        num_bytes = 4 * self._layers.trained_fraction * self._outer_params(plan)
+        if not num_bytes:
+            return 0.0
+        axes = ("pipeline", "data", "fsdp")
+        if plan.effective_zero_stage >= 2:  # summed over replicas before, and divided among them
+            num_bytes /= plan.num_replicas
+            axes = ("pipeline",)
+        group = [group_over(plan.mesh.sizes, axes)]
+        return transfer_s(self._machine, "all-reduce", group, num_bytes)
 
     def _waits_s(self, collectives_s: float, layers_s: float, least: float) -> float:
         """Return how long layers wait for collectives that XLA runs at the same time, if it does.

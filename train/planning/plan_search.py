@@ -39,18 +39,17 @@ from train.run.run import Run
 
 _NUM_THREADS = os.cpu_count() or 1
 NUM_PLANS = 5  # that are listed
-#: How many plans are compiled whole first. The time of the best of them bounds the others: composed
-#: times are shorter than those of whole steps, 0.55 to 0.99 times in 35 plans of five models.
+#: How many plans are compiled whole first. The time of the best of them bounds the others.
 _NUM_FIRST = 2
 #: How many plans are compiled at most besides, and in other ZeRO stages of the best.
 _NUM_MORE = 3
 _NUM_VARIANTS = 2
 #: Another ZeRO stage is compiled if its composed time is less than this times the best's.
 _LEAST_GAIN = 0.995
-#: Within a host, where plans are closer together: composed times are 0.59 to 1.18 times as long in
-#: 37 plans of a T5, so plans up to this times above the bound are compiled.
-_NUM_MORE_IN_HOST = 4
-_SLACK_IN_HOST = 1.2
+_NUM_MORE_IN_HOST = 4  # where plans are closer together
+#: Plans up to this times above the bound are compiled: composed times are 0.59 to 1.18 times as
+#: long as those of whole steps in 37 plans of a T5, and 0.87 to 1.2 times on a slow network.
+_SLACK = 1.2
 _MAX_PARTS = 8  # that are compiled, besides those that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
 _NUM_LEAN = 4  # of the leanest plans, which are tried if none of these fits
@@ -161,8 +160,7 @@ class PlanSearch:
         if not found:
             raise self._runs.error()
         is_in_host = self._devices.count <= self._devices.machine.gpus_per_host
-        bound_s = self._sorted(found)[0].step.prediction.step_s
-        bound_s *= _SLACK_IN_HOST if is_in_host else 1.0
+        bound_s = _SLACK * self._sorted(found)[0].step.prediction.step_s
         shapes = {choice.plan.shape for choice in found}
         rest = [pair for pair in pairs if pair[0].shape not in shapes]
         faster = [pair for pair in rest if pair[1].step_s < bound_s]

@@ -19,6 +19,8 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
+import jax
+
 from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
 from sharding.mesh import MeshConfig
 from sharding.pipeline.config import BALANCED
@@ -109,6 +111,13 @@ class ScaledTimes:
     def trained_fraction(self) -> float:
         """Fraction of the parameters that are trained."""
         return 1 - self.compiled(self.base).run.num_frozen / self.num_params
+
+    @cached_property
+    def num_outer_params(self) -> int:
+        """Number of parameters outside the stacks, such as the embedding; all stages have them."""
+        run = self.compiled(self.base).run
+        outer = run.functions.split(run.state_layout.portable.params)["non_stack"]
+        return sum(leaf.size for leaf in jax.tree.leaves(outer))
 
     @cached_property
     def work(self) -> LayerCosts:

@@ -27,6 +27,7 @@ class GivenLayers:
     """Layers that take 8 s forward and 16 s backward for 16 examples, and a head of 2 s."""
 
     num_params = PARAMS
+    num_outer_params = 0
     trained_fraction = 1.0
     memory_rate = 3e12
     work = types.SimpleNamespace(layers=(1,) * 8)
@@ -92,6 +93,25 @@ def test_ticks_of_1f1b_last_as_long_as_their_slowest_stage():
     least_s = 2 * (2 + 4 + 1)
     assert least_s < work_s - sums_s < 2 * least_s
     assert COSTS.least_s(plan(2, pipeline=2)) <= work_s
+
+
+def test_stages_wait_for_sends_on_a_slow_network_and_sum_the_gradients_of_the_embedding():
+    machine = machine_of(TARGET)
+    alone = COSTS.cost(plan(4, pipeline=8))
+    slow = dataclasses.replace(machine, gpus_per_host=1, network_bytes_per_s=1e6)
+    costs = PlanCosts(config_of(), slow, GivenLayers())  # pyright: ignore[reportArgumentType]
+    sends_s = 2 * 1e9 / 16 / 1e6
+    assert costs.cost(plan(4, pipeline=8)).step_s > 4 * sends_s > alone.step_s
+
+    layers = GivenLayers()
+    layers.num_outer_params = PARAMS // 2
+    costs = PlanCosts(config_of(), machine, layers)  # pyright: ignore[reportArgumentType]
+    sums = {
+        share_vocab: costs.cost(plan(4, pipeline=2, share_vocab=share_vocab)).exposed_s
+        for share_vocab in (False, True)
+    }
+    assert sums[True] == 0.0 < sums[False]
+    assert costs.cost(plan(4)).exposed_s == 0.0
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
