@@ -37,6 +37,7 @@ from generate.text_stream import TextStream
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
+from untrusted.outputs import check_file
 
 _EARLY_STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
@@ -83,6 +84,7 @@ def _continue(args: argparse.Namespace) -> None:
     """Load the model, and continue the prompts."""
     if bool(args.prompt) == (args.prompts is not None):
         raise ValueError("give either --prompt or --prompts=FILE")
+    check_file("--out", args.out)
     sampling = Sampling(
         temperature=args.temperature,
         top_k=args.top_k,

@@ -43,6 +43,7 @@ from sharding.mesh import REPLICA_AXES, use_mesh
 from untrusted.documents import read_yaml
 from untrusted.files import new_directory, write_text
 from untrusted.imports import check_imports
+from untrusted.outputs import check_new_directory
 from untrusted.schema import check_fields
 
 _TOP = 5
@@ -297,6 +298,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate the model, and print its scores; or follow a run."""
+    check_new_directory("--out", args.out)
     mesh = start(mesh_of(args.mesh))
     check_batch_size(mesh, args.batch_size)
     if args.follow:

@@ -29,6 +29,7 @@ from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
 from untrusted.messages import shortened
+from untrusted.outputs import check_file
 
 try:
     from lm_eval.api.instance import Instance
@@ -209,6 +210,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate the model, and print the metrics as a table; or follow a run."""
     # lm-eval would fork processes for bootstraps, which jax's threads do not survive.
     os.environ["DISABLE_MULTIPROC"] = "1"
+    check_file("--out", args.out)
     mesh = start(mesh_of(args.mesh))
     check_batch_size(mesh, args.batch_size)
     if args.follow:

@@ -51,8 +51,9 @@ from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_limits import check_max_microbatches
 from train.planning.plan_search import Choice, PlanSearch
-from train.plot import plot_plans
+from train.plot import check_picture, plot_plans
 from train.run.assemble import assemble_run
+from untrusted.outputs import check_file
 
 #: Most devices that a CPU simulates for a plan.
 _MAX_CPU_DEVICES = 512
@@ -88,6 +89,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _plan(args: argparse.Namespace, others: list[str]) -> str:
     """Return the report on the best plans, and write the best into `--out`."""
+    check_file("--out", args.out)
+    check_picture("--picture", args.picture)
     overrides = parse_overrides(others)
     given = load_config(args.config, overrides, allow_import=args.allow_import)
     fixed = {Override.parse(override).key for override in overrides}

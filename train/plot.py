@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib.figure
+from matplotlib.backend_bases import FigureCanvasBase
 
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
+from untrusted.outputs import check_file
 
 matplotlib.use("Agg")  # renders to files, and needs no display
 import matplotlib.pyplot as plt  # noqa: E402
@@ -102,6 +104,23 @@ def plot_plans(
     axes.grid(axis="x", alpha=0.25)
     axes.legend(frameon=False)
     save(figure, out)
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Check that a picture can be written, before the work that it shows.
+
+    Args:
+        option: name of the option that names it, for the message.
+        path: the image file; None: nothing is written.
+
+    Raises:
+        ValueError: its directory does not exist, or its name ends with no known format.
+    """
+    check_file(option, path)
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path is not None and path.suffix.removeprefix(".").lower() not in formats:
+        known = ", ".join(f".{name}" for name in sorted(formats))
+        raise ValueError(f"{option}={path} must end with one of {known}")
 
 
 def save(figure: matplotlib.figure.Figure, out: Path) -> None:

@@ -147,6 +147,8 @@ def _is_plain(kind: Any) -> bool:
     """Return whether JSON can express the values of a type of pyarrow."""
     from pyarrow import types
 
+    if types.is_dictionary(kind):  # columns with few different values, such as pandas categories
+        return _is_plain(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _is_plain(kind.value_type)
     if types.is_struct(kind):

@@ -181,6 +181,8 @@ def test_beams_are_searched(directory, capsys):
         ),
         (["--prompt=a", "--num_beams=0"], "num_beams=0 must be at least 1"),
         ([], "give either --prompt or --prompts=FILE"),
+        (["--prompt=a", "--out=nowhere/a.jsonl"], "--out=nowhere/a.jsonl: the directory nowhere"),
+        (["--prompt=a", "--out=/"], "--out=/ is a directory; add the name of a file"),
         (["--prompt="], "has no tokens"),
         (["--prompt=a", "--mesh=rows=2"], "'rows=2' is not one of pipeline, data"),
         (["--prompt=a", "--mesh=data=3", "--batch_size=4"], "batch_size=4 must be a positive"),
@@ -207,6 +209,8 @@ def test_unusable_options_end_in_one_sentence(options, message, directory, capsy
         ('{"prompt": 3}', "prompts.jsonl:1: prompt is 3, but"),
         ('{"tokens": ["a"]}', "prompts.jsonl:1: tokens is"),
         ("", "has no prompts"),
+        ('{"tokens": [-1]}', "error: prompt 0 has the token id -1"),
+        ('{"tokens": [10000000000000000000000]}', "error: prompt 0 has the token id 1000000"),
     ],
 )
 def test_unusable_lines_are_named(line, message, directory, tmp_path, capsys):

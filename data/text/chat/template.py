@@ -190,8 +190,12 @@ def find_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
     if directory is not None and (directory / TEMPLATE_FILE).is_file():
         file = directory / TEMPLATE_FILE
         return ChatTemplate(_read(file), str(file), tokens)
-    if isinstance(config.get("chat_template"), str):
-        return ChatTemplate(config["chat_template"], f"{directory}/{_CONFIG_FILE}", tokens)
+    given = config.get("chat_template")
+    if isinstance(given, list):  # of templates with names, for tools and more
+        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+        given = named.get("default")
+    if isinstance(given, str):
+        return ChatTemplate(given, f"{directory}/{_CONFIG_FILE}", tokens)
     return None
 
 

@@ -163,6 +163,9 @@ def test_template_comes_with_the_tokenizer(tmp_path):
     config = {"chat_template": "A{{ bos_token }}", "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_template("", file, "</s>").render([]) == "A<s>"
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load_template("", file, "</s>").render([]) == "D"
     (tmp_path / "chat_template.jinja").write_text("B{{ eos_token }}")
     assert load_template("", tmp_path, "</s>").render([]) == "B</s>"
     (tmp_path / "own.jinja").write_text("C")

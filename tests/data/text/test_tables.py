@@ -74,6 +74,13 @@ def test_tables_give_the_same_rows_as_lines(kind, objective, tmp_path):
             np.testing.assert_array_equal(before[key], after[key])
 
 
+def test_categories_are_texts(tmp_path):
+    table = pa.table({"text": pa.array([f"row {i % 3}" for i in range(60)]).dictionary_encode()})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    corpus = corpus_of(tmp_path / "rows.parquet", tmp_path / "cache")
+    assert len(corpus.train) > 0
+
+
 def test_changed_table_is_read_again(tmp_path):
     file = write("parquet", tmp_path)
     cache = tmp_path / "cache"
