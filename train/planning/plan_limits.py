@@ -195,7 +195,9 @@ def no_memory(
             more = f"about {count} devices like these, or "
         count *= 2
     remedies = [f"{more}devices with {size(leanest_bytes)} for a step"]
-    remedies.append("a smaller data.global_batch_size or model")
+    # With one example at a time, a smaller batch keeps no fewer activations.
+    is_one = leanest[0].microbatch_size(config.data.global_batch_size) == 1
+    remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
     fraction = config.memory.offload_parameters_fraction
     if config.optimizer.name in ELEMENTWISE and fraction < 1:
         whole = " with memory.offload_parameters_fraction=1.0"

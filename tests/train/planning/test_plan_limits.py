@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+import types
 from typing import Any
 
 import pytest
 
 from tests.train.planning.test_parallel_plan import config_of, space
-from train.planning.explanation import not_compiled_as_text
+from train.planning.explanation import first_tried_as_json, not_compiled_as_text
 from train.planning.memory.budget import Budget, Needs
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
 from train.planning.plan_cost import PlanCost
@@ -133,6 +134,21 @@ def test_mesh_that_cannot_be_used_says_why():
     text = not_compiled_as_text([], found, [choice], 2**20)
     assert "data=8, " in text and "its leanest plan takes 8.00 GiB a device, of 1.0 MiB" in text
     assert "data=2 × model=4: it does not divide the model or the batch" in text
+
+
+def test_a_mesh_that_one_would_try_first_may_be_the_best():
+    plans = [*space()]
+    best, other = (next(plan for plan in plans if plan.mesh.model == n) for n in (1, 4))
+    step: Any = types.SimpleNamespace(
+        prediction=types.SimpleNamespace(step_s=1.0),
+        run=types.SimpleNamespace(mesh=types.SimpleNamespace(shape={})),
+    )
+    choice: Any = types.SimpleNamespace(plan=best, cost=cost(best), step=step)
+    tried = [NotCompiled(mesh=each.mesh, plan=each, cost=cost(each)) for each in (best, other)]
+    first, second = first_tried_as_json(tried, [choice], 2**40, gpus_per_host=4)
+    assert first["reason"] == "it is the mesh of the best plan"
+    assert first["settings"] == best.settings()
+    assert second["reason"].startswith("+22.2%; layers")
 
 
 def test_plans_that_were_not_compiled_say_what_they_lose():
