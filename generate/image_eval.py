@@ -298,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate the model, and print its scores; or follow a run."""
-    check_new_directory("--out", args.out)
+    check_new_directory(args.out)
     mesh = start(mesh_of(args.mesh))
     check_batch_size(mesh, args.batch_size)
     if args.follow:

@@ -74,6 +74,7 @@ class TaskModel(TemplateLM):
         self._codec = TextCodec(tokenizer)
         self._eos = tokenizer.eos_id
         self._first_token = first_token
+        self._first_text = self._codec.decode([first_token], has_special_tokens=True)
         self._scorer = Scorer(model, batch_size=batch_size)
         self._most = model.config.max_positions
         self._generator = Generator(model, stop=stop, batch_size=batch_size)
@@ -97,8 +98,7 @@ class TaskModel(TemplateLM):
         with the first token already.
         """
         if add_special_tokens is None:
-            first = self._codec.decode([self._first_token], has_special_tokens=True)
-            add_special_tokens = not string.startswith(first)
+            add_special_tokens = not string.startswith(self._first_text)
         return self._codec.encode(string, has_special_tokens=add_special_tokens)
 
     def loglikelihood_rolling(

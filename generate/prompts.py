@@ -12,7 +12,7 @@ from convert.model_on_disk import Source
 from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
 from untrusted.documents import parse_json, read_json
 from untrusted.files import read_text
-from untrusted.messages import shortened
+from untrusted.messages import shortened, without_surrogates
 from untrusted.schema import check
 
 #: How many tokens before a token may change its text.
@@ -33,7 +33,7 @@ class TextCodec:
 
     def encode(self, text: str, *, has_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text, with the special ones that the tokenizer adds to a text."""
-        text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate is no character
+        text = without_surrogates(text)  # which no tokenizer accepts
         return self._tokenizer.encode(text, add_special_tokens=has_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, has_special_tokens: bool = False) -> str:
@@ -207,4 +207,4 @@ def as_line(
     text = None if codec is None else codec.decode_after(before, tokens)
     given = prompt.tokens if prompt.text is None else prompt.text
     line = json.dumps({"prompt": given, "tokens": tokens, "text": text}, ensure_ascii=False)
-    return line.encode("utf-8", "replace").decode("utf-8")
+    return without_surrogates(line)

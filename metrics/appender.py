@@ -54,7 +54,7 @@ class Appender:
         return os.pread(self._file.fileno(), 1, end - 1) if end else b""
 
     def close(self) -> None:
-        """Close the file, after another attempt to write what is left.
+        """Write the content that is kept in memory, and close the file.
 
         Raises:
             OSError: as of `append`.

@@ -55,7 +55,7 @@ def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches compiled programs, so that tests that share a program compile it once.
 
     Each process has its own cache, because jax may read a file that another is still writing.
-    Commands keep theirs beside it, and not in the cache of the user.
+    Commands that use the default cache directory write to a temporary one.
     """
     directory = tmp_path_factory.mktemp("cache")
     os.environ["XDG_CACHE_HOME"] = str(directory)

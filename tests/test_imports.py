@@ -17,6 +17,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+_BELOW_TRAIN = (
+    "convert",
+    "models",
+    "data",
+    "checkpoint",
+    "sharding",
+    "metrics",
+    "fields",
+    "untrusted",
+)
 #: room -> the other rooms, or single modules of them, that its files may import.
 MAY_IMPORT = {
     "fields": (),
@@ -34,50 +44,11 @@ MAY_IMPORT = {
         "untrusted",
     ),
     "convert": ("models", "data", "checkpoint", "sharding", "fields", "untrusted"),
-    "train": (
-        "convert",
-        "models",
-        "data",
-        "checkpoint",
-        "sharding",
-        "metrics",
-        "fields",
-        "untrusted",
-    ),
-    "generate": (
-        "convert",
-        "models",
-        "data",
-        "checkpoint",
-        "sharding",
-        "metrics",
-        "fields",
-        "untrusted",
-    ),
+    "train": _BELOW_TRAIN,
+    "generate": _BELOW_TRAIN,
     "configs": ("train.config.defaults",),
-    "launch": (
-        "train",
-        "convert",
-        "models",
-        "data",
-        "checkpoint",
-        "sharding",
-        "metrics",
-        "fields",
-        "untrusted",
-    ),
-    "benchmarks": (
-        "train",
-        "generate",
-        "convert",
-        "models",
-        "data",
-        "checkpoint",
-        "sharding",
-        "metrics",
-        "fields",
-        "untrusted",
-    ),
+    "launch": ("train", *_BELOW_TRAIN),
+    "benchmarks": ("train", "generate", *_BELOW_TRAIN),
 }
 #: Folders that may import all rooms, and that no room may import.
 OUTSIDE = ("docs", "tests")

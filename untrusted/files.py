@@ -23,6 +23,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
+from untrusted.outputs import check_new_directory
+
 #: Maximum size of a file that is read as a whole, unless the caller allows more.
 MAX_BYTES = 16 * 2**20
 
@@ -332,8 +334,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: There is a file, or a directory that is not empty, at `path`.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path} already exists and is not empty; choose another directory")
+    check_new_directory(path)
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")

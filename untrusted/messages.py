@@ -24,6 +24,11 @@ _MAX_CHARACTERS = 4000
 _END_CHARACTERS = 500
 
 
+def without_surrogates(text: str) -> str:
+    """Return a text in which `?` replaces lone surrogates, which JSON has, but UTF-8 has not."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def sentence_of(error: BaseException) -> str:
     """Return an error as one line that a terminal can show.
 

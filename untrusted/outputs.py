@@ -21,15 +21,14 @@ def check_file(option: str, path: Path | None) -> None:
         raise ValueError(f"{option}={path}: the directory {path.parent} does not exist; create it")
 
 
-def check_new_directory(option: str, path: Path | None) -> None:
+def check_new_directory(path: Path | None) -> None:
     """Check that a directory can be created.
 
     Args:
-        option: The name of the option that names it, for the message.
         path: The directory, which may exist if it is empty; None: nothing is written.
 
     Raises:
         ValueError: There is a file, or a directory that is not empty.
     """
     if path is not None and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{option}={path} already exists and is not empty; choose another")
+        raise ValueError(f"{path} already exists and is not empty; choose another directory")

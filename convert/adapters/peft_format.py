@@ -69,11 +69,11 @@ def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> No
 
     Args:
         trained: The parameters that were trained besides the adapters.
-        what: What names them, for the message.
-        remedy: What to do instead.
+        what: The config key that names these parameters, for the error message.
+        remedy: The advice at the end of the error message.
 
     Raises:
-        ValueError: One is.
+        ValueError: A parameter is used in two places.
     """
     for place in trained:
         others = [name for name in place.tied if name.endswith(".weight")]

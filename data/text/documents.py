@@ -17,6 +17,7 @@ from data.text import text_files, tfds_text, token_files
 from data.text.chained import ConcatDocuments
 from data.text.tables import as_lines
 from untrusted.imports import is_import_path
+from untrusted.messages import without_surrogates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,4 +176,4 @@ class _UserDocuments(Sequence[str]):
                 "a str; return decoded text"
             )
         # A lone surrogate is legal in a str, but no tokenizer accepts it.
-        return document.encode("utf-8", "replace").decode("utf-8")
+        return without_surrogates(document)

@@ -21,6 +21,7 @@ from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
 from untrusted.files import open_regular, version_of
+from untrusted.messages import without_surrogates
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +304,6 @@ def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict
         )
     # JSON can encode a lone surrogate, which no tokenizer accepts.
     return {
-        key: value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
+        key: without_surrogates(value) if isinstance(value, str) else value
         for key, value in record.items()
     }

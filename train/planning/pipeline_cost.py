@@ -70,13 +70,13 @@ def pipeline_s(
     stages_s = ticks.work @ times_s
     group = [group_over(plan.mesh.sizes, ("pipeline",))]
     sends_s = _TICK_SENDS * transfer_s(machine, "collective-permute", group, head_input_bytes)
-    if not plan.share_vocab:
+    if plan.share_vocab:
+        exchange_s = transfer_s(machine, "all-reduce", group, head_input_bytes)
+        other_s += plan.num_microbatches * _EXCHANGES * exchange_s
+        head_share_s = head_s / num_stages * ticks.has_head.max(axis=1)
+        busiest_s = stages_s.max(axis=1) + head_share_s
+    else:
         busiest_s = (stages_s + head_s * ticks.has_head).max(axis=1)
-        return ticks.counts @ np.maximum(busiest_s, sends_s) + other_s
-    exchange_s = transfer_s(machine, "all-reduce", group, head_input_bytes)
-    other_s += plan.num_microbatches * _EXCHANGES * exchange_s
-    head_share_s = head_s / num_stages * ticks.has_head.max(axis=1)
-    busiest_s = stages_s.max(axis=1) + head_share_s
     return ticks.counts @ np.maximum(busiest_s, sends_s) + other_s
 
 

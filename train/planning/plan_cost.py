@@ -90,7 +90,7 @@ class PlanCosts:
         update_s += self._machine.allocation_s_per_byte * allocated
         return PlanCost(
             layers_s=self._layers_s(plan, part, times),
-            exposed_s=self._exposed_s(plan, times),
+            exposed_s=self._exposed_s(plan, times) + self._outer_gradients_s(plan),
             update_s=update_s,
             memory_bytes=self._state_bytes(plan) + kept,
             unknown=tuple(self._layers.unknown(part)),
@@ -185,9 +185,9 @@ class PlanCosts:
         )
 
     def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
-        """Return how long a stage waits for sums of gradients, and collectives of replicas."""
+        """Return how long a stage waits for collectives between replicas."""
         if plan.num_replicas == 1:
-            return self._outer_gradients_s(plan)
+            return 0.0
         group = [group_over(plan.mesh.sizes, ("data", "fsdp"))]
         share = self._largest_stage(plan)
         # Every stage has the whole embedding and head, of which `_params` counts a share.
@@ -209,14 +209,13 @@ class PlanCosts:
             least = min(1.0, max(_EXPOSED_SHARE, combined))
             exposed_s = self._waits_s(gather_s, forward_s, least)
             exposed_s += self._waits_s(gather_s + layers * scatter_s, backward_s, least)
-            return plan.num_microbatches * exposed_s + self._outer_gradients_s(plan)
+            return plan.num_microbatches * exposed_s
         gather_s = seconds("all-gather", self._compute_bytes * params)
         scatter_s = seconds("reduce-scatter", gradient_bytes / plan.num_replicas)
         if plan.zero_stage < 2:
             scatter_s = seconds("all-reduce", gradient_bytes)
         # Such gradients are summed over microbatches first, and then over replicas.
-        gathers_s = self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0
-        return scatter_s + gathers_s + self._outer_gradients_s(plan)
+        return scatter_s + (self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0)
 
     def _outer_params(self, plan: ParallelPlan) -> float:
         """Return how many parameters outside the stacks a device has that other stages have too."""
@@ -225,7 +224,7 @@ class PlanCosts:
         return self._layers.num_outer_params / plan.mesh.model
 
     def _outer_gradients_s(self, plan: ParallelPlan) -> float:
-        """Return the time to sum gradients over stages: those of the embedding and the head."""
+        """Return the time to sum the gradients of the embedding and the head over stages."""
         num_bytes = 4 * self._layers.trained_fraction * self._outer_params(plan)
         if not num_bytes:
             return 0.0
