@@ -15,6 +15,7 @@ Source: Sutskever et al. 2014 (arXiv:1409.3215), section 3.2; length penalty: Wu
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -48,6 +49,8 @@ class Beams:
     def __post_init__(self):
         if self.num_beams < 1:
             raise ValueError(f"num_beams={self.num_beams} must be at least 1")
+        if not math.isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty={self.length_penalty} must be a finite number")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(
                 f"early_stopping={self.early_stopping!r} must be True, False or 'never'"
@@ -166,7 +169,7 @@ class BeamSearch:
         num_tokens = logits_RV.shape[1]
         log_probs_RV = jax.nn.log_softmax(logits_RV, axis=-1)
         totals_BKV = log_probs_RV.reshape(size, num_beams, num_tokens) + state.scores_BK[..., None]
-        num_candidates = max(2, 1 + len(self._stop)) * num_beams
+        num_candidates = min(max(2, 1 + len(self._stop)), num_tokens) * num_beams
         scores_BC, numbers_BC = jax.lax.top_k(totals_BKV.reshape(size, -1), num_candidates)
         parents_BC = numbers_BC // num_tokens
         newest_BC = (numbers_BC % num_tokens).astype(jnp.int32)

@@ -84,7 +84,7 @@ class Generator:
         self._config = model.config
         self._decoder = decoder_of(model, start)
         self.follows_prompt = self._decoder.follows_prompt
-        self._stop = tuple(stop)
+        self._stop = tuple(dict.fromkeys(stop))
         self._batch_size = batch_size
         self._codec = codec
         self._rules = rules_on(mesh)

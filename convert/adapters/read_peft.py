@@ -81,6 +81,7 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
         f"{file}: modules_to_save",
         "train it for a model with tie_word_embeddings=false, or without modules_to_save",
     )
+    _check_layers(lora, mappings, tensors, path / TENSORS_FILE)
     source = dataclasses.replace(base, path=path, lora=lora, init_from=str(base.path))
     shapes = source.shapes()
     in_file = [*adapter_mappings(mappings, shapes)]
@@ -126,6 +127,30 @@ def _lora(
         use_rslora=bool(config.get("use_rslora")),
         use_dora=bool(config.get("use_dora")),
     )
+
+
+def _check_layers(
+    lora: LoraConfig, mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor], file: Path
+) -> None:
+    """Check that all layers of a stack have the same adapters, and that no embedding has one.
+
+    Args:
+        lora: The adapters.
+        mappings: The mappings of the model without adapters.
+        tensors: The tensors in the file.
+        file: The file, for the error.
+    """
+    targets = {f"{name}.kernel" for name in lora.targets}
+    without = [m for m in mappings if m.ours in targets and name_of(m, "a") not in tensors]
+    embeddings = [name for name in tensors if "lora_embedding_" in name]
+    for problem in [
+        *(f"{module_of(m)} has no adapter, but other layers have such adapters" for m in without),
+        *(f"{name} belongs to an adapter of an embedding" for name in embeddings),
+    ]:
+        raise ValueError(
+            f"{file}: {problem}, which is not supported; merge the adapter with PEFT "
+            "(merge_and_unload)"
+        )
 
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:

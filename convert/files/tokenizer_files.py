@@ -18,7 +18,10 @@ import tokenizers
 from convert.architecture import Architecture
 from convert.model_on_disk import Source
 from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
+from untrusted.documents import read_json
 from untrusted.files import write_text
+
+GENERATION_CONFIG = "generation_config.json"
 
 
 def write_tokenizer(source: Source, architecture: Architecture, directory: Path) -> dict[str, int]:
@@ -45,8 +48,30 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
     if architecture.is_generative:
         if _has_decoder(source):
             keys["decoder_start_token_id"] = ids["pad"]
-        _write_json(directory / "generation_config.json", keys)
+        given = directory / GENERATION_CONFIG  # of a run that learned conversations
+        own = read_json(given, within=directory) if given.exists() else {}
+        _write_json(given, keys | own)
     return keys
+
+
+def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
+    """Add a token to those with which generation stops, in generation_config.json.
+
+    Args:
+        directory: The directory of the tokenizer files, and of config.json if it has one.
+        token: The id of the token.
+        end_of_text: The id of the token that stops generation if neither file names one.
+
+    Raises:
+        ValueError: A file is damaged.
+    """
+    files = [directory / name for name in (GENERATION_CONFIG, "config.json")]
+    configs = [read_json(file, within=directory) if file.exists() else {} for file in files]
+    known = [config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None]
+    given = known[0] if known else end_of_text
+    stops = given if isinstance(given, list) else [given]
+    if token not in stops:
+        _write_json(files[0], configs[0] | {"eos_token_id": [*stops, token]})
 
 
 def _special_ids(tokenizer: FileTokenizer, architecture: Architecture) -> dict[str, int]:

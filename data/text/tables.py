@@ -81,7 +81,8 @@ def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:
 def _lines_of(file: Path, cache: Path, verify: str) -> Path:
     directory = cache / "tables"
     make_private_directory(directory)
-    target = directory / f"{file.stem}-{files_key([file], verify)[:16]}.jsonl"
+    # Messages about a line name this file, whose lines are the rows of the table.
+    target = directory / f"{file.name}-{files_key([file], verify)[:16]}.jsonl"
     with locked(target):
         if not target.exists():
             temporary = target.with_suffix(".tmp")
@@ -129,7 +130,7 @@ def open_table(file: Path) -> Iterator[tuple[Any, Batches]]:
                     lambda columns, rows: table.iter_batches(batch_size=rows, columns=columns),
                 )
             else:
-                reader = pyarrow.ipc.open_stream(stream)
+                reader = _arrow_reader(stream)
                 yield (
                     reader.schema,
                     lambda columns, rows: (batch.select(columns) for batch in reader),
@@ -141,6 +142,20 @@ def open_table(file: Path) -> Iterator[tuple[Any, Batches]]:
             f"data.paths: {file} is not a whole {file.suffix[1:].title()} file ({error}); write it "
             "again"
         ) from error
+
+
+def _arrow_reader(stream: Any) -> Any:
+    """Return a reader of record batches, from either of Arrow's two formats."""
+    import pyarrow as pa
+    import pyarrow.ipc
+
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    if not is_file:
+        return pyarrow.ipc.open_stream(stream)
+    reader = pyarrow.ipc.open_file(stream)
+    batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+    return pa.RecordBatchReader.from_batches(reader.schema, batches)
 
 
 def _is_plain(kind: Any) -> bool:

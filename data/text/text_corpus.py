@@ -11,7 +11,7 @@ from data.config import RECORD_OBJECTIVES, DataConfig, make_cache
 from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
 from data.mixture import sources
 from data.text.chained import ConcatDocuments
-from data.text.chat.conversations import MessageTexts, encode, open_chats
+from data.text.chat.conversations import MessageTexts, encode, end_of_answers, open_chats
 from data.text.chat.template import load_template
 from data.text.documents import find_corpus
 from data.text.objectives.chat import ChatExamples
@@ -35,10 +35,13 @@ class TextCorpus(Corpus):
     Attributes:
         tokenizer: The tokenizer that encoded the corpus.
         chat_template: The chat template of conversations; None without one.
+        end_of_answers: The id of the token that ends the answers in conversations; None without
+            such a token.
     """
 
     tokenizer: Tokenizer
     chat_template: str | None = None
+    end_of_answers: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -183,6 +186,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     return TextCorpus(
         tokenizer=tokenizer,
         chat_template=template.text,
+        end_of_answers=end_of_answers(template, tokenizer),
         train=train,
         validation=validation,
         fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),

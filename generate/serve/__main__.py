@@ -142,7 +142,9 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
             Served(
                 name=args.name or Path(args.model).resolve().name,
                 codec=TextCodec(tokenizer),
-                template=find_template("", source.hf_files, tokenizer.decode([tokenizer.eos_id])),
+                template=find_template(
+                    "", source.hf_files, tokenizer.decode([tokenizer.eos_id]), has_clock=True
+                ),
                 vocab_size=source.config.vocab_size,
                 limits=Limits(max_length=max_length, max_choices=args.max_choices),
                 max_body_bytes=int(args.max_body_mib * _MIB),

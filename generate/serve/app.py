@@ -99,6 +99,7 @@ def make_app(served: Served, engine: Engine) -> Starlette:
         routes=[
             Route("/health", server.health),
             Route("/v1/models", server.models),
+            Route("/v1/models/{name:path}", server.model),
             Route("/v1/completions", server.completions, methods=["POST"]),
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
         ],
@@ -179,6 +180,12 @@ class _Server:
     def __init__(self, served: Served, engine: Engine):
         self._served = served
         self._engine = engine
+        self._description = {
+            "id": served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "taibai",
+        }
 
     async def health(self, request: Request) -> Response:
         """Say whether the model works, and how much it has to do."""
@@ -191,8 +198,16 @@ class _Server:
     async def models(self, request: Request) -> Response:
         """List the model."""
         del request
-        model = {"id": self._served.name, "object": "model", "created": 0, "owned_by": "taibai"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._description]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe the model."""
+        if request.path_params["name"] != self._served.name:
+            return JSONResponse(error(self._other_model(), 404), 404)
+        return JSONResponse(self._description)
+
+    def _other_model(self) -> str:
+        return f"the model is {self._served.name!r}; set model to it"
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
@@ -253,7 +268,7 @@ class _Server:
             raise BadRequest(str(problem)) from problem
         model = fields.get("model", self._served.name)
         if model != self._served.name:
-            raise BadRequest(f"the model is {self._served.name!r}; set model to it", 404)
+            raise BadRequest(self._other_model(), 404)
         return fields
 
     async def _whole(

@@ -266,6 +266,10 @@ def _tokens(prompt: Any, codec: TextCodec, vocab_size: int) -> list[int]:
 def _message(number: int, message: Any) -> dict[str, str]:
     """Return a message as the template gets it: a role, and one text."""
     fields = message if isinstance(message, dict) else {}
+    if fields.get("tool_calls"):
+        raise BadRequest(
+            f"messages[{number}] has tool_calls, which are not supported; leave it out"
+        )
     content = fields.get("content")
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]

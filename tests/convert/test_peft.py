@@ -188,6 +188,29 @@ def test_a_trained_embedding_that_is_tied_is_refused(adapter, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"target_modules": ["c_attn"], "layers_to_transform": [1]},
+            r"h\.0\.attn\.c_attn has no adapter, but other layers have such adapters, .*; merge",
+        ),
+        (
+            {"target_modules": ["c_attn", "wpe"]},
+            r"transformer\.wpe\.lora_embedding_A belongs to an adapter of an embedding.*; merge",
+        ),
+    ],
+)
+def test_adapters_of_some_layers_and_of_embeddings_are_refused(
+    adapter, tmp_path, settings, message
+):
+    base = hf.GPT2LMHeadModel.from_pretrained(adapter / "base")
+    config = peft.LoraConfig(r=2, fan_in_fan_out=True, **settings)
+    peft.get_peft_model(base, config).save_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        read_source(tmp_path)
+
+
 def test_adapters_of_adapters_are_refused(adapter, tmp_path):
     config = json.loads((adapter / "adapter" / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(tmp_path)
@@ -199,7 +222,7 @@ def test_adapters_of_adapters_are_refused(adapter, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without_a_layer, "lacks 2 tensor(s): transformer.h.1.attn.c_attn.lora_A.weight"),
+        (_without_a_layer, "transformer.h.1.attn.c_attn has no adapter, but other layers have"),
         (_with_a_stranger, "has unknown 1 tensor(s): transformer.h.0.attn.extra.lora_A.weight"),
     ],
 )

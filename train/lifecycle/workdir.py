@@ -11,6 +11,7 @@ import jax
 
 from checkpoint.checksums import find_damage_of_config
 from checkpoint.layout import CONFIG, steps_in
+from convert.files.tokenizer_files import add_stop_token
 from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
@@ -117,8 +118,9 @@ def write_run_files(
 ) -> None:
     """Write `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
 
-    `hf/` contains the tokenizer, its chat template, the labels of a classifier, and files of the
-    Hugging Face model that the run starts from. Only the first process writes.
+    `hf/` contains the tokenizer, its chat template, the token that ends answers, the labels of a
+    classifier, and files of the Hugging Face model that the run starts from. Only the first process
+    writes.
 
     Args:
         workdir: the run's directory.
@@ -139,6 +141,8 @@ def write_run_files(
         write_text(hf / "tokenizer.json", corpus.tokenizer.content)
     if isinstance(corpus, TextCorpus) and corpus.chat_template is not None:
         write_text(hf / TEMPLATE_FILE, corpus.chat_template)
+        if corpus.end_of_answers is not None:
+            add_stop_token(hf, corpus.end_of_answers, corpus.tokenizer.eos_id)
     if corpus.labels:
         write_text(hf / LABELS_FILE, json.dumps(corpus.labels) + "\n")
 

@@ -15,7 +15,7 @@ import numpy as np
 from data.array_cache import read_array, write_array
 from data.config import DataConfig
 from data.locks import locked
-from data.text.chat.lines import ChatLines, Dialogue, check_messages
+from data.text.chat.lines import ChatLines, Dialogue, check_messages, tools_of
 from data.text.chat.preferences import Preferences
 from data.text.chat.template import ChatTemplate, Span
 from data.text.records import find_lines
@@ -46,7 +46,7 @@ class Conversations(ChatLines):
                 f"{where} has no message of the role 'assistant', so there is nothing to learn; "
                 "remove the line"
             )
-        return (Dialogue(messages),)
+        return (Dialogue(messages, tools=tools_of(record, where)),)
 
 
 class MessageTexts(Sequence[str]):
@@ -60,7 +60,8 @@ class MessageTexts(Sequence[str]):
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         dialogues = self._lines[index]
-        return "\n".join(message["content"] for each in dialogues for message in each.messages)
+        messages = (message for each in dialogues for message in each.messages)
+        return "\n".join(message["content"] or "" for message in messages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,26 @@ def encode(
     return EncodedChats(
         tokens=(marked >> 1).astype(np.int32), is_learned=(marked & 1).astype(bool), ends=ends
     )
+
+
+def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """Return the id of the special token that the assistant ends its answers with.
+
+    Args:
+        template: The chat template.
+        tokenizer: The tokenizer.
+
+    Returns:
+        The id; None if there is no such token, or the template refuses one question and answer.
+    """
+    messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]
+    try:
+        text, spans = template.spans(messages)
+    except ValueError:
+        return None
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    ends = ids[_is_within(offsets, spans[-1:]) & ~tokenizer.is_text()[ids]]
+    return int(ends[-1]) if len(ends) else None
 
 
 def _encoded(

@@ -20,10 +20,12 @@ class Dialogue(NamedTuple):
     Attributes:
         messages: Its messages, each with the strings `role` and `content`.
         num_given: How many of them, at the beginning, are not learned.
+        tools: Descriptions of functions that the assistant may call; None for none.
     """
 
     messages: list[Message]
     num_given: int = 0
+    tools: list[Any] | None = None
 
     def rendered(self, template: ChatTemplate) -> tuple[str, list[Span]]:
         """Return the text, and the parts of it that are learned.
@@ -31,7 +33,7 @@ class Dialogue(NamedTuple):
         Raises:
             ValueError: As for `ChatTemplate.spans`.
         """
-        text, spans = template.spans(self.messages)
+        text, spans = template.spans(self.messages, tools=self.tools)
         answers = [message["role"] == "assistant" for message in self.messages]
         if len(spans) != sum(answers):
             return text, spans  # the template does not mark one part for each answer
@@ -70,8 +72,30 @@ class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
         return f"{self._files[file_number]} line {line}"
 
 
+def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
+    """Return the field `tools` of a line, a list or the JSON of one; None if it has none.
+
+    Args:
+        record: The line.
+        where: Its file and number, for the error.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{where}: tools", list)
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(
+            f"{where}: 'tools' is {shortened(tools)}, but must be a list of functions; fix the line"
+        )
+    return tools or None
+
+
 def check_messages(messages: list[Any], where: str) -> None:
     """Check that messages have the strings `role` and `content`.
+
+    A message that calls tools may have null as its content.
 
     Args:
         messages: The messages.
@@ -82,7 +106,9 @@ def check_messages(messages: list[Any], where: str) -> None:
     """
     for number, message in enumerate(messages):
         fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        only_calls = bool(fields.get("tool_calls")) and fields.get("content") is None
+        has_content = isinstance(fields.get("content"), str) or only_calls
+        if not (isinstance(fields.get("role"), str) and has_content):
             raise ValueError(
                 f"{where}: message {number} is {shortened(message)}, but must have the strings "
                 "'role' and 'content'; fix the line"

@@ -10,7 +10,7 @@ be the beginning that both lists of messages share:
 
 from typing import Any
 
-from data.text.chat.lines import ChatLines, Dialogue, Message, check_messages
+from data.text.chat.lines import ChatLines, Dialogue, Message, check_messages, tools_of
 
 
 class Preferences(ChatLines):
@@ -42,7 +42,8 @@ class Preferences(ChatLines):
                     f"{where}: {field!r} must have an answer of the role 'assistant' after a "
                     "prompt that is the same for both answers; fix or remove the line"
                 )
-        return tuple(Dialogue(messages, num_given=num_shared) for messages in both)
+        tools = tools_of(record, where)
+        return tuple(Dialogue(messages, num_given=num_shared, tools=tools) for messages in both)
 
 
 def _messages(value: Any, role: str, field: str, where: str) -> list[Message]:

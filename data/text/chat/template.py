@@ -1,13 +1,15 @@
 """Chat templates: Jinja programs that turn messages into one text, as in `transformers`.
 
 A template comes with a tokenizer, as `chat_template.jinja` or in tokenizer_config.json. It runs in
-Jinja's sandbox, which has neither files nor imports.
+Jinja's sandbox, which has neither files nor imports. In training it has no clock either, because
+what is learned must not depend on the day.
 
 The text of the assistant is what the model learns. A template can mark it with
 `{% generation %}…{% endgeneration %}`. For others, it is what a message adds to the text of the
 messages before it, after the prompt for an answer.
 """
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,17 +70,22 @@ class ChatTemplate:
         text: The template.
         source: Its file or config key, for error messages.
         tokens: Names of special tokens that it may use, such as {"bos_token": "<s>"}.
+        has_clock: Whether it may ask for the date and the time with `strftime_now`.
 
     Raises:
         ValueError: It is not a Jinja template.
     """
 
-    def __init__(self, text: str, source: str, tokens: Mapping[str, str]):
+    def __init__(
+        self, text: str, source: str, tokens: Mapping[str, str], *, has_clock: bool = False
+    ):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _as_json
         environment.globals["raise_exception"] = _raise
+        if has_clock:
+            environment.globals["strftime_now"] = _now
         self.text = text
         self._source = source
         self._tokens = tokens
@@ -105,22 +112,28 @@ class ChatTemplate:
         rendered = self._rendered(messages, add_generation_prompt=add_generation_prompt)
         return rendered.replace(_BEGIN, "").replace(_END, "")
 
-    def spans(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def spans(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[Span]]:
         """Return the text of messages, and the parts of it that the assistant says.
+
+        Args:
+            messages: The messages, each with `role` and `content`.
+            tools: Descriptions of functions that the assistant may call.
 
         Raises:
             ValueError: The template refuses the messages, or it has no tags and renders earlier
                 messages differently when others follow.
         """
-        rendered = self._rendered(messages)
+        rendered = self._rendered(messages, tools)
         if _BEGIN in rendered:
             return _unmarked(rendered)
         found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            prompt = self._rendered(messages[:number], add_generation_prompt=True)
-            until = self._rendered(messages[: number + 1])
+            prompt = self._rendered(messages[:number], tools, add_generation_prompt=True)
+            until = self._rendered(messages[: number + 1], tools)
             if not (rendered.startswith(until) and until.startswith(prompt)):
                 raise ValueError(
                     f"{self._source} renders message {number} differently when others follow, so "
@@ -131,17 +144,29 @@ class ChatTemplate:
             found.append((len(prompt), len(until)))
         return rendered, found
 
-    def _rendered(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._tokens,
             )
         except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
-            raise ValueError(f"{self._source} refuses messages: {shortened(error)}") from None
+            problem = f"{self._source} refuses messages: {shortened(error)}"
+            if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
+                problem += (
+                    "; training must not depend on the date, so write a date into a copy of the "
+                    "template, and set data.chat_template to its path"
+                )
+            raise ValueError(problem) from None
 
 
 def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatTemplate:
@@ -160,7 +185,9 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
     return found
 
 
-def find_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatTemplate | None:
+def find_template(
+    setting: str, tokenizer: Path | None, eos_token: str, *, has_clock: bool = False
+) -> ChatTemplate | None:
     """Load a chat template if there is one.
 
     Args:
@@ -168,6 +195,7 @@ def find_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
             tokenizer.
         tokenizer: The path of the tokenizer, or of its directory; None: it has no file.
         eos_token: The name of the tokenizer's end-of-document token.
+        has_clock: As for `ChatTemplate`.
 
     Returns:
         The template; None if the tokenizer has none.
@@ -183,19 +211,21 @@ def find_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
         name: token for name in _TOKENS if (token := _token(config.get(name))) is not None
     }
     if setting == "roles":
-        return ChatTemplate(ROLES, "data.chat_template='roles'", tokens)
+        return ChatTemplate(ROLES, "data.chat_template='roles'", tokens, has_clock=has_clock)
     if setting:
         text = _read(Path(setting).expanduser())
-        return ChatTemplate(text, f"data.chat_template={setting!r}", tokens)
+        source = f"data.chat_template={setting!r}"
+        return ChatTemplate(text, source, tokens, has_clock=has_clock)
     if directory is not None and (directory / TEMPLATE_FILE).is_file():
         file = directory / TEMPLATE_FILE
-        return ChatTemplate(_read(file), str(file), tokens)
+        return ChatTemplate(_read(file), str(file), tokens, has_clock=has_clock)
     given = config.get("chat_template")
     if isinstance(given, list):  # of templates with names, for tools and more
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
         given = named.get("default")
     if isinstance(given, str):
-        return ChatTemplate(given, f"{directory}/{_CONFIG_FILE}", tokens)
+        source = f"{directory}/{_CONFIG_FILE}"
+        return ChatTemplate(given, source, tokens, has_clock=has_clock)
     return None
 
 
@@ -233,6 +263,11 @@ def _read(file: Path) -> str:
 
 def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _now(form: str) -> str:
+    """Return the local time in a format of `strftime`."""
+    return datetime.datetime.now().strftime(form)
 
 
 def _raise(message: str) -> None:

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import tokenizers
 import transformers
 
 from convert import to_hf
+from convert.source import read_source
 from data.text.chat.template import ROLES, ChatTemplate
+from generate.prompts import stop_tokens_of, tokenizer_of
 from tests.runs import TINY, arguments
 from train.main import main
 
@@ -32,3 +35,45 @@ def test_exported_tokenizer_has_the_chat_template(tmp_path):
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     expected = ChatTemplate(ROLES, "roles", {"eos_token": tokenizer.eos_token}).render(chat)
     assert text == expected == "<|user|>\nSay 1.\n<|assistant|>\n1!<|endoftext|>\n"
+
+
+def test_generation_stops_at_the_token_that_ends_answers(tmp_path):
+    """As in transformers, which reads it from generation_config.json."""
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*names, *alphabet))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(names)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chatml.jinja").write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+        "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    chat = [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "1!"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 80)
+    overrides = (
+        *TINY,
+        f"data.paths={tmp_path}/chats.jsonl",
+        f"data.cache_dir={tmp_path}/cache",
+        f"data.tokenizer={tmp_path}/tokenizer.json",
+        "data.objective=chat",
+        f"data.chat_template={tmp_path}/chatml.jinja",
+        "data.sequence_length=96",
+        "data.validation_fraction=0.0",
+        "train.num_steps=2",
+    )
+    assert main(arguments(tmp_path / "run", overrides)) == 0
+    to_hf.convert(tmp_path / "run", tmp_path / "model")
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [0, 2]
+    for directory in ("run", "model"):
+        source = read_source(tmp_path / directory)
+        assert stop_tokens_of(source, tokenizer_of(source)) == [0, 2]
+
+    # A run that continues the exported model, whose files name its stop tokens, keeps them.
+    more = (*overrides, f"init_from={tmp_path}/model", "data.tokenizer=init_from")
+    more = [each for each in more if not each.startswith(("model.", "data.chat_template"))]
+    assert main(arguments(tmp_path / "more", [*more, "data.chat_template="])) == 0
+    written = json.loads((tmp_path / "more" / "hf" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == [0, 2]

@@ -1,5 +1,6 @@
 """Chat templates, learned tokens and packed rows equal those of transformers."""
 
+import datetime
 import json
 import re
 from typing import Any
@@ -12,6 +13,7 @@ import transformers
 from data.batches import train_batches
 from data.config import DataConfig
 from data.corpus import load_corpus
+from data.text.chat.conversations import end_of_answers
 from data.text.chat.template import ROLES, ChatTemplate, load_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 
@@ -154,6 +156,83 @@ def test_template_that_changes_earlier_messages_needs_tags():
 def test_bad_templates_are_refused(template, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ChatTemplate(template, "x.jinja", {}).render(CONVERSATIONS[1])
+
+
+_TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather in Bern?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"at": "Bern"}}}
+        ],
+    },
+    {"role": "tool", "name": "f", "content": "21"},
+    {"role": "assistant", "content": "It has 21 degrees."},
+]
+_FUNCTIONS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize("tools", [_FUNCTIONS, json.dumps(_FUNCTIONS)], ids=["list", "text"])
+def test_conversations_may_call_tools(tools, content, tmp_path):
+    reference: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(content), chat_template=_TOOLS
+    )
+    expected = reference.apply_chat_template(_CALLS, tools=_FUNCTIONS)["input_ids"]
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tools.jinja").write_text(_TOOLS)
+    line = {"messages": _CALLS, "tools": tools}
+    config = config_of(
+        tmp_path,
+        [line] * 4,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        chat_template=str(tmp_path / "tools.jinja"),
+        sequence_length=512,
+    )
+    row = load_corpus(config).train.example(0, ())
+    tokens = [*row["tokens"][row["segment_ids"] == 1], row["targets"][row["segment_ids"] == 1][-1]]
+    assert tokens == expected
+    # What the assistant says and calls is learned; the tool's answer is not.
+    learned = FileTokenizer(content, "x").decode(row["targets"][row["weights"] > 0])
+    call = '{"name": "f", "arguments": {"at": "Bern"}}<|im_end|>\n'
+    assert learned.startswith(f"{call}It has 21 degrees.<|im_end|>\n")
+
+
+def test_tools_must_be_a_list(tmp_path):
+    config = config_of(tmp_path, [{"messages": _CALLS, "tools": {"name": "f"}}] * 4)
+    with pytest.raises(ValueError, match=r"line 1: 'tools' is .* must be a list of functions"):
+        load_corpus(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "token"), [("ChatML", "<|im_end|>"), ("Llama 3", "<|eot_id|>"), ("Mistral", "</s>")]
+)
+def test_token_that_ends_answers_is_found(name, token, content):
+    tokenizer = FileTokenizer(content, "tokenizer.json")
+    for text in (TEMPLATES[name], _without_tags(TEMPLATES[name])):
+        found = end_of_answers(ChatTemplate(text, name, _TOKENS), tokenizer)
+        assert found == _NAMES.index(token)
+    unmarked = ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}", name, _TOKENS)
+    assert end_of_answers(unmarked, tokenizer) is None
+
+
+def test_training_has_no_clock():
+    text = "{{ strftime_now('%d %b %Y') }}"
+    with pytest.raises(ValueError, match=r"must not depend on the date.*data\.chat_template"):
+        ChatTemplate(text, "x.jinja", {}).render(CONVERSATIONS[1])
+    shown = ChatTemplate(text, "x.jinja", {}, has_clock=True).render(CONVERSATIONS[1])
+    assert datetime.datetime.strptime(shown, "%d %b %Y").year >= 2026
+    # A template that asks first whether there is a clock can be learned.
+    text = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}"
+    assert ChatTemplate(text, "x.jinja", {}).render(CONVERSATIONS[1]) == "2024"
 
 
 def test_template_comes_with_the_tokenizer(tmp_path):

@@ -30,6 +30,12 @@ def write(kind: str, directory: Path) -> Path:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in plain)
         file.write_text("".join(lines), encoding="utf-8")
         return file
+    if kind == "arrow file":  # the other of Arrow's two formats
+        table = pa.Table.from_pylist(ROWS)
+        with pa.OSFile(str(directory / "rows.arrow"), "wb") as sink:
+            with pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table, max_chunksize=7)
+        return directory / "rows.arrow"
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(ROWS), directory / "rows.parquet", row_group_size=7)
         return directory / "rows.parquet"
@@ -58,7 +64,7 @@ OBJECTIVES = {
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "folder"])
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow file", "folder"])
 def test_tables_give_the_same_rows_as_lines(kind, objective, tmp_path):
     expected = corpus_of(write("jsonl", tmp_path), tmp_path / "cache", **OBJECTIVES[objective])
     found = corpus_of(write(kind, tmp_path), tmp_path / "cache", **OBJECTIVES[objective])
@@ -79,6 +85,13 @@ def test_categories_are_texts(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     corpus = corpus_of(tmp_path / "rows.parquet", tmp_path / "cache")
     assert len(corpus.train) > 0
+
+
+def test_error_names_the_table_and_its_row(tmp_path):
+    rows = [*ROWS[:4], {**ROWS[4], "label": None}, *ROWS[5:]]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"/tables/rows\.parquet-\w+\.jsonl line 5 .*label"):
+        corpus_of(tmp_path / "rows.parquet", tmp_path / "cache", objective="classification")
 
 
 def test_changed_table_is_read_again(tmp_path):

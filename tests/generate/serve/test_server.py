@@ -227,12 +227,21 @@ def test_malformed_json_is_refused(address, body):
 
 def test_other_routes_and_errors_of_the_client(address, client):
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="the model is 'tiny'"):
+        client.models.retrieve("org/other")
     assert httpx.get(f"{address}/v2").json()["error"]["message"] == "GET /v2: Not Found"
     assert httpx.get(f"{address}/v1/completions").status_code == 405
     with pytest.raises(openai.BadRequestError, match="no tokens"):
         client.completions.create(model="tiny", prompt="")
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\] must have"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user"}])
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    with pytest.raises(
+        openai.BadRequestError, match=r"messages\[0\] has tool_calls, which are not"
+    ):
+        client.chat.completions.create(model="tiny", messages=[called])
 
 
 def test_many_clients_get_their_own_answers(address, generator):
