@@ -40,6 +40,8 @@ class Architecture:
             TemplateProcessing in the `tokenizers` library.
         pair_template: The special tokens around the two texts $A and $B of a pair.
         is_generative: Whether the class generates text.
+        has_named_modules: Whether the modules of the class have the names of its weights in files,
+            as adapters of PEFT need. For others, `transformers` 5 renames the weights it loads.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Architecture:
     template: str = "$A"
     pair_template: str = "$A $B"
     is_generative: bool = False
+    has_named_modules: bool = True
 
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None

@@ -196,6 +196,8 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
         write_text(target / "config.json", json.dumps(source.hf_config, indent=2) + "\n")
         write_text(target / DTYPES_FILE, json.dumps(dict(source.dtypes), indent=1) + "\n")
     copy_hf_files(source.hf_files, target, (*KEPT_FILES, preprocessor.FILE))
+    if source.adapter_files is not None:
+        copy_hf_files(source.adapter_files, target)
 
 
 def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FILES) -> None:

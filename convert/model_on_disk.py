@@ -47,6 +47,8 @@ class Source:
         fields: The fields of the model class's Config.
         hf_files: The directory of config.json and the files of the tokenizer, some of which may be
             absent; None if there is no such directory.
+        adapter_files: The directory of an adapter, whose files of the tokenizer and for generation
+            go before those in `hf_files`; None without one.
         hf_config: The content of config.json; None if there is none.
         tokenizer: The path of tokenizer.json, or of a directory with vocab.json and merges.txt;
             None if there is neither.
@@ -69,6 +71,14 @@ class Source:
     dtypes: Mapping[str, str]
     lora: LoraConfig = NO_ADAPTERS
     init_from: str = ""
+    adapter_files: Path | None = None
+
+    def hf_file(self, name: str) -> Path | None:
+        """Return the path of a file of the tokenizer or for generation; None if it is absent."""
+        for directory in (self.adapter_files, self.hf_files):
+            if directory is not None and (directory / name).is_file():
+                return directory / name
+        return None
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -67,6 +67,8 @@ def newest_checkpoint(path: Path) -> Path:
         if damage is None:
             return step
         _log.warning("Checkpoint %s is skipped: %s.", step, damage)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; correct the path of the model")
     what = "only damaged checkpoints" if candidates else "neither a config.json nor a checkpoint"
     raise ValueError(
         f"{path} contains {what}; use the directory of a Hugging Face model, of a run, or of a "

@@ -6,11 +6,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from convert.adapters.merged import merged
-from convert.adapters.write_peft import write_adapter
+from convert.adapters.write_peft import base_of, write_adapter
 from convert.architecture import Architecture
 from convert.command import run
 from convert.files import preprocessor
@@ -97,7 +98,8 @@ def convert(
         has_adapters = source.lora.rank is not None
         if has_adapters:
             chosen = None if dtype is None else _DTYPES[dtype]
-            write_adapter(source, architecture, directory, chosen)
+            base = base_of(source, partial(read_source, allow_import=allow_import))
+            write_adapter(source, architecture, directory, chosen, base)
         else:
             _write_model(source, architecture, hf, directory, dtype, max_shard_bytes)
         write_card(source, architecture, step, directory)

@@ -9,9 +9,10 @@ model. docs/generate.md explains the options.
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +175,15 @@ def _shown(prompt: Prompt, codec: TextCodec) -> str:
 
 
 def _print_stream(
-    prompt: Prompt, tokens: Iterable[int], codec: TextCodec, follows_prompt: bool
+    prompt: Prompt, tokens: Iterator[int], codec: TextCodec, follows_prompt: bool
 ) -> int:
     """Print a continuation while it grows; return the number of its tokens."""
+    first = next(tokens)  # now it is certain that the model takes the prompt
+    if follows_prompt:
+        print(_shown(prompt, codec), end="")
     stream = TextStream(codec, prompt.tokens if follows_prompt else ())
     count = 0
-    for token in tokens:
-        if count == 0 and follows_prompt:  # now it is certain that the model takes the prompt
-            print(_shown(prompt, codec), end="")
+    for token in itertools.chain([first], tokens):
         print(stream.add([token]), end="", flush=True)
         count += 1
     print(stream.add([], is_last=True))
@@ -192,9 +194,15 @@ def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:
     """Return how beams are searched; None without `--num_beams`.
 
     Raises:
-        ValueError: an option that only random choices have is set too.
+        ValueError: an option that only random choices have is set too, or one of beams without
+            beams.
     """
     if args.num_beams is None:
+        if args.length_penalty != 1.0 or args.early_stopping != "false":
+            raise ValueError(
+                "--length_penalty and --early_stopping are about beams; add --num_beams, such as "
+                "--num_beams=4, or leave them out"
+            )
         return None
     plain = dataclasses.replace(sampling, temperature=1.0, seed=0)
     if plain != Sampling() or args.num_samples != 1:
@@ -215,6 +223,8 @@ def _drafts_of(args: argparse.Namespace, tokenizer: FileTokenizer | None) -> Dra
     Raises:
         ValueError: an option is missing or does not fit, or the draft model has other tokens.
     """
+    if args.num_drafts is not None and args.num_drafts < 1:
+        raise ValueError(f"--num_drafts={args.num_drafts} must be at least 1, or left out")
     if args.num_drafts is None:
         if args.draft_model is not None:
             raise ValueError(

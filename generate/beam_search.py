@@ -15,7 +15,6 @@ Source: Sutskever et al. 2014 (arXiv:1409.3215), section 3.2; length penalty: Wu
 """
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
@@ -28,6 +27,8 @@ Tree = Any
 
 #: Added to the score of a beam that may not be chosen.
 _NEVER = -1e9
+#: Beyond it, scores of long continuations are not finite.
+_MOST_PENALTY = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +50,11 @@ class Beams:
     def __post_init__(self):
         if self.num_beams < 1:
             raise ValueError(f"num_beams={self.num_beams} must be at least 1")
-        if not math.isfinite(self.length_penalty):
-            raise ValueError(f"length_penalty={self.length_penalty} must be a finite number")
+        if not abs(self.length_penalty) <= _MOST_PENALTY:
+            raise ValueError(
+                f"length_penalty={self.length_penalty} must be from {-_MOST_PENALTY} to "
+                f"{_MOST_PENALTY}"
+            )
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(
                 f"early_stopping={self.early_stopping!r} must be True, False or 'never'"

@@ -23,7 +23,13 @@ from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.evaluation.scoring import Scorer
 from generate.generator import Generator
-from generate.prompts import TextCodec, first_token_of, stop_tokens_of, tokenizer_of
+from generate.prompts import (
+    TextCodec,
+    end_token_of,
+    first_token_of,
+    stop_tokens_of,
+    tokenizer_of,
+)
 from generate.sampling import Sampling
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
@@ -67,22 +73,23 @@ class TaskModel(TemplateLM):
         tokenizer: FileTokenizer,
         *,
         first_token: int,
+        end_token: int,
         stop: Sequence[int],
         batch_size: int,
     ):
         super().__init__()
         self._codec = TextCodec(tokenizer)
-        self._eos = tokenizer.eos_id
+        self._end_token = end_token
         self._first_token = first_token
         self._first_text = self._codec.decode([first_token], has_special_tokens=True)
         self._scorer = Scorer(model, batch_size=batch_size)
         self._most = model.config.max_positions
-        self._generator = Generator(model, stop=stop, batch_size=batch_size)
+        self._generator = Generator(model, stop=[*stop, end_token], batch_size=batch_size)
 
     @property
     def eot_token_id(self) -> int:
         """Id of the end-of-text token."""
-        return self._eos
+        return self._end_token
 
     @property
     def prefix_token_id(self) -> int:
@@ -248,6 +255,7 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         load_model(source, dtype=args.dtype),
         tokenizer,
         first_token=first_token_of(source, tokenizer),
+        end_token=end_token_of(source, tokenizer),
         stop=stop_tokens_of(source, tokenizer),
         batch_size=args.batch_size,
     )

@@ -16,7 +16,11 @@ from untrusted.messages import shortened, without_surrogates
 from untrusted.schema import check
 
 #: How many tokens before a token may change its text.
-CONTEXT = 8
+_CONTEXT = 8
+#: Most tokens of a character, which are the bytes of UTF-8.
+_CHARACTER = 4
+#: The text that tokenizers have for an incomplete character.
+INCOMPLETE = "\ufffd"
 
 
 class TextCodec:
@@ -45,8 +49,19 @@ class TextCodec:
 
         Some tokenizers leave out a space at the beginning of a text, but not within it.
         """
-        context = [*prompt[-CONTEXT:]]
+        context = self.context(prompt)
         return self.decode([*context, *tokens])[len(self.decode(context)) :]
+
+    def context(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last tokens of a prompt, those that may change the text of further ones.
+
+        They begin with a whole character: some tokenizers decode no byte of a row of bytes if one
+        character in it is incomplete. There are none if the prompt is no text.
+        """
+        for size in range(_CONTEXT, _CONTEXT + _CHARACTER):
+            if not self.decode(prompt[-size:]).startswith(INCOMPLETE):
+                return [*prompt[-size:]]
+        return []
 
 
 def tokenizer_of(source: Source) -> FileTokenizer | None:
@@ -95,19 +110,33 @@ def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | Non
     return found
 
 
+def end_token_of(source: Source, tokenizer: FileTokenizer) -> int:
+    """Return the id of the end-of-text token.
+
+    It is the `eos_token` of tokenizer_config.json, or else the one that training uses.
+    """
+    token = _token_of(source, tokenizer, "eos_token")
+    return tokenizer.eos_id if token is None else token
+
+
 def first_token_of(source: Source, tokenizer: FileTokenizer) -> int:
     """Return the id of the token that a text begins with where it needs one.
 
     It is the `bos_token` of tokenizer_config.json, or else the end-of-text token.
     """
-    file = None if source.hf_files is None else source.hf_files / "tokenizer_config.json"
-    if file is None or not file.is_file():
-        return tokenizer.eos_id
-    found = read_json(file, within=source.hf_files).get("bos_token")
+    token = _token_of(source, tokenizer, "bos_token")
+    return end_token_of(source, tokenizer) if token is None else token
+
+
+def _token_of(source: Source, tokenizer: FileTokenizer, name: str) -> int | None:
+    """Return the id of a special token that tokenizer_config.json names; None if it does not."""
+    file = source.hf_file("tokenizer_config.json")
+    if file is None:
+        return None
+    found = read_json(file, within=file.parent).get(name)
     content = found.get("content") if isinstance(found, dict) else found
     known = tokenizers.Tokenizer.from_str(tokenizer.content)
-    token = known.token_to_id(content) if isinstance(content, str) else None
-    return tokenizer.eos_id if token is None else token
+    return known.token_to_id(content) if isinstance(content, str) else None
 
 
 def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:
@@ -121,9 +150,9 @@ def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:
 def _setting(source: Source, key: str, type_: Any) -> Any:
     """Return a value of generation_config.json, or else of config.json; None if neither has it."""
     configs: list[tuple[object, dict[str, Any]]] = []
-    if source.hf_files is not None and (source.hf_files / "generation_config.json").is_file():
-        file = source.hf_files / "generation_config.json"
-        configs.append((file, read_json(file, within=source.hf_files)))
+    file = source.hf_file("generation_config.json")
+    if file is not None:
+        configs.append((file, read_json(file, within=file.parent)))
     configs.append((source.path / "config.json", source.hf_config or {}))
     for where, config in configs:
         if config.get(key) is not None:
@@ -157,7 +186,8 @@ def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
         OSError: the file cannot be read.
     """
     found = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
+    text = read_text(path).removeprefix("\ufeff")  # the mark that some editors begin files with
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"

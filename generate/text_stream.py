@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from generate.prompts import CONTEXT, TextCodec
-
-#: What a tokenizer decodes an incomplete character to.
-_INCOMPLETE = "\ufffd"
+from generate.prompts import INCOMPLETE, TextCodec
 
 
 class TextStream:
@@ -26,7 +23,7 @@ class TextStream:
     def __init__(self, codec: TextCodec, prompt: Sequence[int] = (), stop: Sequence[str] = ()):
         self._codec = codec
         self._stop = stop
-        self._tokens: list[int] = [*prompt[-CONTEXT:]]
+        self._tokens = codec.context(prompt)
         # Text depends on the tokens before it, but only on few of them: the tokens from `_first`
         # are decoded together, and those before `_next` have been decoded already.
         self._first = 0
@@ -46,7 +43,7 @@ class TextStream:
         self._tokens.extend(tokens)
         known = self._codec.decode(self._tokens[self._first : self._next])
         text = self._codec.decode(self._tokens[self._first :])
-        if is_last or not text.endswith(_INCOMPLETE):
+        if is_last or not text.endswith(INCOMPLETE):
             self._held += text[len(known) :]
             if len(text) > len(known):  # special tokens have no text, so they are no context
                 self._first = self._next

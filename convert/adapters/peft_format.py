@@ -11,6 +11,7 @@ also name the tensors of adapters:
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
+from convert.architecture import Architecture
 from convert.model_on_disk import Shapes
 from convert.names import TensorMapping
 
@@ -60,6 +61,24 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
                 kind="flat" if part == "magnitude" else "linear",
                 num_inputs=1 if part == "b" else kernel.num_inputs,
             )
+
+
+def check_has_names(architecture: Architecture, what: str, remedy: str) -> None:
+    """Check that PEFT finds the layers of an architecture by the names in files.
+
+    Args:
+        architecture: The architecture of the model.
+        what: The model with the adapters, for the error message.
+        remedy: The advice at the end of the error message.
+
+    Raises:
+        ValueError: The names of its layers depend on the version of `transformers`.
+    """
+    if not architecture.has_named_modules:
+        raise ValueError(
+            f"{what} has adapters of a {architecture.name}, whose layers have other names in "
+            f"transformers 5 than in files, so PEFT does not find them; {remedy}"
+        )
 
 
 def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> None:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.lazy import LazyArray
-from convert.adapters.merged import merged
 from convert.adapters.peft_format import (
     CONFIG_FILE,
     PARTS,
     PREFIX,
     TENSORS_FILE,
     adapter_mappings,
+    check_has_names,
     check_untied,
     module_of,
     name_of,
@@ -22,6 +22,7 @@ from convert.huggingface import ConvertedArray, check_shape
 from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, check_names
 from convert.tensor_files import Tensor, open_safetensors
+from data.text.tokenization.file_tokenizer import find_tokenizer
 from models.layers.lora import LoraConfig
 from untrusted.documents import read_json
 from untrusted.schema import check_fields
@@ -71,18 +72,14 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     base = _base(config, file, open_base)
     architecture = base.architecture
     assert architecture is not None
+    check_has_names(architecture, str(path), "merge the adapter with PEFT (merge_and_unload)")
     base_shapes = base.shapes()
     vocab_size = base.fields.get("vocab_size")
     mappings = architecture.tensor_mappings(base_shapes, vocab_size=vocab_size)
     tensors = _tensors(path, architecture, mappings)
     lora = _lora(config, mappings, tensors)
-    check_untied(
-        [m for m in mappings if m.ours in lora.also_trained],
-        f"{file}: modules_to_save",
-        "train it for a model with tie_word_embeddings=false, or without modules_to_save",
-    )
-    _check_layers(lora, mappings, tensors, path / TENSORS_FILE)
-    source = dataclasses.replace(base, path=path, lora=lora, init_from=str(base.path))
+    _check_layers(lora, mappings, tensors, path)
+    source = _with_adapters(base, lora, path)
     shapes = source.shapes()
     in_file = [*adapter_mappings(mappings, shapes)]
     in_file += [m for m in mappings if m.ours in lora.also_trained]
@@ -104,6 +101,18 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
         return {**base.open(rest), **own}
 
     return dataclasses.replace(source, open=open_arrays)
+
+
+def _with_adapters(base: Source, lora: LoraConfig, path: Path) -> Source:
+    """Return a model with the adapters of a directory, but without their parameters."""
+    return dataclasses.replace(
+        base,
+        path=path,
+        tokenizer=find_tokenizer(path) or base.tokenizer,
+        lora=lora,
+        init_from=str(base.path),
+        adapter_files=path,
+    )
 
 
 def _lora(
@@ -130,26 +139,34 @@ def _lora(
 
 
 def _check_layers(
-    lora: LoraConfig, mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor], file: Path
+    lora: LoraConfig, mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Check that all layers of a stack have the same adapters, and that no embedding has one.
+    """Check that all layers of a stack have the same adapters, and no embedding or tied head.
 
     Args:
         lora: The adapters.
         mappings: The mappings of the model without adapters.
         tensors: The tensors in the file.
-        file: The file, for the error.
+        path: The directory, for the error.
     """
+    check_untied(
+        [m for m in mappings if m.ours in lora.also_trained],
+        f"{path / CONFIG_FILE}: modules_to_save",
+        "train it for a model with tie_word_embeddings=false, or without modules_to_save",
+    )
     targets = {f"{name}.kernel" for name in lora.targets}
     without = [m for m in mappings if m.ours in targets and name_of(m, "a") not in tensors]
     embeddings = [name for name in tensors if "lora_embedding_" in name]
+    tied = {name.removesuffix(".weight") for m in mappings for name in m.tied}
+    heads = [name for name in tensors if any(name.startswith(f"{module}.") for module in tied)]
     for problem in [
         *(f"{module_of(m)} has no adapter, but other layers have such adapters" for m in without),
         *(f"{name} belongs to an adapter of an embedding" for name in embeddings),
+        *(f"{name} belongs to a layer that shares its weight with another" for name in heads),
     ]:
         raise ValueError(
-            f"{file}: {problem}, which is not supported; merge the adapter with PEFT "
-            "(merge_and_unload)"
+            f"{path / TENSORS_FILE}: {problem}, which is not supported; merge the adapter with "
+            "PEFT (merge_and_unload)"
         )
 
 
@@ -189,7 +206,12 @@ def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Sou
             f"{file} has base_model_name_or_path={name!r}, which has adapters itself; merge these "
             "first, and set the directory of the merged model"
         )
-    base = merged(open_base(Path(name)))
+    base = open_base(Path(name))
+    if base.lora.rank is not None:
+        raise ValueError(
+            f"{file} has base_model_name_or_path={name!r}, a run with adapters of its own; set the "
+            f"directory of the model that these are for, {base.init_from!r}"
+        )
     if base.architecture is None:
         raise ValueError(
             f"{file} has base_model_name_or_path={name!r}, whose model does not come from Hugging "

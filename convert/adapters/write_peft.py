@@ -1,7 +1,8 @@
 """Write adapters in the format of Hugging Face's PEFT; see peft_format.py."""
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from convert.adapters.peft_format import (
     PREFIX,
     TENSORS_FILE,
     adapter_mappings,
+    check_has_names,
     check_untied,
     module_of,
 )
@@ -22,6 +24,8 @@ from convert.model_on_disk import Source
 from convert.names import TensorMapping, assembled
 from convert.tensor_files import ShardWriter
 from untrusted.files import write_text
+
+_log = logging.getLogger(__name__)
 
 #: The end of an architecture's name -> the task of an adapter.
 _TASKS = {
@@ -32,26 +36,65 @@ _TASKS = {
 }
 
 
+def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
+    """Return the model that the adapters of a run are for; None if it is not on this machine.
+
+    A run that continues the adapters of another has the same base as that one. If the base does not
+    come from Hugging Face, a warning says so.
+
+    Args:
+        source: The run.
+        read: Opens a model on disk.
+
+    Raises:
+        ValueError: A model on the way there cannot be read.
+    """
+    path = source.init_from
+    while path and Path(path).exists():
+        base = read(path)
+        if base.lora.rank is None:
+            if base.architecture is None:
+                _log.warning(
+                    "The adapters are for %s, which is not a Hugging Face model, so PEFT cannot "
+                    "load them. Export it with convert.to_hf, and set base_model_name_or_path to "
+                    "the export; or write the whole model with --merge.",
+                    path,
+                )
+            return base
+        path = base.init_from
+    return None
+
+
 def write_adapter(
-    source: Source, architecture: Architecture, directory: Path, dtype: np.dtype | None
+    source: Source,
+    architecture: Architecture,
+    directory: Path,
+    dtype: np.dtype | None,
+    base: Source | None,
 ) -> None:
-    """Write the adapters of a model, and what was trained besides, for PEFT.
+    """Write the adapters of a model for PEFT, and other parameters that were trained or are new.
 
     Args:
         source: The model with adapters.
         architecture: Its Hugging Face architecture.
         directory: The directory to write to.
         dtype: The dtype of the tensors; None: as they are stored.
+        base: The model that the adapters are for, from `base_of`.
 
     Raises:
-        ValueError: A part of a module was trained besides, which PEFT cannot express.
+        ValueError: PEFT cannot express it: only a part of a module was trained, or the layers have
+            no fixed names.
     """
+    check_has_names(architecture, str(source.path), "write the whole model with --merge")
     all_shapes = source.shapes()
     shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
     vocab_size = getattr(source.config, "vocab_size", None)
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
-    trained = [m for m in mappings if _is_any(m.ours, source.lora.also_trained)]
+    known = shapes if base is None else base.shapes()
+    trained = [
+        m for m in mappings if _is_any(m.ours, source.lora.also_trained) or m.ours not in known
+    ]
     _check_whole_modules(mappings, trained)
     check_untied(trained, "lora.also_trained", "write the whole model with --merge")
     places = {PREFIX + m.theirs: m for m in (*of_adapters, *trained)}
@@ -61,6 +104,7 @@ def write_adapter(
     writer = ShardWriter(directory, tensors, max_shard_bytes=None, single=TENSORS_FILE)
     writer.write(lambda name: assembled(places[name], arrays[places[name].ours], dtypes[name]))
     config = _config(source, architecture, mappings, of_adapters, trained)
+    config["base_model_name_or_path"] = str(base.path) if base else source.init_from or None
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
@@ -80,7 +124,6 @@ def _config(
     return {
         "peft_type": "LORA",
         "task_type": task,
-        "base_model_name_or_path": source.init_from or None,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,

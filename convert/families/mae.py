@@ -47,6 +47,7 @@ ARCHITECTURES = (
         rows=(*BODY, *_DECODER),
         prefix="vit.",
         harmless=HARMLESS,
+        has_named_modules=False,
     ),
     # The base model is imported as a ViT, which sees all patches; hiding patches is part of
     # pre-training only.
@@ -62,5 +63,6 @@ ARCHITECTURES = (
         fields={"head": "none"},
         harmless=(*HARMLESS, *(key.theirs for key in _DECODER_KEYS)),
         other_heads=(r"decoder\.",),
+        has_named_modules=False,
     ),
 )

@@ -153,6 +153,7 @@ _SWIN = Architecture(
     buffers=(r"relative_position_index$", r"relative_coords_table$"),
     other_heads=(r".*embeddings\.mask_token", r"decoder\."),
     limits=_large_windows,
+    has_named_modules=False,
 )
 _SWIN_2 = dataclasses.replace(
     _SWIN,
@@ -163,6 +164,7 @@ _SWIN_2 = dataclasses.replace(
     prefix="swinv2.",
     fields={"version": 2},
     limits=None,
+    has_named_modules=True,
 )
 _HEADLESS = {"other_heads": (*_SWIN.other_heads, r"classifier\.")}
 ARCHITECTURES = (

@@ -104,6 +104,7 @@ _VIT = Architecture(
     prefix="vit.",
     harmless=(*HARMLESS, "pooler_act", "pooler_output_size"),
     other_heads=(r"(vit\.)?pooler\.", r"(vit\.)?embeddings\.mask_token", r"decoder\."),
+    has_named_modules=False,
 )
 ARCHITECTURES = (
     _VIT,

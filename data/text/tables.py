@@ -100,7 +100,20 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, without columns that JSON cannot express, such as images."""
     with open_table(file) as (schema, batches):
         for batch in batches([each.name for each in schema if _is_plain(each.type)], _BATCH_ROWS):
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                yield {name: _without_absent(value) for name, value in row.items()}
+
+
+def _without_absent(value: Any) -> Any:
+    """Return a value without the fields that are null in the objects within it.
+
+    All objects of a column have the same fields. Those that one of them lacks are null in it.
+    """
+    if isinstance(value, list):
+        return [_without_absent(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_absent(each) for key, each in value.items() if each is not None}
+    return value
 
 
 @contextlib.contextmanager
@@ -125,23 +138,35 @@ def open_table(file: Path) -> Iterator[tuple[Any, Batches]]:
         with open_regular(file) as stream:
             if file.suffix == ".parquet":
                 table = pyarrow.parquet.ParquetFile(stream)
+                _check_names(table.schema_arrow.names, file)
                 yield (
                     table.schema_arrow,
                     lambda columns, rows: table.iter_batches(batch_size=rows, columns=columns),
                 )
             else:
                 reader = _arrow_reader(stream)
+                _check_names(reader.schema.names, file)
                 yield (
                     reader.schema,
                     lambda columns, rows: (batch.select(columns) for batch in reader),
                 )
     except OSError as error:
         raise ValueError(f"data.paths: {file} cannot be read: {error}") from error
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(
             f"data.paths: {file} is not a whole {file.suffix[1:].title()} file ({error}); write it "
             "again"
         ) from error
+
+
+def _check_names(names: Sequence[str], file: Path) -> None:
+    """Check that columns have different names."""
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"data.paths: {file} has several columns with the name {twice[0]!r}; rename or remove "
+            "one of them"
+        )
 
 
 def _arrow_reader(stream: Any) -> Any:

@@ -20,9 +20,10 @@ from flax import nnx
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
 from convert.source import read_source
-from data.text.chat.template import find_template
+from data.text.chat.template import ChatTemplate, find_template
+from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.command import add_model_options, mesh_of, run
-from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
+from generate.prompts import TextCodec, end_token_of, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
 from generate.serve.requests import Limits
 from generate.serve.slots import Slots
@@ -96,6 +97,14 @@ def _default_length(source: Source) -> int:
     return min(positions, 4096)
 
 
+def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
+    """Return the chat template of a model, or of its adapter; None if neither has one."""
+    end = tokenizer.decode([end_token_of(source, tokenizer)])
+    directories = [source.adapter_files, source.hf_files]
+    found = (find_template("", each, end, has_clock=True) for each in directories if each)
+    return next((template for template in found if template is not None), None)
+
+
 @contextlib.contextmanager
 def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield what is served and the engine; close the engine in the end.
@@ -142,9 +151,7 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
             Served(
                 name=args.name or Path(args.model).resolve().name,
                 codec=TextCodec(tokenizer),
-                template=find_template(
-                    "", source.hf_files, tokenizer.decode([tokenizer.eos_id]), has_clock=True
-                ),
+                template=_template(source, tokenizer),
                 vocab_size=source.config.vocab_size,
                 limits=Limits(max_length=max_length, max_choices=args.max_choices),
                 max_body_bytes=int(args.max_body_mib * _MIB),

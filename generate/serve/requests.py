@@ -23,11 +23,12 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
     "logit_bias": (None, {}),
-    "logprobs": (None, False, 0),
+    "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "suffix": (None, ""),
     "tools": (None, []),
-    "tool_choice": (None, "none"),
+    "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, False, True),
     "response_format": (None, {"type": "text"}),
 }
 #: Fields that are accepted with any value.
@@ -159,7 +160,8 @@ class _Fields:
         shared = ("model", "n", "stop", "stream", "stream_options", *_SAMPLING)
         for name, value in fields.items():
             if name in _WITHOUT_EFFECT:
-                if value not in _WITHOUT_EFFECT[name]:
+                # In Python, 1 equals True.
+                if not any(type(value) is type(x) and value == x for x in _WITHOUT_EFFECT[name]):
                     raise BadRequest(f"{name}={shortened(value)} is not supported; leave it out")
             elif name not in (*names, *shared, *_IGNORED):
                 raise BadRequest(f"the field {shortened(name)!r} is unknown; leave it out")

@@ -182,12 +182,16 @@ def test_a_trained_embedding_that_is_tied_is_refused(adapter, tmp_path):
     assert source.architecture is not None
     lora = dataclasses.replace(source.lora, also_trained=("token_embedding",))
     with pytest.raises(ValueError, match=r"lora\.also_trained has transformer\.wte.* --merge"):
-        write_adapter(
-            dataclasses.replace(source, lora=lora), source.architecture, tmp_path / "out", None
-        )
+        changed = dataclasses.replace(source, lora=lora)
+        write_adapter(changed, source.architecture, tmp_path / "out", None, base=None)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True`:UserWarning",
+    "ignore:fan_in_fan_out is set to True:UserWarning",
+    "ignore:Setting `save_embedding_layers`:UserWarning",
+)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -198,6 +202,10 @@ def test_a_trained_embedding_that_is_tied_is_refused(adapter, tmp_path):
         (
             {"target_modules": ["c_attn", "wpe"]},
             r"transformer\.wpe\.lora_embedding_A belongs to an adapter of an embedding.*; merge",
+        ),
+        (
+            {"target_modules": ["c_attn", "lm_head"]},
+            r"lm_head\..* belongs to a layer that shares its weight with .*; merge",
         ),
     ],
 )

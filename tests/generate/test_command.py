@@ -172,6 +172,11 @@ def test_beams_are_searched(directory, capsys):
     assert line["tokens"] == expected[0, 2:].tolist()
 
 
+def test_a_path_that_does_not_exist_is_named(tmp_path, capsys):
+    assert main([f"--model={tmp_path}/nowhere", "--prompt=a"]) == 2
+    assert f"{tmp_path}/nowhere does not exist; correct the path" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -190,7 +195,8 @@ def test_beams_are_searched(directory, capsys):
         (["--prompt=a", "--top_p=2"], "top_p=2.0 must be in"),
         (["--prompt=a", "--draft_model=other"], "also needs --num_drafts, such as"),
         (["--prompt=a", "--num_drafts=2", "--num_beams=2"], "a beam search has no drafts"),
-        (["--prompt=a", "--num_drafts=0"], "num_tokens=0 of drafts must be at least 1"),
+        (["--prompt=a", "--num_drafts=0"], "--num_drafts=0 must be at least 1, or left out"),
+        (["--prompt=a", "--length_penalty=2"], "are about beams; add --num_beams"),
         (["--prompt=a", "--max_new_tokens=64"], "more than the model's 64 positions"),
     ],
 )

@@ -20,14 +20,17 @@ TASKS = ("choose", "perplexity", "continue")
 POSITIONS = 64
 
 
-@pytest.fixture(scope="module", params=["plain", "bos"])
+@pytest.fixture(scope="module", params=["plain", "bos", "own end"])
 def directory(tmp_path_factory, request):
-    """A Hugging Face model with a tokenizer of bytes, which may begin each text with a token."""
+    """A Hugging Face model with a tokenizer of bytes, which may begin each text with a token.
+
+    Or it ends texts with a token of its own, as tokenizers of chat models do.
+    """
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     tokenizer = ByteTokenizer(has_special_tokens=True)
     config = hf.GPT2Config(
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=tokenizer.vocab_size + (request.param == "own end"),
         n_positions=POSITIONS,
         n_layer=2,
         n_head=2,
@@ -54,6 +57,11 @@ def directory(tmp_path_factory, request):
             "special_tokens": {end: first},
         }
         values["bos_token"] = end
+    if request.param == "own end":
+        last = content["added_tokens"][-1]
+        own = last | {"id": tokenizer.vocab_size, "content": "<|turn_end|>"}
+        content["added_tokens"].append(own)
+        values["eos_token"] = own["content"]
     (path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
     (path / "tokenizer_config.json").write_text(json.dumps(values), encoding="utf-8")
     return path

@@ -49,6 +49,22 @@ def test_a_space_at_the_beginning_is_kept_after_a_prompt():
     assert codec.decode_after([], tokens) == "cats cat"
 
 
+def test_a_prompt_may_be_cut_within_a_character():
+    """LLaMA 2's tokenizer decodes no byte of a row that has half a character."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    known = tokenizers.Tokenizer(WordLevel({name: i for i, name in enumerate(names)}, unk_token=""))
+    known.add_special_tokens(["</s>"])
+    known.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # pyright: ignore[reportAttributeAccessIssue]
+    codec = TextCodec(FileTokenizer(known.to_str(), "bytes"))
+    prompt = list("한국어".encode())
+    tokens = list("말 ok".encode())
+    assert codec.decode_after(prompt, tokens) == "말 ok"
+    stream = TextStream(codec, prompt)
+    assert "".join(stream.add([token]) for token in tokens) == "말 ok"
+    # A prompt that is no text at all has some context, too.
+    assert codec.decode_after([0xFF] * 20, list(b"ok")) == "ok"
+
+
 def test_nothing_is_held_back_in_the_end():
     stream = TextStream(CODEC, stop=["HALT"])
     assert stream.add(list(b"one HAL"), is_last=True) == "one HAL"

@@ -15,7 +15,7 @@ import numpy as np
 from data.array_cache import read_array, write_array
 from data.config import DataConfig
 from data.locks import locked
-from data.text.chat.lines import ChatLines, Dialogue, check_messages, tools_of
+from data.text.chat.lines import ChatLines, Dialogue, checked_messages, tools_of
 from data.text.chat.preferences import Preferences
 from data.text.chat.template import ChatTemplate, Span
 from data.text.records import find_lines
@@ -40,7 +40,7 @@ class Conversations(ChatLines):
                 f"{where} has the fields {sorted(record)}, but no messages in data.messages_field="
                 f"{field!r}; set data.messages_field to the field with the list of messages"
             )
-        check_messages(messages, where)
+        messages = checked_messages(messages, where)
         if all(message["role"] != "assistant" for message in messages):
             raise ValueError(
                 f"{where} has no message of the role 'assistant', so there is nothing to learn; "
@@ -158,16 +158,23 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
         tokenizer: The tokenizer.
 
     Returns:
-        The id; None if there is no such token, or the template refuses one question and answer.
+        The id of the first special token after an answer's content; None if there is none, or the
+        template refuses one question and answer.
     """
-    messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B."}]
+    answer = "Answer."
+    messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": answer}]
     try:
         text, spans = template.spans(messages)
     except ValueError:
         return None
+    start, stop = spans[-1] if spans else (0, 0)
+    place = text.find(answer, start, stop)
+    if place < 0:
+        return None
     ids, offsets = tokenizer.encode_with_offsets(text)
-    ends = ids[_is_within(offsets, spans[-1:]) & ~tokenizer.is_text()[ids]]
-    return int(ends[-1]) if len(ends) else None
+    follows = _is_within(offsets, [(place + len(answer), stop)])
+    ends = ids[follows & ~tokenizer.is_text()[ids]]
+    return int(ends[0]) if len(ends) else None
 
 
 def _encoded(

@@ -84,7 +84,8 @@ def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
     """
     tools = record.get("tools")
     if isinstance(tools, str):
-        tools = parse_json(tools, f"{where}: tools", list)
+        has_none = tools.strip() in ("", "null")
+        tools = None if has_none else parse_json(tools, f"{where}: tools", list)
     if tools is not None and not isinstance(tools, list):
         raise ValueError(
             f"{where}: 'tools' is {shortened(tools)}, but must be a list of functions; fix the line"
@@ -92,10 +93,10 @@ def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
     return tools or None
 
 
-def check_messages(messages: list[Any], where: str) -> None:
-    """Check that messages have the strings `role` and `content`.
+def checked_messages(messages: list[Any], where: str) -> list[Message]:
+    """Return messages, which have the strings `role` and `content`.
 
-    A message that calls tools may have null as its content.
+    The content of a message that calls tools may be null or absent, and is None then.
 
     Args:
         messages: The messages.
@@ -113,3 +114,4 @@ def check_messages(messages: list[Any], where: str) -> None:
                 f"{where}: message {number} is {shortened(message)}, but must have the strings "
                 "'role' and 'content'; fix the line"
             )
+    return [{"content": None, **message} for message in messages]

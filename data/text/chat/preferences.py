@@ -6,11 +6,13 @@ be the beginning that both lists of messages share:
     {"prompt": "2 + 2?", "chosen": "4", "rejected": "Who knows?"}
     {"prompt": [{"role": "user", …}], "chosen": [{"role": "assistant", …}], "rejected": […]}
     {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}
+
+The prompt is not repeated if the answers begin with it.
 """
 
 from typing import Any
 
-from data.text.chat.lines import ChatLines, Dialogue, Message, check_messages, tools_of
+from data.text.chat.lines import ChatLines, Dialogue, Message, checked_messages, tools_of
 
 
 class Preferences(ChatLines):
@@ -33,7 +35,9 @@ class Preferences(ChatLines):
                     "data.preference_fields to the fields of the prompt, of the chosen and of the "
                     "rejected answer"
                 )
-            both.append(prompt + _messages(record[field], "assistant", field, where))
+            answer = _messages(record[field], "assistant", field, where)
+            has_prompt = answer[: len(prompt)] == prompt  # the answer is the whole conversation
+            both.append(answer if has_prompt else prompt + answer)
         num_shared = _num_shared(*both)
         for field, messages in zip(answer_fields, both, strict=True):
             roles = [message["role"] for message in messages[num_shared:]]
@@ -55,8 +59,7 @@ def _messages(value: Any, role: str, field: str, where: str) -> list[Message]:
             f"{where}: the field {field!r} must be a text or a list of messages; fix the line, or "
             "set data.preference_fields to other fields"
         )
-    check_messages(value, where)
-    return value
+    return checked_messages(value, where)
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:

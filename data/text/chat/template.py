@@ -1,8 +1,8 @@
 """Chat templates: Jinja programs that turn messages into one text, as in `transformers`.
 
 A template comes with a tokenizer, as `chat_template.jinja` or in tokenizer_config.json. It runs in
-Jinja's sandbox, which has neither files nor imports. In training it has no clock either, because
-what is learned must not depend on the day.
+Jinja's sandbox, which has neither files nor imports. In training it has no clock either, because a
+model must not depend on the day of its training.
 
 The text of the assistant is what the model learns. A template can mark it with
 `{% generation %}…{% endgeneration %}`. For others, it is what a message adds to the text of the
@@ -42,6 +42,18 @@ TEMPLATE_FILE = "chat_template.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
 _MAX_BYTES = 2**20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+#: Errors of a template that runs: wrong types and keys, and endless calls.
+_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 Message = Mapping[str, Any]
 #: First character and end of a part of a text.
@@ -159,7 +171,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._tokens,
             )
-        except (jinja2.TemplateError, TypeError, ArithmeticError) as error:
+        except _ERRORS as error:
             problem = f"{self._source} refuses messages: {shortened(error)}"
             if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
                 problem += (
@@ -261,8 +273,16 @@ def _read(file: Path) -> str:
         ) from error
 
 
-def _as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _as_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _now(form: str) -> str:

@@ -89,9 +89,8 @@ def _without_tags(template: str) -> str:
     return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
 
 
-@pytest.fixture(scope="module")
-def content():
-    """A tokenizer.json of bytes with special tokens."""
+def chat_tokenizer() -> str:
+    """Return a tokenizer.json of bytes with special tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate((*_NAMES, *alphabet))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
@@ -99,6 +98,11 @@ def content():
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_NAMES))
     return tokenizer.to_str()
+
+
+@pytest.fixture(scope="module")
+def content():
+    return chat_tokenizer()
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["five messages", "two messages"])
@@ -151,65 +155,14 @@ def test_template_that_changes_earlier_messages_needs_tags():
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "x.jinja refuses messages"),
         ("{% set _ = messages.append(1) %}", "x.jinja refuses messages"),
         ("{% include '/etc/passwd' %}", "x.jinja refuses messages"),
+        ("{{ ('%s %s %s' % ('a',)) }}", "x.jinja refuses messages"),
+        ("{{ '{2}'.format(1) }}", "x.jinja refuses messages"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "x.jinja refuses messages"),
     ],
 )
 def test_bad_templates_are_refused(template, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         ChatTemplate(template, "x.jinja", {}).render(CONVERSATIONS[1])
-
-
-_TOOLS = (
-    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m.content %}{{ m.content }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
-    "{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-_CALLS: list[dict[str, Any]] = [
-    {"role": "user", "content": "Weather in Bern?"},
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {"type": "function", "function": {"name": "f", "arguments": {"at": "Bern"}}}
-        ],
-    },
-    {"role": "tool", "name": "f", "content": "21"},
-    {"role": "assistant", "content": "It has 21 degrees."},
-]
-_FUNCTIONS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-
-
-@pytest.mark.parametrize("tools", [_FUNCTIONS, json.dumps(_FUNCTIONS)], ids=["list", "text"])
-def test_conversations_may_call_tools(tools, content, tmp_path):
-    reference: Any = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(content), chat_template=_TOOLS
-    )
-    expected = reference.apply_chat_template(_CALLS, tools=_FUNCTIONS)["input_ids"]
-    (tmp_path / "tokenizer.json").write_text(content)
-    (tmp_path / "tools.jinja").write_text(_TOOLS)
-    line = {"messages": _CALLS, "tools": tools}
-    config = config_of(
-        tmp_path,
-        [line] * 4,
-        tokenizer=str(tmp_path / "tokenizer.json"),
-        chat_template=str(tmp_path / "tools.jinja"),
-        sequence_length=512,
-    )
-    row = load_corpus(config).train.example(0, ())
-    tokens = [*row["tokens"][row["segment_ids"] == 1], row["targets"][row["segment_ids"] == 1][-1]]
-    assert tokens == expected
-    # What the assistant says and calls is learned; the tool's answer is not.
-    learned = FileTokenizer(content, "x").decode(row["targets"][row["weights"] > 0])
-    call = '{"name": "f", "arguments": {"at": "Bern"}}<|im_end|>\n'
-    assert learned.startswith(f"{call}It has 21 degrees.<|im_end|>\n")
-
-
-def test_tools_must_be_a_list(tmp_path):
-    config = config_of(tmp_path, [{"messages": _CALLS, "tools": {"name": "f"}}] * 4)
-    with pytest.raises(ValueError, match=r"line 1: 'tools' is .* must be a list of functions"):
-        load_corpus(config)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +173,21 @@ def test_token_that_ends_answers_is_found(name, token, content):
     for text in (TEMPLATES[name], _without_tags(TEMPLATES[name])):
         found = end_of_answers(ChatTemplate(text, name, _TOKENS), tokenizer)
         assert found == _NAMES.index(token)
-    unmarked = ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}", name, _TOKENS)
-    assert end_of_answers(unmarked, tokenizer) is None
+    # Special tokens before an answer do not end it.
+    before = "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content }} {% endfor %}"
+    assert end_of_answers(ChatTemplate(before, name, _TOKENS), tokenizer) is None
+
+
+def test_json_in_templates_is_that_of_transformers(content):
+    text = (
+        "{{ messages | tojson }}{{ messages | tojson(separators=(',', ':'), sort_keys=True) }}"
+        "{{ messages | tojson(indent=2) }}"
+    )
+    reference: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(content), chat_template=text
+    )
+    expected = reference.apply_chat_template(CONVERSATIONS[0], tokenize=False)
+    assert ChatTemplate(text, "x.jinja", {}).render(CONVERSATIONS[0]) == expected
 
 
 def test_training_has_no_clock():

@@ -53,6 +53,7 @@ def texts(row: dict, name: str, number: int) -> str:
         {"prompt": [_USER], "chosen": [_GOOD], "rejected": [_BAD]},
         {"prompt": "2 + 2?", "chosen": [_GOOD], "rejected": "fish"},
         {"chosen": [_USER, _GOOD], "rejected": [_USER, _BAD]},
+        {"prompt": "2 + 2?", "chosen": [_USER, _GOOD], "rejected": [_USER, _BAD]},
     ],
 )
 def test_all_formats_of_a_line_give_the_same_row(line, tmp_path):

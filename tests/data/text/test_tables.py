@@ -87,6 +87,22 @@ def test_categories_are_texts(tmp_path):
     assert len(corpus.train) > 0
 
 
+def test_columns_have_different_names(tmp_path):
+    table = pa.table([pa.array(["a"] * 9), pa.array(["b"] * 9)], names=["text", "text"])
+    with pa.OSFile(str(tmp_path / "rows.arrow"), "wb") as sink:
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(ValueError, match=r"rows\.arrow has several columns with the name 'text'"):
+        corpus_of(tmp_path / "rows.arrow", tmp_path / "cache")
+
+
+def test_texts_must_be_utf_8(tmp_path):
+    rows = pa.array([b"\xff\xfe"] * 60).view(pa.string())
+    pq.write_table(pa.table({"text": rows}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet is not a whole Parquet file .*utf-8"):
+        corpus_of(tmp_path / "rows.parquet", tmp_path / "cache")
+
+
 def test_error_names_the_table_and_its_row(tmp_path):
     rows = [*ROWS[:4], {**ROWS[4], "label": None}, *ROWS[5:]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")

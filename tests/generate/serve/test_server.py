@@ -205,6 +205,8 @@ def test_stop_texts_end_a_continuation(client, generator):
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0 must be a whole number"),
         ({"prompt": "a", "n": 1000}, 400, "are more than 64 continuations"),
         ({"prompt": "a", "logit_bias": {"3": 9}}, 400, "logit_bias="),
+        ({"prompt": "a", "logprobs": 0}, 400, "logprobs=0 is not supported"),
+        ({"prompt": "a", "best_of": True}, 400, "best_of=True is not supported"),
         ({"prompt": "a", "beams": 3}, 400, "the field beams is unknown"),
         ({"prompt": "a", "model": "other"}, 404, "the model is 'tiny'"),
         ({"prompt": "a", "stop": ["b"] * 5}, 400, "stop must be a text"),

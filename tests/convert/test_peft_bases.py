@@ -1,0 +1,138 @@
+"""The base that adapters of PEFT are for, and the files beside it."""
+
+import json
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+import yaml
+from safetensors.numpy import load_file
+
+from convert import from_hf, to_hf
+from convert.adapters.peft_format import module_of
+from convert.adapters.write_peft import write_adapter
+from convert.source import read_source
+from generate.prompts import stop_tokens_of
+from tests.convert.cases import CASES, save
+from tests.convert.test_peft import make, ours
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A directory with base/ and adapter/ of a GPT-2."""
+    directory = tmp_path_factory.mktemp("peft")
+    make("gpt2", "LoRA", directory)
+    return directory
+
+
+def test_base_of_continued_adapters_is_the_model_that_they_are_for(adapter, tmp_path):
+    """The adapters of a run that continues others are not added to those."""
+    expected = ours(adapter / "adapter")
+    from_hf.convert(adapter / "adapter", tmp_path / "first")
+    for name, before in {"second": tmp_path / "first", "third": tmp_path / "second"}.items():
+        from_hf.convert(adapter / "adapter", tmp_path / name)
+        file = tmp_path / name / "config.yaml"
+        config = yaml.safe_load(file.read_text()) | {"init_from": str(before)}
+        file.write_text(yaml.safe_dump(config))
+    to_hf.convert(tmp_path / "third", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(adapter / "base")
+    np.testing.assert_array_equal(ours(tmp_path / "back"), expected)
+
+    config["base_model_name_or_path"] = str(tmp_path / "first")
+    (tmp_path / "back" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"a run with adapters of its own; .*{adapter}/base"):
+        read_source(tmp_path / "back")
+
+
+def test_parameters_that_the_base_lacks_are_written_with_the_adapters(tmp_path):
+    """PEFT would start them from random values."""
+    sizes: Any = {
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+    }
+    torch.manual_seed(0)
+    base = hf.BertForMaskedLM(hf.BertConfig(**sizes))
+    base.save_pretrained(tmp_path / "base")
+    make("bert", "LoRA", tmp_path / "other")
+    from_hf.convert(tmp_path / "other" / "adapter", tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(file.read_text()) | {"init_from": str(tmp_path / "base")}
+    file.write_text(yaml.safe_dump(config))
+    to_hf.convert(tmp_path / "run", tmp_path / "back")
+    config = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["bert.pooler.dense", "classifier"]
+    names = load_file(tmp_path / "back" / "adapter_model.safetensors").keys()
+    assert {
+        "base_model.model.bert.pooler.dense.bias",
+        "base_model.model.classifier.weight",
+    } <= names
+
+
+def test_files_of_the_adapter_go_before_those_of_its_base(adapter, tmp_path):
+    shutil.copytree(adapter / "adapter", tmp_path / "adapter")
+    source = read_source(tmp_path / "adapter")
+    assert source.hf_file("generation_config.json") == adapter / "base" / "generation_config.json"
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (tmp_path / "adapter" / name).write_text('{"eos_token_id": [1, 7]}')
+        assert source.hf_file(name) == tmp_path / "adapter" / name
+    assert stop_tokens_of(source, None) == [1, 7]
+    from_hf.convert(tmp_path / "adapter", tmp_path / "run")
+    assert stop_tokens_of(read_source(tmp_path / "run"), None) == [1, 7]
+    assert (tmp_path / "run" / "hf" / "chat_template.jinja").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", {case[0]: name for name, case in CASES.items()}.values())
+def test_peft_finds_the_layers_of_an_architecture(name, tmp_path):
+    """It names them as the modules of transformers, which are not always the names in files."""
+    source = read_source(save(name, tmp_path))
+    assert source.architecture is not None
+    mappings = source.architecture.tensor_mappings(
+        source.shapes(), vocab_size=getattr(source.config, "vocab_size", None)
+    )
+    linear = {module_of(m) for m in mappings if m.ours.endswith(".kernel")}
+    known = {
+        name for name, _ in getattr(hf, CASES[name][0]).from_pretrained(tmp_path).named_modules()
+    }
+    assert (linear <= known) == source.architecture.has_named_modules
+
+
+def test_adapters_without_fixed_names_are_refused(tmp_path):
+    save("vit", tmp_path / "vit")
+    from_hf.convert(tmp_path / "vit", tmp_path / "run")
+    source = read_source(tmp_path / "run")
+    assert source.architecture is not None
+    with pytest.raises(
+        ValueError, match=r"adapters of a ViTFor.*PEFT does not find them; .*--merge"
+    ):
+        write_adapter(source, source.architecture, tmp_path / "out", None, base=None)
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "base_model_name_or_path": str(tmp_path / "vit"),
+                "r": 2,
+                "lora_alpha": 2,
+            }
+        )
+    )
+    with pytest.raises(ValueError, match=r"adapters of a ViTFor.*merge the adapter with PEFT"):
+        read_source(tmp_path)
+
+
+def test_a_base_that_is_no_hugging_face_model_is_warned_of(adapter, tmp_path, caplog):
+    from_hf.convert(adapter / "base", tmp_path / "first")
+    (tmp_path / "first" / "hf" / "config.json").unlink()
+    from_hf.convert(adapter / "adapter", tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    config = yaml.safe_load(file.read_text()) | {"init_from": str(tmp_path / "first")}
+    file.write_text(yaml.safe_dump(config))
+    to_hf.convert(tmp_path / "run", tmp_path / "back")
+    assert f"adapters are for {tmp_path}/first, which is not a Hugging Face model" in caplog.text

@@ -1,0 +1,96 @@
+"""Conversations in which the assistant calls tools, as tokens and learned tokens."""
+
+import json
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from data.corpus import load_corpus
+from data.text.chat.conversations import open_chats
+from data.text.tokenization.file_tokenizer import FileTokenizer
+from tests.data.text.test_chat import CONVERSATIONS, chat_tokenizer, config_of
+
+_TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather in Bern?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"at": "Bern"}}}
+        ],
+    },
+    {"role": "tool", "name": "f", "content": "21"},
+    {"role": "assistant", "content": "It has 21 degrees."},
+]
+_FUNCTIONS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("tools", [_FUNCTIONS, json.dumps(_FUNCTIONS)], ids=["list", "text"])
+def test_conversations_may_call_tools(tools, tmp_path):
+    content = chat_tokenizer()
+    reference: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(content), chat_template=_TOOLS
+    )
+    expected = reference.apply_chat_template(_CALLS, tools=_FUNCTIONS)["input_ids"]
+    (tmp_path / "tokenizer.json").write_text(content)
+    (tmp_path / "tools.jinja").write_text(_TOOLS)
+    line = {"messages": _CALLS, "tools": tools}
+    config = config_of(
+        tmp_path,
+        [line] * 4,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        chat_template=str(tmp_path / "tools.jinja"),
+        sequence_length=512,
+    )
+    row = load_corpus(config).train.example(0, ())
+    tokens = [*row["tokens"][row["segment_ids"] == 1], row["targets"][row["segment_ids"] == 1][-1]]
+    assert tokens == expected
+    # Texts and calls of the assistant are learned; the tool's answer is not.
+    learned = FileTokenizer(content, "x").decode(row["targets"][row["weights"] > 0])
+    call = '{"name": "f", "arguments": {"at": "Bern"}}<|im_end|>\n'
+    assert learned.startswith(f"{call}It has 21 degrees.<|im_end|>\n")
+
+
+def test_tables_have_no_arguments_that_a_call_lacks(tmp_path):
+    """A table gives all objects of a column the same fields."""
+    other: Any = json.loads(json.dumps(_CALLS))
+    other[1]["tool_calls"][0]["function"]["arguments"] = {"unit": "K"}
+    rows = [{"messages": messages, "tools": _FUNCTIONS} for messages in (_CALLS, other) * 2]
+    (tmp_path / "tokenizer.json").write_text(chat_tokenizer())
+    (tmp_path / "tools.jinja").write_text(_TOOLS)
+    settings = {
+        "tokenizer": str(tmp_path / "tokenizer.json"),
+        "chat_template": str(tmp_path / "tools.jinja"),
+        "sequence_length": 512,
+    }
+    expected = load_corpus(config_of(tmp_path, rows, **settings))
+    table = tmp_path / "chats.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(str(table))
+    found = load_corpus(config_of(tmp_path, rows, **settings, paths=(str(table),)))
+    for name, values in expected.train.example(0, ()).items():
+        np.testing.assert_array_equal(found.train.example(0, ())[name], values)
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "null", "[]"])
+def test_there_may_be_no_tools(tools, tmp_path):
+    line = {"messages": CONVERSATIONS[0], "tools": tools}
+    (dialogue,) = open_chats(config_of(tmp_path, [line] * 4))["train"][0]
+    assert dialogue.tools is None
+
+
+def test_tools_must_be_a_list(tmp_path):
+    config = config_of(tmp_path, [{"messages": _CALLS, "tools": {"name": "f"}}] * 4)
+    with pytest.raises(ValueError, match=r"line 1: 'tools' is .* must be a list of functions"):
+        load_corpus(config)
