@@ -46,11 +46,12 @@ from train.planning.explanation import (
     plans_as_json,
     plans_as_text,
 )
+from train.planning.finalists import Choice
 from train.planning.memory.budget import budget_of, target_budget
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_limits import check_max_microbatches
-from train.planning.plan_search import Choice, PlanSearch
+from train.planning.plan_search import PlanSearch
 from train.plot import check_picture, plot_plans
 from train.run.assemble import assemble_run
 from untrusted.outputs import check_file

@@ -9,9 +9,9 @@ from typing import Any
 
 from sharding.analysis.cost.prediction import CollectiveTime, Prediction
 from sharding.analysis.cost.transfer import crosses_hosts
+from train.planning.finalists import Choice
 from train.planning.memory.budget import size
 from train.planning.plan_limits import NotCompiled
-from train.planning.plan_search import Choice
 
 #: Parts of a step -> their names in a sentence.
 _PARTS = {
@@ -157,18 +157,17 @@ def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
         "exposed_s": "exposed communication between replicas",
         "update_s": "update",
     }
-    more_s = tried.cost.step_s - best.cost.step_s
+    best_s = best.step.prediction.step_s
+    of_best = best.cost.scaled(best_s / best.cost.step_s)
+    more_s = tried.cost.step_s - best_s
     if more_s <= 0:
         return (
             "its composed time is not longer; it was not compiled because its estimated memory "
             "does not fit, or because plans that are as fast were compiled"
         )
-    increases = {part: getattr(tried.cost, part) - getattr(best.cost, part) for part in names}
+    increases = {part: getattr(tried.cost, part) - getattr(of_best, part) for part in names}
     part = max(increases, key=lambda part: increases[part])
-    return (
-        f"+{more_s / best.cost.step_s:.1%}; {names[part]} {_ms(increases[part])} more, of "
-        f"{_ms(more_s)}"
-    )
+    return f"+{more_s / best_s:.1%}; {names[part]} {_ms(increases[part])} more, of {_ms(more_s)}"
 
 
 def plans_as_json(choices: Sequence[Choice], gpus_per_host: int) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ class FittingRuns:
         self._devices = devices
         # How much more memory plans take than composed, by what their activations depend on.
         self._corrections: dict[Any, float] = {}
+        self._excluded: set[ParallelPlan] = set()  # plans that do not fit, or are not legal
         self._leanest: DoesNotFit | None = None
         self._refusal = ""
 
@@ -56,7 +57,7 @@ class FittingRuns:
         num_found = num_tries = 0
         shapes = collections.Counter[Any]()
         for plan, cost in pairs:
-            if shapes[plan.shape] == of_each_shape:
+            if shapes[plan.shape] == of_each_shape or plan in self._excluded:
                 continue
             kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
             known = self._corrections.get(kind, 0.0) * cost.memory_bytes
@@ -67,6 +68,7 @@ class FittingRuns:
                 run = self._devices.assemble(plan.applied(self._config))
             except ValueError as error:  # a check that only the whole run makes
                 self._refusal = str(error)
+                self._excluded.add(plan)
                 continue
             needs = needs_of(run, budget)
             self._corrections[kind] = needs.device_bytes / cost.memory_bytes
@@ -74,8 +76,11 @@ class FittingRuns:
                 num_found += 1
                 shapes[plan.shape] += 1
                 yield plan, cost, run
-            elif self._leanest is None or needs.device_bytes < self._leanest.needs.device_bytes:
-                self._leanest = DoesNotFit((plan, cost), needs)
+            else:
+                self._excluded.add(plan)
+                least = None if self._leanest is None else self._leanest.needs.device_bytes
+                if least is None or needs.device_bytes < least:
+                    self._leanest = DoesNotFit((plan, cost), needs)
             if num_found == count or num_tries == MAX_TRIES:
                 return
 

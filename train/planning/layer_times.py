@@ -52,10 +52,20 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartTimes:
-    """Predicted seconds on one device: the whole step, and the forward of all layers."""
+    """Predicted seconds on one device.
+
+    Attributes:
+        step_s: the whole step.
+        forwards_s: the forward of the layers of each stack; of one with a single layer, nothing.
+    """
 
     step_s: float
-    forward_s: float
+    forwards_s: tuple[float, ...]
+
+    @property
+    def forward_s(self) -> float:
+        """The forward of all layers."""
+        return sum(self.forwards_s)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,7 +131,7 @@ class CompiledPart:
         # One forward loop per stack. XLA may rename the backward loops when it pipelines their
         # collectives, so these are not looked for.
         loops = loops_s(found.run, LAYERS)[: len(self.run.functions.num_layers)]
-        return PartTimes(step_s=found.step_s, forward_s=sum(loops))
+        return PartTimes(step_s=found.step_s, forwards_s=tuple(loops))
 
     @cached_property
     def memory(self) -> PartMemory:

@@ -60,6 +60,15 @@ class PlanCost:
         """Time of a step."""
         return self.layers_s + self.exposed_s + self.update_s
 
+    def scaled(self, factor: float) -> "PlanCost":
+        """Return the cost with its times multiplied by a factor."""
+        return dataclasses.replace(
+            self,
+            layers_s=factor * self.layers_s,
+            exposed_s=factor * self.exposed_s,
+            update_s=factor * self.update_s,
+        )
+
 
 class PlanCosts:
     """Costs of the plans of a config.
@@ -141,19 +150,20 @@ class PlanCosts:
         """Return how many of the parameters of the largest stage on a device are trained."""
         return self._layers.trained_fraction * self._params(plan)
 
-    def _shares(self, plan: ParallelPlan) -> tuple[float, ...]:
-        """Return the share of the layers' work in each chunk, in layer order."""
+    def _shares(self, plan: ParallelPlan, *, of_time: bool = False) -> tuple[float, ...]:
+        """Return the share of each chunk in the layers' FLOPs, or in their time, in layer order."""
         is_balanced = plan.layers_per_stage == BALANCED
-        key = plan.mesh.pipeline * plan.chunks, plan.layers_per_stage, plan.share_vocab
+        num_chunks = plan.mesh.pipeline * plan.chunks
+        key = num_chunks, plan.layers_per_stage, plan.share_vocab, of_time
         if key not in self._known_shares:
             counts = plan.layers_per_stage
             if is_balanced or not counts:
                 counts = self._layers.cut(
-                    key[0], is_balanced=is_balanced, shares_vocab=plan.share_vocab
+                    num_chunks, is_balanced=is_balanced, shares_vocab=plan.share_vocab
                 )
-            flops = self._layers.work.layers
+            each = self._layers.layer_times if of_time else self._layers.work.layers
             bounds = itertools.pairwise(itertools.accumulate(map(int, counts), initial=0))
-            shares = tuple(sum(flops[first:stop]) / sum(flops) for first, stop in bounds)
+            shares = tuple(sum(each[first:stop]) / sum(each) for first, stop in bounds)
             self._known_shares[key] = shares
         return self._known_shares[key]
 
@@ -176,7 +186,7 @@ class PlanCosts:
         backward_s += times.forward_s * (plan.pipeline_remat == "full")
         return pipeline_s(
             plan,
-            self._shares(plan),
+            self._shares(plan, of_time=True),
             forward_s=times.forward_s,
             backward_s=backward_s,
             head_s=head_s,

@@ -1,18 +1,21 @@
 """Messages about requests that have no plan, and the meshes that one would try first.
 
 A request without a plan ends in an error that names the nearest request that has one. Memory of
-requests with more devices is composed, not compiled; see plan_cost.py.
+requests with more devices is estimated, or only composed if the devices are not described; see
+plan_cost.py.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory.budget import Budget, Needs, size
+from train.planning.memory.budget import Budget, Needs, excess, size
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost
 
@@ -24,6 +27,10 @@ SpaceOf = Callable[[RunConfig, int], PlanSpace]
 #: devices are few, because a model is built for every new size of the axis `model`.
 _NEAR_DEVICES = 8
 _NEAR_EXAMPLES = 64
+#: How many of the leanest plans for a larger number of devices are estimated, and only those whose
+#: composed memory exceeds the budget by at most this factor.
+_NUM_ESTIMATED = 2
+_NEAR_BUDGET = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,6 +171,7 @@ def no_memory(
     num_devices: int,
     plans_of: Callable[[int], Iterable[ParallelPlan]],
     cost: Callable[[ParallelPlan], PlanCost],
+    needs_on: Callable[[ParallelPlan, int], Needs] | None,
 ) -> str:
     """Return the error for a model that fits on no mesh, with the nearest request that would.
 
@@ -174,6 +182,8 @@ def no_memory(
         num_devices: number of devices.
         plans_of: returns the plans for a number of devices.
         cost: returns the composed cost of a plan.
+        needs_on: returns the estimated memory of a plan for a number of devices, or raises
+            ValueError; None: it can be estimated only for the devices at hand.
     """
     leanest = found.leanest
     needs = found.needs
@@ -187,12 +197,17 @@ def no_memory(
         )
     # Composed memory is corrected by the one plan whose memory has been estimated.
     correction = leanest_bytes / leanest[1].memory_bytes
-    count = 2 * num_devices
     more = ""
+    count = 2 * num_devices
     while count <= MAX_DEVICES and not more:
-        least = min((cost(plan).memory_bytes for plan in plans_of(count)), default=None)
-        if least is not None and correction * least <= budget_bytes:
-            more = f"about {count} devices like these, or "
+        composed = [(correction * cost(plan).memory_bytes, plan) for plan in plans_of(count)]
+        near = [pair for pair in composed if pair[0] <= _NEAR_BUDGET * budget_bytes]
+        near = heapq.nsmallest(_NUM_ESTIMATED, near, key=lambda pair: pair[0])
+        if needs_on is None:
+            fits = any(num_bytes <= budget_bytes for num_bytes, _ in near)
+            more = f"about {count} devices like these, or " if fits else ""
+        elif any(_fits(partial(needs_on, plan, count), budget) for _, plan in near):
+            more = f"{count} devices like these, or "
         count *= 2
     remedies = [f"{more}devices with {size(leanest_bytes)} for a step"]
     # With one example at a time, a smaller batch keeps no fewer activations.
@@ -208,6 +223,14 @@ def no_memory(
         f"{size(leanest_bytes)}; what would fit: {', or '.join(remedies)}; memory.device_budget "
         "sets the budget"
     )
+
+
+def _fits(needs: Callable[[], Needs], budget: Budget) -> bool:
+    """Return whether a plan fits; one that a check of the whole run refuses does not."""
+    try:
+        return excess(needs(), budget) <= 1
+    except ValueError:
+        return False
 
 
 def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:

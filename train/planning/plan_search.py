@@ -11,17 +11,18 @@ whole compiled steps.
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from models.functions import can_share_vocab
 from train.config.schema import RunConfig
-from train.planning.fitting import MAX_TRIES, FittingRuns, distinct, promising, with_leaner
+from train.planning.finalists import Choice, Finalists
+from train.planning.fitting import MAX_TRIES, FittingRuns, promising, with_leaner
 from train.planning.layer_times import Part
+from train.planning.memory.budget import Needs, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost, PlanCosts
 from train.planning.plan_devices import Compilations, PlanDevices
@@ -34,22 +35,14 @@ from train.planning.plan_limits import (
     no_memory,
 )
 from train.planning.scaled_times import ScaledTimes
-from train.reporting.compiled_step import CompiledStep
 from train.run.run import Run
 
 _NUM_THREADS = os.cpu_count() or 1
 NUM_PLANS = 5  # that are listed
-#: How many plans are compiled whole first. The time of the best of them bounds the others.
-_NUM_FIRST = 2
-#: How many plans are compiled at most besides, and in other ZeRO stages of the best.
-_NUM_MORE = 3
+#: How many plans are compiled in other ZeRO stages of the best.
 _NUM_VARIANTS = 2
 #: Another ZeRO stage is compiled if its composed time is less than this times the best's.
 _LEAST_GAIN = 0.995
-_NUM_MORE_IN_HOST = 4  # where plans are closer together
-#: Plans up to this times above the bound are compiled: composed times are 0.59 to 1.18 times as
-#: long as those of whole steps in 37 plans of a T5, and 0.87 to 1.2 times on a slow network.
-_SLACK = 1.2
 _MAX_PARTS = 8  # that are compiled, besides those that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
 _NUM_LEAN = 4  # of the leanest plans, which are tried if none of these fits
@@ -57,24 +50,6 @@ _NUM_LEAN = 4  # of the leanest plans, which are tried if none of these fits
 _MEMORY_TOLERANCE = 1.15
 
 _log = logging.getLogger(__name__)
-
-#: A plan, its composed cost, and its step, which may still be compiled.
-_Pending = tuple[ParallelPlan, PlanCost, concurrent.futures.Future[CompiledStep]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A plan whose whole step has been compiled.
-
-    Attributes:
-        plan: the plan.
-        cost: its composed cost.
-        step: its compiled step.
-    """
-
-    plan: ParallelPlan
-    cost: PlanCost
-    step: CompiledStep
 
 
 class PlanSearch:
@@ -115,8 +90,9 @@ class PlanSearch:
         self._runs = FittingRuns(config, devices)
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
-        self._slower: list[tuple[ParallelPlan, PlanCost]] = []
+        self._pairs: list[tuple[ParallelPlan, PlanCost]] = []
         self._compiles = Compilations(_NUM_THREADS)
+        self._compiled = Finalists(self._runs, devices, self._compiles, self._say)
         self._started = time.monotonic()
 
     def best(self) -> list[Choice]:
@@ -140,48 +116,25 @@ class PlanSearch:
                     choices = self._finalists()
                 except DoesNotFit as again:
                     raise ValueError(self._no_memory(again)) from None
-        return self._sorted(choices)[:NUM_PLANS]
+        return choices[:NUM_PLANS]
 
     def _finalists(self) -> list[Choice]:
-        """Return the most promising plans that fit.
-
-        Two are compiled, then others that may be faster, then the best in other ZeRO stages.
+        """Return the most promising plans that fit, and the best of them in other ZeRO stages.
 
         Raises:
             DoesNotFit: no plan fits into memory.
             ValueError: no plan is legal.
         """
-        pairs = iter(with_leaner(self._refine(), self._sure_bytes))
+        self._pairs = with_leaner(self._refine(), self._sure_bytes)
         self._say("compiles the best plans whole")
-        found = _choices(self._compile(pairs, _NUM_FIRST))
+        found = self._compiled.compile_promising(self._pairs)
         if not found:
             leanest = self._costs.leanest(self.plans, _NUM_LEAN)
-            found = _choices(self._compile(leanest, _NUM_LEAN))
+            found = self._compiled.compile(leanest, _NUM_LEAN)
         if not found:
             raise self._runs.error()
-        is_in_host = self._devices.count <= self._devices.machine.gpus_per_host
-        bound_s = _SLACK * self._sorted(found)[0].step.prediction.step_s
-        shapes = {choice.plan.shape for choice in found}
-        rest = [pair for pair in pairs if pair[0].shape not in shapes]
-        faster = [pair for pair in rest if pair[1].step_s < bound_s]
-        self._slower = distinct([pair for pair in rest if pair[1].step_s >= bound_s], 0)
-        num_more = _NUM_MORE_IN_HOST if is_in_host else _NUM_MORE
-        found += _choices(self._compile(faster, num_more))
-        variants = self._zero_variants(self._sorted(found)[0])
-        return found + _choices(self._compile(variants, _NUM_VARIANTS, of_each_shape=4))
-
-    def _compile(
-        self,
-        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
-        count: int,
-        *,
-        of_each_shape: int = 1,
-    ) -> list[_Pending]:
-        """Start to compile the first plans that fit, at most `count` of them."""
-        return [
-            (plan, cost, self._compiles.start(plan, partial(self._devices.compile_whole, run)))
-            for plan, cost, run in self._runs.first(pairs, count, of_each_shape=of_each_shape)
-        ]
+        variants = self._zero_variants(found[0])
+        return self._compiled.compile(variants, _NUM_VARIANTS, of_each_shape=4)
 
     def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
@@ -189,22 +142,18 @@ class PlanSearch:
         ranked = self._costs.ranked([plan for plan in self.plans if plan in others - {best.plan}])
         return [pair for pair in ranked if pair[1].step_s < _LEAST_GAIN * best.cost.step_s]
 
-    def _sorted(self, choices: list[Choice]) -> list[Choice]:
-        """Return the choices that fit as compiled, the fastest first; if none does, all."""
-        fitting = [c for c in choices if (c.step.memory.in_all or 0) <= self._budget.device_bytes]
-        return sorted(fitting or choices, key=lambda choice: choice.step.prediction.step_s)
-
     def _place_in_host_memory(self) -> None:
         """Continue with the same plans, but with optimizer state in host memory."""
         self._say("no plan fits into device memory; places optimizer state in host memory")
         self._config = with_values(self._config, {"memory.placement": "host"})
         self._costs = PlanCosts(self._config, self._devices.machine, self._layers)
         self._runs = FittingRuns(self._config, self._devices)
+        self._compiled = Finalists(self._runs, self._devices, self._compiles, self._say)
         self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
 
     def cost(self, plan: ParallelPlan) -> PlanCost:
-        """Return the composed cost of a plan, after the search."""
-        return self._costs.cost(plan)
+        """Return the composed cost of a plan, corrected by the plans that were compiled."""
+        return self._costs.cost(plan).scaled(self._compiled.factor(plan))
 
     def runners_up(self, choices: Sequence[Choice]) -> list[NotCompiled]:
         """Return plans that complete the list, after the search; composed times rule them out.
@@ -212,18 +161,24 @@ class PlanSearch:
         Args:
             choices: the plans from `best`.
         """
-        compiled = {choice.plan for choice in choices}
-        others = (pair for pair in self._slower if pair[0] not in compiled)
+        compiled = {choice.plan.shape for choice in choices}
+        least_s = choices[0].step.prediction.step_s
+        found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+        for plan, _ in self._pairs:
+            if plan.shape not in compiled:
+                found.setdefault(plan.shape, (plan, self.cost(plan)))
+        others = [pair for pair in found.values() if pair[1].step_s >= least_s]
+        others.sort(key=lambda pair: pair[1].step_s)
         return [
             NotCompiled(mesh=plan.mesh, plan=plan, cost=cost)
-            for plan, cost in itertools.islice(others, NUM_PLANS - len(choices))
+            for plan, cost in others[: max(0, NUM_PLANS - len(choices))]
         ]
 
     def first_tried(self) -> list[NotCompiled]:
         """Return the meshes that one would try first, after the search."""
         return first_tried(
             self.plans,
-            self._costs.cost,
+            self.cost,
             num_devices=self._devices.count,
             per_host=self._devices.machine.gpus_per_host,
             budget_bytes=self._budget.device_bytes,
@@ -293,7 +248,7 @@ class PlanSearch:
                     num_parts += 1
             if 0 < len(pending) < _NUM_THREADS:  # a thread is idle
                 known = [pair for pair in best if not pair[1].unknown]
-                self._compile(known[: not num_early], 1)
+                self._compiled.start(known[: not num_early], 1)
                 num_early += 1
             if not pending:  # a plan whose times are only assumed comes last
                 return sorted(ranked, key=lambda pair: len(pair[1].unknown) > 0)
@@ -309,7 +264,13 @@ class PlanSearch:
             self._devices.count,
             lambda num_devices: self._space(self._config, num_devices),
             self._costs.cost,
+            self._needs_on if self._devices.are_described else None,
         )
+
+    def _needs_on(self, plan: ParallelPlan, num_devices: int) -> Needs:
+        """Return the estimated memory of a plan for another number of devices."""
+        run = self._devices.assemble_part(plan.applied(self._config), num_devices)
+        return needs_of(run, self._budget)
 
     def _submit(self, part: Part) -> concurrent.futures.Future:
         """Compile a part in a thread."""
@@ -341,8 +302,3 @@ class PlanSearch:
 
     def _say(self, text: str) -> None:
         _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)
-
-
-def _choices(pending: list[_Pending]) -> list[Choice]:
-    """Wait for the steps of plans."""
-    return [Choice(plan=plan, cost=cost, step=step.result()) for plan, cost, step in pending]

@@ -92,6 +92,7 @@ class ScaledTimes:
         self._times: list[LayerTimes] = []
         self._head_s = 0.0
         self._update_s = 0.0
+        self._stack_times: tuple[float, ...] = ()  # forwards of the base's stacks
         # Factors of (forward, backward), and shares of the forward that are recomputed.
         self._splits: dict[tuple[int, int], tuple[float, float]] = {(context, model): (1.0, 1.0)}
         self._recomputed: dict[str, float] = {remat: 0.0}
@@ -123,6 +124,19 @@ class ScaledTimes:
     def work(self) -> LayerCosts:
         """FLOPs of the layers, the embedding and the head."""
         return self.compiled(self.base).run.traces.work
+
+    @cached_property
+    def layer_times(self) -> Sequence[float]:
+        """Relative times of the layers, in layer order.
+
+        Layers of a stack are alike. Those of a stack with few tokens take longer than their FLOPs
+        say.
+        """
+        counts = [*self.compiled(self.base).run.functions.num_layers.values()]
+        if min(counts) == 1 or len(counts) != len(self._stack_times):
+            return self.work.layers  # a stack of one layer has no loop whose time could be read
+        stacks = zip(self._stack_times, counts, strict=True)
+        return [seconds / count for seconds, count in stacks for _ in range(count)]
 
     def cut(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> list[int]:
         """Return the number of layers of each of a pipeline's chunks, in layer order."""
@@ -183,6 +197,7 @@ class ScaledTimes:
         work = self.work
         outside = work.embed + work.head
         self._head_s = growing_s * outside / (outside + sum(work.layers))
+        self._stack_times = found[-1].forwards_s
         self._batches = [part.batch for part in parts]
         self._times = []
         for part, times in zip(parts, found, strict=True):

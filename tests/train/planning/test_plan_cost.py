@@ -31,6 +31,7 @@ class GivenLayers:
     trained_fraction = 1.0
     memory_rate = 3e12
     work = types.SimpleNamespace(layers=(1,) * 8)
+    layer_times: tuple[float, ...] = (1,) * 8
 
     def cut(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> list[int]:
         counts = [8 // num_chunks] * num_chunks
@@ -112,6 +113,22 @@ def test_stages_wait_for_sends_on_a_slow_network_and_sum_the_gradients_of_the_em
     }
     assert sums[True] == 0.0 < sums[False]
     assert costs.cost(plan(4)).exposed_s == 0.0
+
+
+def test_stages_are_as_slow_as_the_times_of_their_layers_say():
+    layers = GivenLayers()
+    layers.layer_times = (1, 1, 1, 1, 3, 3, 3, 3)  # a decoder with few tokens: slow for its FLOPs
+    costs = PlanCosts(config_of(), machine_of(TARGET), layers)  # pyright: ignore[reportArgumentType]
+    even, uneven = (each.cost(plan(4, pipeline=2)).layers_s for each in (COSTS, costs))
+    assert 1.3 < uneven / even <= 1.5  # the second stage has three quarters of the time, not half
+
+
+def test_backwards_in_two_parts_take_longer():
+    many = {"pipeline": 2, "num_microbatches": 64}  # hardly any bubble
+    whole, split = (
+        COSTS.cost(plan(schedule=name, **many)).layers_s for name in ("1f1b", "zero_bubble")
+    )
+    assert 1.1 < split / whole < 1.3
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])

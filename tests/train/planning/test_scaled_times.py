@@ -32,6 +32,9 @@ def not_built(config, target):
 class GivenTimes(ScaledTimes):
     """Scaled times of layers that take (1 + batch) s forward and twice that backward."""
 
+    num_layers = {"decoder": 4}
+    forwards_s: tuple[float, ...] = ()
+
     def __init__(self, sequence_length: int = 8192):
         super().__init__(
             config_of(f"data.sequence_length={sequence_length}"),
@@ -46,10 +49,13 @@ class GivenTimes(ScaledTimes):
         head_s = part.batch / 3 / part.model
         step_s = forward_s(part) + backward_s(part) + head_s + update_s
         return types.SimpleNamespace(
-            times=PartTimes(step_s=step_s, forward_s=forward_s(part)),
+            times=PartTimes(step_s=step_s, forwards_s=self.forwards_s or (forward_s(part),)),
             memory=PartMemory(activations=7.0, temporaries=3.0),
             run=types.SimpleNamespace(
-                num_params=10**9, num_frozen=0, traces=types.SimpleNamespace(work=_WORK)
+                num_params=10**9,
+                num_frozen=0,
+                traces=types.SimpleNamespace(work=_WORK),
+                functions=types.SimpleNamespace(num_layers=self.num_layers),
             ),
         )
 
@@ -117,6 +123,17 @@ def test_split_between_two_measured_ones_is_interpolated(times):
     assert found.backward_s == pytest.approx(backward_s(part()) * factor)
     times.measure([part(model=2)])  # a measured factor goes before an interpolated one
     assert times.times(part(model=2)).forward_s == pytest.approx(forward_s(part(model=2)))
+
+
+def test_layers_of_a_stack_share_its_time():
+    def found(num_layers, forwards_s):
+        times = GivenTimes()
+        times.num_layers, times.forwards_s = num_layers, forwards_s
+        times.measure_base(times.parts_of_base(1, 1))
+        return times.layer_times
+
+    assert found({"encoder": 2, "decoder": 4}, (2.0, 12.0)) == [1.0, 1.0, 3.0, 3.0, 3.0, 3.0]
+    assert found({"encoder": 1, "decoder": 4}, (2.0, 12.0)) == _WORK.layers
 
 
 def test_assumed_split_is_slower_than_a_perfect_one(times):

@@ -1,0 +1,113 @@
+"""Which plans are compiled whole: corrected by those that were, until no other may be faster."""
+
+import dataclasses
+import types
+from typing import Any
+
+import pytest
+
+from tests.train.planning.test_plan_cost import COSTS, plan
+from train.planning import finalists
+from train.planning.finalists import Finalists
+from train.planning.parallel_plan import ParallelPlan
+from train.planning.plan_cost import PlanCost
+from train.planning.plan_devices import Compilations
+
+
+def cost(step_s: float, **values) -> PlanCost:
+    given = COSTS.cost(plan())
+    return dataclasses.replace(given, layers_s=step_s, exposed_s=0.0, update_s=0.0, **values)
+
+
+said: list[str] = []
+
+
+def compiler(predicted: dict[ParallelPlan, float], too_large: tuple[ParallelPlan, ...] = ()):
+    """Return finalists whose steps take the given times; plans in `too_large` do not fit."""
+
+    class Runs:
+        def first(self, pairs, count, *, of_each_shape=1):
+            del of_each_shape
+            shapes = set()
+            for each, its_cost in pairs:
+                if each.shape not in shapes and len(shapes) < count:
+                    shapes.add(each.shape)
+                    yield each, its_cost, each
+
+    def compile_whole(run: ParallelPlan) -> Any:
+        return types.SimpleNamespace(
+            prediction=types.SimpleNamespace(step_s=predicted[run]),
+            memory=types.SimpleNamespace(in_all=2.0 if run in too_large else 1.0),
+        )
+
+    budget = types.SimpleNamespace(device_bytes=1.0)
+    devices: Any = types.SimpleNamespace(compile_whole=compile_whole, budget=budget)
+    runs: Any = Runs()
+    return Finalists(runs, devices, Compilations(1), said.append)
+
+
+# Split backwards take twice as long as composed, other plans as long.
+SPLIT = [plan(count, pipeline=2, schedule="zero_bubble") for count in range(1, 10)]
+WHOLE = [plan(count, pipeline=2) for count in (16, 32)]
+TIMES = {each: 2.0 + 0.02 * i for i, each in enumerate(SPLIT)} | {WHOLE[0]: 1.2, WHOLE[1]: 1.9}
+PAIRS = [(each, cost(1.0 + 0.01 * i)) for i, each in enumerate(SPLIT)]
+PAIRS += [(WHOLE[0], cost(1.2)), (WHOLE[1], cost(1.9))]
+
+
+def test_an_error_that_plans_share_is_learned():
+    found = compiler(TIMES)
+    chosen = found.compile_promising(PAIRS)
+    assert chosen[0].plan == WHOLE[0]
+    assert [choice.step.prediction.step_s for choice in chosen] == sorted(
+        choice.step.prediction.step_s for choice in chosen
+    )
+    # A few of nine plans with split backwards were enough to learn it, and the slower one of the
+    # others was not tried.
+    compiled = {choice.plan for choice in chosen}
+    assert len(compiled & {*SPLIT}) <= 3 and WHOLE[1] not in compiled
+    same, other = (found.factor(each) for each in (SPLIT[5], plan(4, data=4)))
+    assert 1 < other < 1.3 < 1.6 < same < 2
+
+
+def test_no_plan_is_tried_that_is_surely_slower():
+    pairs = [(each, cost(1.0 + i)) for i, each in enumerate(SPLIT)]
+    found = compiler({each: 1.0 + i for i, each in enumerate(SPLIT)})
+    assert [choice.plan for choice in found.compile_promising(pairs)] == SPLIT[:2]
+
+
+def test_each_compiled_plan_is_reported():
+    said.clear()
+    compiler({SPLIT[0]: 1.2345678}).compile_promising([(SPLIT[0], cost(1.0))])
+    assert said == [f"1,235 ms with {SPLIT[0]}"]
+
+
+def test_the_number_of_plans_is_limited():
+    pairs = [(each, cost(1.0)) for each in SPLIT]
+    found = compiler(dict.fromkeys(SPLIT, 1.0))
+    assert len(found.compile_promising(pairs)) == finalists._MOST_PLANS < len(SPLIT)
+
+
+def test_plans_whose_times_are_only_assumed_come_last():
+    unknown = (COSTS.part(plan()),)
+    pairs = [(SPLIT[0], cost(0.5, unknown=unknown)), *((each, cost(1.0)) for each in SPLIT[1:3])]
+    found = compiler(dict.fromkeys(SPLIT, 1.0))
+    found.compile(found._promising(pairs), 2)
+    assert {choice.plan for choice in found.sorted()} == {*SPLIT[1:3]}
+
+
+def test_a_plan_that_does_not_fit_as_compiled_makes_way_for_a_leaner_one_of_its_shape():
+    fast, lean = (dataclasses.replace(SPLIT[0], remat=remat) for remat in ("none", "full"))
+    found = compiler({fast: 1.0, lean: 1.5}, too_large=(fast,))
+    chosen = found.compile_promising([(fast, cost(1.0)), (lean, cost(1.5))])
+    assert [choice.plan for choice in chosen] == [lean]
+    found = compiler({fast: 1.0}, too_large=(fast,))
+    assert [choice.plan for choice in found.compile_promising([(fast, cost(1.0))])] == [fast]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_costs_are_scaled_in_all_parts(count):
+    whole = COSTS.cost(plan(4, data=2, zero_stage=2))
+    half = whole.scaled(0.5 * count)
+    assert half.step_s == pytest.approx(0.5 * count * whole.step_s)
+    assert half.exposed_s / half.step_s == pytest.approx(whole.exposed_s / whole.step_s)
+    assert half.memory_bytes == whole.memory_bytes
