@@ -1,6 +1,7 @@
 """Checks the plans of `train.plan`: `python -m benchmarks.plans`.
 
     python -m benchmarks.plans --config=configs/gpt2.py --target=h100:1x8 --check=all
+    python -m benchmarks.plans --config=configs/gpt2.py:small --target=h100:4x2 --check=first
     python -m benchmarks.plans --config=configs/gpt2.py --target=cpu:1x8 --check=times
     python -m benchmarks.plans --config=configs/gpt2.py:small --target=h100:1x1 --check=times
     python -m benchmarks.plans --check=again --out=benchmarks/results/plans.json
@@ -8,12 +9,14 @@
 
 - *all* compiles every legal plan whole, and says by how much the planner's choice is slower than
   the best of them, by the same predictor. Fix values on the command line until few plans are left.
+- *first* does the same with the first plans by composed time, `--count` of them, each with another
+  mesh, schedule or number of microbatches. It is for spaces that are too large to compile.
 - *times* runs the best plan of each mesh on this machine, in turns, and compares the order of the
   measured times with the predicted order (Kendall's tau). A single device has one mesh; there it
   runs the best plan of each number of microbatches and rematerialization.
-- *again* plans the configs of all *all* in a file again, and compares the choices with the times
-  in the file. If the predictor has changed, or the rates that `train.plan --calibrate` has stored
-  for this machine's CPU, these must be compiled again with *all*.
+- *again* plans the configs of all *all* and *first* in a file again, and compares the choices with
+  the times in the file. If the predictor has changed, or the rates that `train.plan --calibrate`
+  has stored for this machine's CPU, these must be compiled again.
 
 A plan that does not fit into memory, or that the run's checks refuse, is not legal. With --docs,
 the command writes the tables of docs/plan.md from benchmarks/results/plans.json.
@@ -21,12 +24,13 @@ the command writes the tables of docs/plan.md from benchmarks/results/plans.json
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
     parser.add_argument("--config", help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--target", help="as for train.plan; --check=times needs these devices")
-    parser.add_argument("--check", choices=("all", "times", "again"))
+    parser.add_argument("--network", type=float, help="as for train.plan")
+    parser.add_argument("--check", choices=("all", "first", "times", "again"))
+    parser.add_argument("--count", type=int, default=20, help="plans of --check=first")
     parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
     parser.add_argument("--docs", action="store_true", help="write docs/plan.md from the results")
@@ -76,15 +82,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.config is None or args.target is None or args.check is None:
         parser.error("the following arguments are required: --config, --target, --check")
     logging.basicConfig(format="%(message)s", level=logging.INFO, force=True)
-    if args.check == "all" or args.target.startswith("cpu:"):
+    if args.check != "times" or args.target.startswith("cpu:"):
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        config, devices, fixed = _inputs(args.config, args.target, others)
-        if args.check == "all":
-            figures = check_all(config, devices, fixed)
-        else:
+        config, devices, fixed = _inputs(args.config, args.target, args.network, others)
+        if args.check == "times":
             figures = check_times(config, devices, fixed, num_rounds=args.rounds)
+        else:
+            count = args.count if args.check == "first" else None
+            figures = check_plans(config, devices, fixed, count=count)
     except (ValueError, OSError) as error:
         print(f"error: {sentence_of(error)}", file=sys.stderr)
         return 2
@@ -101,13 +108,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _inputs(config: str, target: str, others: list[str]) -> tuple[RunConfig, PlanDevices, set[str]]:
+def _inputs(
+    config: str, target: str, network: float | None, others: list[str]
+) -> tuple[RunConfig, PlanDevices, set[str]]:
     """Return the config, the devices, and the keys that the command line fixes."""
     overrides = parse_overrides(others)
     given = load_config(config, overrides)
     fixed = {Override.parse(override).key for override in overrides}
     opened = open_config(given, fixed)
-    return opened, devices_of(target, opened), fixed
+    return opened, devices_of(target, opened, network), fixed
 
 
 def _again(file: Path) -> int:
@@ -117,18 +126,21 @@ def _again(file: Path) -> int:
     asked = {
         number: _arguments_of(result["command"])
         for number, result in enumerate(results)
-        if result["check"] == "all"
+        if result["check"] != "times"
     }
     # Compiling for GPUs starts jax, which then keeps its number of devices.
-    simulated = [target.rpartition("x")[2] for _, target, _ in asked.values() if "cpu:" in target]
+    targets = [target for _, target, _, _ in asked.values()]
+    simulated = [target.rpartition("x")[2] for target in targets if "cpu:" in target]
     jax.config.update("jax_num_cpu_devices", max(map(int, simulated), default=1))
-    for number, (config, target, others) in asked.items():
+    for number, (config, target, network, others) in asked.items():
         result = results[number]
-        search = PlanSearch(*_inputs(config, target, others))
+        search = PlanSearch(*_inputs(config, target, network, others))
         chosen = search.best()[0]
         name = str(chosen.plan)
         stored_s = result["steps_s"].get(name)
         chosen_s = chosen.step.prediction.step_s
+        if stored_s is None and result["check"] == "first":
+            stored_s = result["steps_s"][name] = chosen_s
         if stored_s is None or abs(chosen_s / stored_s - 1) > _SAME_TIME:
             print(
                 f"error: {name} now takes {chosen_s} s, but {file} has {stored_s} s; compile all "
@@ -136,41 +148,58 @@ def _again(file: Path) -> int:
                 file=sys.stderr,
             )
             return 2
-        loss = stored_s / result["best_s"] - 1
+        best = min(result["steps_s"], key=lambda name: result["steps_s"][name])
+        loss = stored_s / result["steps_s"][best] - 1
         print(f"{loss:6.1%}  {target}  {config}  {name}", flush=True)
-        results[number] = result | {"chosen": name, "chosen_s": stored_s, "loss": loss}
+        results[number] = result | {
+            "num_plans": len(result["steps_s"]),
+            "chosen": name,
+            "chosen_s": stored_s,
+            "best": best,
+            "best_s": result["steps_s"][best],
+            "loss": loss,
+        }
     file.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
 
 
-def _arguments_of(command: str) -> tuple[str, str, list[str]]:
-    """Return the config, the target and the overrides of a command of this module."""
+def _arguments_of(command: str) -> tuple[str, str, float | None, list[str]]:
+    """Return the config, the target, the network and the overrides of a command of this module."""
     words = shlex.split(command)[3:]
     options = dict(word.split("=", 1) for word in words)
-    own = ("--config=", "--target=", "--check=", "--out=")
+    own = ("--config=", "--target=", "--network=", "--check=", "--count=", "--out=")
     others = [word for word in words if not word.startswith(own)]
-    return options["--config"], options["--target"], others
+    network = float(options["--network"]) if "--network" in options else None
+    return options["--config"], options["--target"], network, others
 
 
-def check_all(config: RunConfig, devices: PlanDevices, fixed: set[str]) -> dict[str, Any]:
-    """Compile every legal plan; return their predicted times and the loss of the planner's choice.
+def check_plans(
+    config: RunConfig, devices: PlanDevices, fixed: set[str], *, count: int | None
+) -> dict[str, Any]:
+    """Compile legal plans; return their predicted times and the loss of the planner's choice.
 
     Args:
         config: the run's config, from `open_config`.
         devices: the devices to plan for.
         fixed: keys of the config that stay as they are.
+        count: how many plans of different shapes to compile, those with the shortest composed times
+            first; None: all plans.
     """
     search = PlanSearch(config, devices, fixed)
     chosen = search.best()[0]
+    chosen_s = chosen.step.prediction.step_s
+    plans = search.plans
     steps: dict[str, float] = {}
-    for plan, run in _legal_runs(config, devices, search.plans):
+    if count is not None:
+        plans = _best_of_each(search, lambda plan: plan.shape)
+        steps[str(chosen.plan)] = chosen_s
+    for plan, run in itertools.islice(_legal_runs(config, devices, plans), count):
         steps[str(plan)] = devices.compile_whole(run).prediction.step_s
         jax.clear_caches()
         print(f"{1e3 * steps[str(plan)]:10.3f} ms  {plan}", file=sys.stderr, flush=True)
     best = min(steps, key=lambda name: steps[name])
-    chosen_s = chosen.step.prediction.step_s
     return {
-        "check": "all",
+        "check": "all" if count is None else "first",
         "num_plans": len(steps),
         "chosen": str(chosen.plan),
         "chosen_s": chosen_s,
@@ -198,7 +227,7 @@ def check_times(
     present = _present(devices)
     search = PlanSearch(config, devices, fixed)
     search.best()
-    runs = dict(_legal_runs(config, devices, _best_of_each(search)))
+    runs = dict(_legal_runs(config, devices, _best_of_each(search, _way)))
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         steps = [*pool.map(devices.compile_whole, runs.values())]
         predicted = {
@@ -237,14 +266,18 @@ def _present(devices: PlanDevices) -> list[Any]:
     return found
 
 
-def _best_of_each(search: PlanSearch) -> list[ParallelPlan]:
-    """Return the best plan of each mesh; on a single device, of each way to divide its work."""
+def _best_of_each(search: PlanSearch, kind: Callable[[ParallelPlan], Any]) -> list[ParallelPlan]:
+    """Return the plan of each kind with the shortest composed time, the fastest first."""
     found: dict[Any, ParallelPlan] = {}
     for plan in sorted(search.plans, key=lambda plan: search.cost(plan).step_s):
-        is_single = plan.mesh.num_devices == 1
-        way = (plan.num_microbatches, plan.remat) if is_single else ()
-        found.setdefault((plan.mesh, *way), plan)
+        found.setdefault(kind(plan), plan)
     return [*found.values()]
+
+
+def _way(plan: ParallelPlan) -> tuple[Any, ...]:
+    """Return a plan's mesh; on a single device, also the ways to divide its work."""
+    is_single = plan.mesh.num_devices == 1
+    return plan.mesh, *((plan.num_microbatches, plan.remat) if is_single else ())
 
 
 def _legal_runs(
@@ -283,20 +316,24 @@ def with_tables(text: str, results: list[dict[str, Any]]) -> str:
         ValueError: the page lacks a comment that marks the beginning or end of a table.
     """
     every = [["model", "devices", "plans", "fastest", "slowest", "chosen plan is slower by"]]
+    first = [["model", "devices", "Gb/s", *every[0][2:]]]
     timed = [["model", "devices", "plans", "fastest", "slowest", "τ", "predicted ÷ measured"]]
     for result in results:
         options = dict(word.split("=", 1) for word in shlex.split(result["command"])[3:])
         row = [options["--config"].removeprefix("configs/"), options["--target"]]
-        if result["check"] == "all":
+        if result["check"] != "times":
+            is_first = result["check"] == "first"
+            row += [options.get("--network", "-")] * is_first
             steps_s = result["steps_s"].values()
             row += [str(result["num_plans"]), *_range_ms(steps_s), f"{result['loss']:.1%}"]
-            every.append(row)
+            (first if is_first else every).append(row)
         else:
             plans = result["plans"].values()
             ratios = [plan["predicted_s"] / plan["measured_s"] for plan in plans]
             row += [str(len(plans)), *_range_ms(plan["measured_s"] for plan in plans)]
             timed.append([*row, f"{result['tau']:.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
-    tables = {"all plans": docs_page.markdown(every), "timed plans": docs_page.markdown(timed)}
+    tables = {"all plans": every, "first plans": first, "timed plans": timed}
+    tables = {name: docs_page.markdown(rows) for name, rows in tables.items()}
     return docs_page.with_tables(text, tables, _DOCS)
 
 

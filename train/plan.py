@@ -18,6 +18,7 @@ import math
 import re
 import shlex
 import sys
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from train.planning.explanation import (
 )
 from train.planning.finalists import Choice
 from train.planning.memory.budget import budget_of, target_budget
-from train.planning.parallel_plan import open_config
+from train.planning.parallel_plan import UNPLANNED, ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_limits import check_max_microbatches
 from train.planning.plan_search import PlanSearch
@@ -104,10 +105,11 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     runners_up = search.runners_up(choices)
     tried = search.first_tried()
     budget_bytes = devices.budget.device_bytes
+    plain: Any = config_files.load(args.config, overrides, allow_import=args.allow_import)
+    settings = _settings(choices[0].plan, plain, fixed)
     if args.out is not None:
-        plain: Any = config_files.load(args.config, overrides, allow_import=args.allow_import)
         with plain.ignore_type():
-            plain.update_from_flattened_dict(choices[0].plan.settings())
+            plain.update_from_flattened_dict(settings)
         args.out.write_text(config_files.as_yaml(plain.to_dict()), encoding="utf-8")
     if args.picture is not None:
         _draw(search, choices, budget_bytes, args.picture)
@@ -117,10 +119,28 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
         found["runners_up"] = not_compiled_as_json(runners_up, choices, math.inf)
         found["first_tried"] = first_tried_as_json(tried, choices, budget_bytes, per_host)
         return json.dumps(found)
-    options = " ".join(_option(key, value) for key, value in choices[0].plan.settings().items())
+    options = " ".join(_option(key, value) for key, value in settings.items())
     not_compiled = not_compiled_as_text(runners_up, tried, choices, budget_bytes)
     parts = [plans_as_text(choices, per_host), not_compiled, options]
     return "\n\n".join(part for part in parts if part)
+
+
+def _settings(plan: ParallelPlan, given: Any, fixed: Collection[str]) -> dict[str, Any]:
+    """Return the values that turn the user's config into that of a plan.
+
+    Args:
+        plan: the plan.
+        given: the user's config.
+        fixed: keys of the config that stay as they are.
+    """
+    found = plan.settings()
+    # Without a pipeline, a plan sets no keys of it, but the values of the file do not fit the mesh.
+    others = {"mesh.auto": False} | {key: x for key, x in UNPLANNED.items() if key not in fixed}
+    for key, value in others.items():
+        section, name = key.split(".")
+        if key not in found and given.get(section, {}).get(name, value) != value:
+            found[key] = value
+    return found
 
 
 def _draw(search: PlanSearch, choices: list[Choice], budget_bytes: float, out: Path) -> None:

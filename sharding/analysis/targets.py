@@ -94,12 +94,15 @@ class Target:
     def resized(self, num_devices: int, *, memory_bytes: int | None = None) -> "Target":
         """Return as few of these hosts as have `num_devices` GPUs.
 
+        If they do not fill whole hosts, each host has fewer GPUs.
+
         Args:
-            num_devices: number of GPUs; a multiple of a host's if it is more than that.
+            num_devices: number of GPUs.
             memory_bytes: replaces the memory of each GPU; None: as described.
         """
-        gpus_per_host = min(num_devices, self.gpus_per_host)
-        num_hosts = -(-num_devices // gpus_per_host)
+        most = min(num_devices, self.gpus_per_host)
+        gpus_per_host = max(n for n in range(1, most + 1) if num_devices % n == 0)
+        num_hosts = num_devices // gpus_per_host
         description = self.description
         if memory_bytes is not None:
             pattern = r"\b(device_memory_size:\s*)[\d.]+"

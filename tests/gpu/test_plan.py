@@ -11,7 +11,7 @@ from tests.hugging_face import save_model
 from tests.runs import ROOT
 from train import plan
 from train.compile import compile_run, load_config, run_for
-from train.config.config_files import load
+from train.config.config_files import as_yaml, load
 from train.config.overrides import Override, parse_overrides
 from train.config.schema import validate_config
 from train.planning import plan_search
@@ -86,6 +86,25 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
     given = load(CONFIG, [override for override in overrides if "mesh" not in override])
     assert saved["data"]["paths"] == list(given.data.paths)
     assert validate_config(load(str(out))).train.num_microbatches == 4
+
+
+def test_plan_without_a_pipeline_replaces_the_stages_of_its_config(tmp_path, capfd):
+    """The file of the plan is legal, and the printed options are the same."""
+    own = tmp_path / "own.yaml"
+    stages = ["mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"]
+    stages += ["pipeline.layers_per_stage=1,1,1,1", "mesh.auto=true"]
+    shape = [each for each in FIXED if each.partition("=")[0] not in ("pipeline.schedule",)]
+    config = load(CONFIG, parse_overrides([f"--config.{each}" for each in [*shape, *stages]]))
+    own.write_text(as_yaml(config.to_dict()), encoding="utf-8")
+    out = tmp_path / "plan.yaml"
+    options = [f"--config={own}", "--target=h100:1x2", f"--out={out}", "--config.mesh.pipeline=1"]
+    assert plan.main(options) == 0
+    printed = capfd.readouterr().out.splitlines()[-1]
+    saved = validate_config(load(str(out)))
+    assert not saved.mesh.auto and saved.pipeline.layers_per_stage == ()
+    assert compile_run(run_for(saved, parse_target("h100:1x2"))).prediction.step_s > 0
+    assert "--config.mesh.auto=False" in printed
+    assert "--config.pipeline.chunks=1" in printed
 
 
 def test_part_has_the_times_of_its_own_layers():

@@ -71,7 +71,8 @@ def saved_settings(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     for key in SETTINGS:
         section, name = key.split(".")
         if name in saved.get(section, {}):
-            found[key] = saved[section][name]
+            value = saved[section][name]  # YAML has no tuples
+            found[key] = tuple(value) if isinstance(value, list) else value
     return found
 
 

@@ -19,14 +19,18 @@ from functools import partial
 from typing import Any
 
 from train.planning.fitting import FittingRuns
+from train.planning.memory.budget import Needs
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_devices import Compilations, PlanDevices
+from train.planning.plan_limits import DoesNotFit
 from train.reporting.compiled_step import CompiledStep
 
 #: How many plans are compiled at a time, and at most.
 _NUM_AT_A_TIME = 2
 _MOST_PLANS = 8
+#: The search ends after so many rounds in which none of the plans that were tried fits.
+_MOST_EMPTY_ROUNDS = 3
 #: A plan is compiled if its corrected time is less than this times the best predicted one. With
 #: these values, the best of 16 to 61 plans that were compiled is missed by at most 2.2 %, for 16
 #: configs and targets, of which 3 have networks of 25 Gb/s.
@@ -87,11 +91,15 @@ class Finalists:
         count: int,
         *,
         of_each_shape: int = 1,
+        is_last_resort: bool = False,
     ) -> list[_Pending]:
-        """Start to compile the first plans that fit, at most `count` of them."""
+        """Start to compile the first plans that fit; arguments as for `compile`."""
+        found = self._runs.first(
+            pairs, count, of_each_shape=of_each_shape, trusts_composed=not is_last_resort
+        )
         return [
             (plan, cost, self._compiles.start(plan, partial(self._devices.compile_whole, run)))
-            for plan, cost, run in self._runs.first(pairs, count, of_each_shape=of_each_shape)
+            for plan, cost, run in found
         ]
 
     def compile(
@@ -100,6 +108,7 @@ class Finalists:
         count: int,
         *,
         of_each_shape: int = 1,
+        is_last_resort: bool = False,
     ) -> list[Choice]:
         """Compile the first plans that fit, at most `count` of them, and return all so far.
 
@@ -107,9 +116,13 @@ class Finalists:
             pairs: plans with their composed costs, in order.
             count: how many plans to compile at most.
             of_each_shape: how many plans to compile at most that have the same shape.
+            is_last_resort: whether to try plans even if their composed memory is too large.
         """
         known = {choice.plan for choice in self._found}
-        for plan, cost, step in self.start(pairs, count, of_each_shape=of_each_shape):
+        pending = self.start(
+            pairs, count, of_each_shape=of_each_shape, is_last_resort=is_last_resort
+        )
+        for plan, cost, step in pending:
             if plan not in known:
                 self._found.append(Choice(plan=plan, cost=cost, step=step.result()))
                 milliseconds = 1e3 * self._found[-1].step.prediction.step_s
@@ -122,12 +135,16 @@ class Finalists:
         Args:
             pairs: plans with their composed costs. Plans of the same shape are tried in order.
         """
-        while len(self._found) < _MOST_PLANS:
+        num_empty = 0
+        while len(self._found) < _MOST_PLANS and num_empty < _MOST_EMPTY_ROUNDS:
             num_found = len(self._found)
+            num_excluded = len(self._runs.excluded)
             count = min(_NUM_AT_A_TIME, _MOST_PLANS - num_found)
             self.compile(self._promising(pairs), count)
             if len(self._found) == num_found:
-                break
+                if len(self._runs.excluded) == num_excluded:
+                    break  # no plan is left to try
+                num_empty += 1
         return self.sorted()
 
     def _promising(
@@ -150,9 +167,19 @@ class Finalists:
         return [pair for _, seconds, pair in expected if seconds < bound_s]
 
     def sorted(self) -> list[Choice]:
-        """Return the choices that fit as compiled, the fastest first; if none does, all."""
+        """Return the choices that fit as compiled, the fastest first."""
         fitting = [choice for choice in self._found if self._fits(choice)]
-        return sorted(fitting or self._found, key=lambda choice: choice.step.prediction.step_s)
+        return sorted(fitting, key=lambda choice: choice.step.prediction.step_s)
+
+    def error(self) -> Exception:
+        """Return why no plan was found; see `FittingRuns.error`."""
+        error = self._runs.error()
+        for choice in self._found:
+            needs = Needs(device={"compiled": choice.step.memory.in_all or 0}, host={})
+            least = error.needs.device_bytes if isinstance(error, DoesNotFit) else math.inf
+            if needs.device_bytes < least:
+                error = DoesNotFit((choice.plan, choice.cost), needs)
+        return error
 
     def _fits(self, choice: Choice) -> bool:
         return (choice.step.memory.in_all or 0) <= self._devices.budget.device_bytes

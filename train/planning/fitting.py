@@ -28,14 +28,17 @@ class FittingRuns:
     Args:
         config: the run's config.
         devices: the devices.
+
+    Attributes:
+        excluded: plans that do not fit by their estimates, or are not legal.
     """
 
     def __init__(self, config: RunConfig, devices: PlanDevices):
+        self.excluded: set[ParallelPlan] = set()
         self._config = config
         self._devices = devices
         # How much more memory plans take than composed, by what their activations depend on.
         self._corrections: dict[Any, float] = {}
-        self._excluded: set[ParallelPlan] = set()  # plans that do not fit, or are not legal
         self._leanest: DoesNotFit | None = None
         self._refusal = ""
 
@@ -45,6 +48,7 @@ class FittingRuns:
         count: int,
         *,
         of_each_shape: int = 1,
+        trusts_composed: bool = True,
     ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
         """Yield the first plans whose estimated memory fits, with their runs.
 
@@ -52,23 +56,27 @@ class FittingRuns:
             pairs: plans with their composed costs.
             count: how many plans to yield at most.
             of_each_shape: how many plans to yield at most that have the same shape.
+            trusts_composed: whether a plan is not tried if its composed memory, corrected by that
+                of a similar plan, is too large.
         """
         budget = self._devices.budget
         num_found = num_tries = 0
         shapes = collections.Counter[Any]()
         for plan, cost in pairs:
-            if shapes[plan.shape] == of_each_shape or plan in self._excluded:
+            if num_found == count or num_tries == MAX_TRIES:
+                return
+            if shapes[plan.shape] == of_each_shape or plan in self.excluded:
                 continue
             kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
             known = self._corrections.get(kind, 0.0) * cost.memory_bytes
-            if known > _SURE_EXCESS * budget.device_bytes:
+            if trusts_composed and known > _SURE_EXCESS * budget.device_bytes:
                 continue
             num_tries += 1
             try:
                 run = self._devices.assemble(plan.applied(self._config))
             except ValueError as error:  # a check that only the whole run makes
                 self._refusal = str(error)
-                self._excluded.add(plan)
+                self.excluded.add(plan)
                 continue
             needs = needs_of(run, budget)
             self._corrections[kind] = needs.device_bytes / cost.memory_bytes
@@ -77,12 +85,10 @@ class FittingRuns:
                 shapes[plan.shape] += 1
                 yield plan, cost, run
             else:
-                self._excluded.add(plan)
+                self.excluded.add(plan)
                 least = None if self._leanest is None else self._leanest.needs.device_bytes
                 if least is None or needs.device_bytes < least:
                     self._leanest = DoesNotFit((plan, cost), needs)
-            if num_found == count or num_tries == MAX_TRIES:
-                return
 
     def error(self) -> Exception:
         """Return why no plan was found: DoesNotFit, or ValueError if no run could be built."""

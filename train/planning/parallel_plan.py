@@ -12,6 +12,7 @@ from typing import Any
 
 from sharding.mesh import AXES, MeshConfig
 from sharding.pipeline.config import BALANCED
+from sharding.pipeline.schedule import SCHEDULES
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. Of the others, `fsdp` is 1,
@@ -21,7 +22,7 @@ _OPEN_AXES = ("pipeline", "data", "context", "model")
 #: fewer, `data` or `model` divides the work of a layer as well, and moves fewer bytes.
 _CONTEXT_TOKENS = 8192
 #: What a config is validated with before it is planned: its own values may not fit the devices.
-_UNPLANNED: Mapping[str, Any] = {
+UNPLANNED: Mapping[str, Any] = {
     "mesh.pipeline": 1,
     "mesh.data": 1,
     "mesh.fsdp": 1,
@@ -68,11 +69,17 @@ def open_config(given: Any, fixed: Collection[str]) -> RunConfig:
         fixed: keys of the config that stay as they are.
 
     Raises:
-        ValueError: the config is not valid.
+        ValueError: the config is not valid, or the schedule is a table in a file.
     """
     with given.ignore_type():
         given.update_from_flattened_dict(
-            {key: value for key, value in _UNPLANNED.items() if key not in fixed}
+            {key: value for key, value in UNPLANNED.items() if key not in fixed}
+        )
+    name = given.pipeline.schedule
+    if name.endswith(".csv"):
+        raise ValueError(
+            f"pipeline.schedule={name!r} cannot be planned, because its table fixes the number of "
+            f"stages and microbatches; name one of {', '.join(SCHEDULES)}"
         )
     return validate_config(given)
 
@@ -292,6 +299,9 @@ class PlanSpace:
     ) -> Collection[tuple[str, ...]]:
         """Return the values of `pipeline.layers_per_stage` to try."""
         given = self.config.pipeline.layers_per_stage
+        if given not in ((), BALANCED):  # the number of layers of each chunk
+            divides = len(given) == mesh.pipeline * chunks
+            return [given] * (divides and sum(map(int, given)) == self.num_layers)
         if mesh.pipeline == 1 or "pipeline.layers_per_stage" in self.fixed:
             return [given]
         found = self.cuts(mesh.pipeline * chunks, share_vocab)

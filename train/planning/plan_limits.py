@@ -7,8 +7,9 @@ plan_cost.py.
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.targets import MAX_DEVICES
@@ -16,12 +17,15 @@ from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
 from train.planning.memory.budget import Budget, Needs, excess, size
-from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
+from train.planning.parallel_plan import SETTINGS, ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost
 
 Costed = tuple[ParallelPlan, PlanCost]
 #: Returns the plans of a config for a number of devices.
 SpaceOf = Callable[[RunConfig, int], PlanSpace]
+
+#: Returns the memory of a plan for a number of devices, with further values of its config.
+NeedsWith = Callable[[ParallelPlan, int, Mapping[str, Any]], Needs | None]
 
 #: How far from a request all numbers of devices, or of examples of a batch, are tried. Those of
 #: devices are few, because a model is built for every new size of the axis `model`.
@@ -95,6 +99,16 @@ def no_division(
         space_of: returns the plans of a config for a number of devices.
     """
     batch = config.data.global_batch_size
+    fixed = sorted(key for key in fixed if key in SETTINGS)
+    num_layers = space_of(config, num_devices).num_layers
+    chunks = config.pipeline.chunks if "pipeline.chunks" in fixed else 1
+    num_chunks = config.mesh.pipeline * chunks
+    if "mesh.pipeline" in fixed and num_chunks > num_layers:
+        return (
+            f"mesh.pipeline={config.mesh.pipeline} × pipeline.chunks={chunks} are {num_chunks} "
+            f"parts, more than the model's {num_layers} layers; set mesh.pipeline to at most "
+            f"{num_layers // chunks}"
+        )
     near = []
     round_numbers = _round_numbers(num_devices)
     for other in _by_distance(num_devices, _NEAR_DEVICES, round_numbers):
@@ -113,7 +127,7 @@ def no_division(
     nearest = f"the nearest that works: {', or '.join(near)}" if near else "set fewer values"
     return (
         f"no plan divides the model and data.global_batch_size={batch} over {num_devices} devices "
-        f"({', '.join(sorted(fixed)) or 'nothing'} is fixed); {nearest}"
+        f"({', '.join(fixed) or 'nothing'} is fixed); {nearest}"
     )
 
 
@@ -171,7 +185,7 @@ def no_memory(
     num_devices: int,
     plans_of: Callable[[int], Iterable[ParallelPlan]],
     cost: Callable[[ParallelPlan], PlanCost],
-    needs_on: Callable[[ParallelPlan, int], Needs] | None,
+    needs_with: NeedsWith,
 ) -> str:
     """Return the error for a model that fits on no mesh, with the nearest request that would.
 
@@ -182,8 +196,9 @@ def no_memory(
         num_devices: number of devices.
         plans_of: returns the plans for a number of devices.
         cost: returns the composed cost of a plan.
-        needs_on: returns the estimated memory of a plan for a number of devices, or raises
-            ValueError; None: it can be estimated only for the devices at hand.
+        needs_with: returns the estimated memory of a plan for a number of devices, with further
+            values of its config; None if it cannot be estimated. Raises ValueError if the plan is
+            not legal.
     """
     leanest = found.leanest
     needs = found.needs
@@ -197,27 +212,24 @@ def no_memory(
         )
     # Composed memory is corrected by the one plan whose memory has been estimated.
     correction = leanest_bytes / leanest[1].memory_bytes
-    more = ""
-    count = 2 * num_devices
-    while count <= MAX_DEVICES and not more:
-        composed = [(correction * cost(plan).memory_bytes, plan) for plan in plans_of(count)]
-        near = [pair for pair in composed if pair[0] <= _NEAR_BUDGET * budget_bytes]
-        near = heapq.nsmallest(_NUM_ESTIMATED, near, key=lambda pair: pair[0])
-        if needs_on is None:
-            fits = any(num_bytes <= budget_bytes for num_bytes, _ in near)
-            more = f"about {count} devices like these, or " if fits else ""
-        elif any(_fits(partial(needs_on, plan, count), budget) for _, plan in near):
-            more = f"{count} devices like these, or "
-        count *= 2
+
+    def composed(count: int) -> list[tuple[float, ParallelPlan]]:
+        return [(correction * cost(plan).memory_bytes, plan) for plan in plans_of(count)]
+
+    more = _more_devices(num_devices, budget, composed, needs_with)
     remedies = [f"{more}devices with {size(leanest_bytes)} for a step"]
     # With one example at a time, a smaller batch keeps no fewer activations.
     is_one = leanest[0].microbatch_size(config.data.global_batch_size) == 1
     remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
     fraction = config.memory.offload_parameters_fraction
     if config.optimizer.name in ELEMENTWISE and fraction < 1:
-        whole = " with memory.offload_parameters_fraction=1.0"
-        on_host = leanest[0].placement == "host"
-        remedies.append("memory.placement=host" + whole * on_host)
+        fraction_key = "memory.offload_parameters_fraction"
+        for values in ({"memory.placement": "host"}, {fraction_key: 1.0}):
+            values = {"memory.placement": "host"} | values
+            if _fits(partial(needs_with, leanest[0], num_devices, values), budget):
+                whole = f" with {fraction_key}=1.0" * (fraction_key in values)
+                remedies.append("memory.placement=host" + whole)
+                break
     return (
         f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest[0]}, takes "
         f"{size(leanest_bytes)}; what would fit: {', or '.join(remedies)}; memory.device_budget "
@@ -225,12 +237,42 @@ def no_memory(
     )
 
 
-def _fits(needs: Callable[[], Needs], budget: Budget) -> bool:
-    """Return whether a plan fits; one that a check of the whole run refuses does not."""
+def _more_devices(
+    num_devices: int,
+    budget: Budget,
+    composed: Callable[[int], Iterable[tuple[float, ParallelPlan]]],
+    needs_with: NeedsWith,
+) -> str:
+    """Return "16 devices like these, or " for a larger number of devices that would fit, or "".
+
+    Args:
+        num_devices: number of devices.
+        budget: memory that a step may use.
+        composed: returns the plans for a number of devices, with their corrected composed memory.
+        needs_with: as for `no_memory`.
+    """
+    count = 2 * num_devices
+    while count <= MAX_DEVICES:
+        near = [pair for pair in composed(count) if pair[0] <= _NEAR_BUDGET * budget.device_bytes]
+        for num_bytes, plan in heapq.nsmallest(_NUM_ESTIMATED, near, key=lambda pair: pair[0]):
+            fits = _fits(partial(needs_with, plan, count, {}), budget)
+            if fits or (fits is None and num_bytes <= budget.device_bytes):
+                about = "about " * (fits is None)
+                return f"{about}{count} devices like these, or "
+        count *= 2
+    return ""
+
+
+def _fits(needs: Callable[[], Needs | None], budget: Budget) -> bool | None:
+    """Return whether a plan fits; None if its memory cannot be estimated.
+
+    A plan that a check of the whole run refuses does not fit.
+    """
     try:
-        return excess(needs(), budget) <= 1
+        found = needs()
     except ValueError:
         return False
+    return None if found is None else excess(found, budget) <= 1
 
 
 def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:

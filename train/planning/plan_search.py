@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from models.functions import can_share_vocab
@@ -45,7 +45,7 @@ _NUM_VARIANTS = 2
 _LEAST_GAIN = 0.995
 _MAX_PARTS = 8  # that are compiled, besides those that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
-_NUM_LEAN = 4  # of the leanest plans, which are tried if none of these fits
+_NUM_LEAN = 4  # of the leanest plans, which are compiled if none of these fits
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
 _MEMORY_TOLERANCE = 1.15
 
@@ -129,10 +129,13 @@ class PlanSearch:
         self._say("compiles the best plans whole")
         found = self._compiled.compile_promising(self._pairs)
         if not found:
-            leanest = self._costs.leanest(self.plans, _NUM_LEAN)
-            found = self._compiled.compile(leanest, _NUM_LEAN)
+            lean = self._costs.leanest(self.plans, MAX_TRIES)
+            found = self._compiled.compile(lean[:_NUM_LEAN], 1, is_last_resort=True)
+            if found:  # others may be faster
+                lean.sort(key=lambda pair: pair[1].step_s)
+                found = self._compiled.compile(lean, _NUM_LEAN, of_each_shape=2)
         if not found:
-            raise self._runs.error()
+            raise self._compiled.error()
         variants = self._zero_variants(found[0])
         return self._compiled.compile(variants, _NUM_VARIANTS, of_each_shape=4)
 
@@ -165,7 +168,7 @@ class PlanSearch:
         least_s = choices[0].step.prediction.step_s
         found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
         for plan, _ in self._pairs:
-            if plan.shape not in compiled:
+            if plan.shape not in compiled and plan not in self._runs.excluded:
                 found.setdefault(plan.shape, (plan, self.cost(plan)))
         others = [pair for pair in found.values() if pair[1].step_s >= least_s]
         others.sort(key=lambda pair: pair[1].step_s)
@@ -264,13 +267,20 @@ class PlanSearch:
             self._devices.count,
             lambda num_devices: self._space(self._config, num_devices),
             self._costs.cost,
-            self._needs_on if self._devices.are_described else None,
+            self._needs_with,
         )
 
-    def _needs_on(self, plan: ParallelPlan, num_devices: int) -> Needs:
-        """Return the estimated memory of a plan for another number of devices."""
-        run = self._devices.assemble_part(plan.applied(self._config), num_devices)
-        return needs_of(run, self._budget)
+    def _needs_with(
+        self, plan: ParallelPlan, num_devices: int, values: Mapping[str, Any]
+    ) -> Needs | None:
+        """Return the estimated memory of a plan for a number of devices, with values of its config.
+
+        None if it cannot be estimated, because so many devices are neither described nor present.
+        """
+        if num_devices > self._devices.count and not self._devices.are_described:
+            return None
+        config = with_values(plan.applied(self._config), values)
+        return needs_of(self._devices.assemble_part(config, num_devices), self._budget)
 
     def _submit(self, part: Part) -> concurrent.futures.Future:
         """Compile a part in a thread."""

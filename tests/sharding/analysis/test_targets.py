@@ -30,3 +30,11 @@ def test_endless_number_of_hosts_is_refused():
 def test_network_of_a_target_must_have_a_bandwidth(network):
     with pytest.raises(ValueError, match="--network=.* must be a positive number of Gbit/s"):
         parse_target("h100:2x8", network)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "name"), [(1, "1x1"), (6, "2x3"), (8, "2x4"), (7, "7x1"), (16, "4x4")]
+)
+def test_resized_target_has_as_many_gpus_as_asked_for(num_devices, name):
+    found = parse_target("h100:3x4").resized(num_devices)
+    assert (found.num_devices, found.name) == (num_devices, f"h100:{name}")

@@ -37,6 +37,12 @@ def test_run_keeps_the_plan_of_its_workdir(monkeypatch):
     assert config.train.seed != 3  # not a part of the plan
 
 
+def test_saved_lists_are_the_tuples_of_the_command_line(monkeypatch):
+    saved = SAVED | {"pipeline": SAVED["pipeline"] | {"layers_per_stage": ["auto"]}}
+    config = plan(monkeypatch, "pipeline.layers_per_stage=auto", saved=saved)
+    assert (config.mesh.data, config.pipeline.layers_per_stage) == (4, ("auto",))
+
+
 @pytest.mark.parametrize(
     ("overrides", "values", "reason"),
     [

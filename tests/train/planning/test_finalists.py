@@ -12,6 +12,7 @@ from train.planning.finalists import Finalists
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_devices import Compilations
+from train.planning.plan_limits import DoesNotFit
 
 
 def cost(step_s: float, **values) -> PlanCost:
@@ -22,17 +23,35 @@ def cost(step_s: float, **values) -> PlanCost:
 said: list[str] = []
 
 
-def compiler(predicted: dict[ParallelPlan, float], too_large: tuple[ParallelPlan, ...] = ()):
-    """Return finalists whose steps take the given times; plans in `too_large` do not fit."""
+def compiler(
+    predicted: dict[ParallelPlan, float],
+    too_large: tuple[ParallelPlan, ...] = (),
+    illegal: tuple[ParallelPlan, ...] = (),
+):
+    """Return finalists whose steps take the given times.
+
+    Plans in `too_large` do not fit as compiled. Those in `illegal` are not compiled; of each round,
+    nine plans are tried.
+    """
 
     class Runs:
-        def first(self, pairs, count, *, of_each_shape=1):
-            del of_each_shape
+        def __init__(self):
+            self.excluded = set()
+            self.num_rounds = 0
+
+        def first(self, pairs, count, *, of_each_shape=1, trusts_composed=True):
+            del of_each_shape, trusts_composed
+            self.num_rounds += 1
             shapes = set()
-            for each, its_cost in pairs:
-                if each.shape not in shapes and len(shapes) < count:
+            for each, its_cost in [pair for pair in pairs if pair[0] not in self.excluded][:9]:
+                if each in illegal:
+                    self.excluded.add(each)
+                elif each.shape not in shapes and len(shapes) < count:
                     shapes.add(each.shape)
                     yield each, its_cost, each
+
+        def error(self):
+            return ValueError("nothing is legal")
 
     def compile_whole(run: ParallelPlan) -> Any:
         return types.SimpleNamespace(
@@ -100,8 +119,19 @@ def test_a_plan_that_does_not_fit_as_compiled_makes_way_for_a_leaner_one_of_its_
     found = compiler({fast: 1.0, lean: 1.5}, too_large=(fast,))
     chosen = found.compile_promising([(fast, cost(1.0)), (lean, cost(1.5))])
     assert [choice.plan for choice in chosen] == [lean]
-    found = compiler({fast: 1.0}, too_large=(fast,))
-    assert [choice.plan for choice in found.compile_promising([(fast, cost(1.0))])] == [fast]
+    found = compiler({fast: 1.0, lean: 1.5}, too_large=(fast, lean))
+    assert found.compile_promising([(fast, cost(1.0)), (lean, cost(1.5))]) == []
+    error = found.error()
+    assert isinstance(error, DoesNotFit) and error.needs.device_bytes == 2.0
+    assert str(compiler({}).error()) == "nothing is legal"
+
+
+@pytest.mark.parametrize(("num_illegal", "num_found"), [(9, 1), (26, 1), (28, 0)])
+def test_plans_that_cannot_be_built_do_not_end_the_search(num_illegal, num_found):
+    illegal = tuple(plan(count, pipeline=2) for count in range(100, 100 + num_illegal))
+    found = compiler({SPLIT[0]: 1.0}, illegal=illegal)
+    pairs = [*((each, cost(0.5)) for each in illegal), (SPLIT[0], cost(1.0))]
+    assert len(found.compile_promising(pairs)) == num_found
 
 
 @pytest.mark.parametrize("count", [1, 2])

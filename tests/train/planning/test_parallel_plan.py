@@ -53,6 +53,17 @@ def test_fixed_axis_stays_as_it_is(override, name):
     assert sizes == {int(override.partition("=")[2])}
 
 
+def test_fixed_numbers_of_layers_fit_only_some_meshes():
+    plans = [*space(8, "pipeline.layers_per_stage=3,1")]
+    assert {plan.mesh.pipeline * plan.chunks for plan in plans} == {2}
+    assert [*space(8, "pipeline.layers_per_stage=3,2")] == []  # the model has 4 layers
+
+
+def test_schedule_of_a_table_in_a_file_is_refused():
+    with pytest.raises(ValueError, match=r"'own\.csv' cannot be planned, .*; name one of gpipe"):
+        config_of("pipeline.schedule=own.csv")
+
+
 def test_every_plan_is_a_valid_config_with_all_devices():
     plans = [*space()]
     assert len(plans) == len({*plans}) > 100

@@ -39,6 +39,12 @@ def cost(plan) -> PlanCost:
     )
 
 
+def unknown(plan, num_devices, values) -> Needs | None:
+    """Return the memory of the devices at hand, where nothing fits; that of more is unknown."""
+    del plan, values
+    return NEEDS if num_devices == 8 else None
+
+
 NEEDS = Needs(device={"optimizer": 10 * 2**30}, host={"optimizer": 80 * 2**30})
 BUDGET = Budget(
     device_bytes=4 * 2**30, host_bytes=math.inf, devices_per_host=8, device_kind="NVIDIA H100"
@@ -59,6 +65,14 @@ def test_request_that_nothing_divides_names_the_nearest_that_works():
     batch = int(nearest.rpartition("=")[2])
     changed = config_of(f"data.global_batch_size={batch}")
     assert [*space_of(changed, 7)]
+
+
+def test_request_for_more_stages_than_layers_says_so():
+    message = no_division(config_of("mesh.pipeline=8"), 8, ["mesh.pipeline", "data.seed"], space_of)
+    assert message == (
+        "mesh.pipeline=8 × pipeline.chunks=1 are 8 parts, more than the model's 4 layers; set "
+        "mesh.pipeline to at most 4"
+    )
 
 
 def test_request_for_far_too_many_devices_names_one_that_works():
@@ -93,40 +107,41 @@ def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
     plans = [*space()]
     leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
     # 8 GiB on 8 devices by composed memory, 10 GiB by the estimate: 4 GiB need 20, so 32 devices.
-    message = no_memory(DoesNotFit(leanest, NEEDS), config_of(), BUDGET, 8, plans_of, cost, None)
+    message = no_memory(DoesNotFit(leanest, NEEDS), config_of(), BUDGET, 8, plans_of, cost, unknown)
     assert message.startswith("no plan fits into 4.00 GiB a device; the leanest, ")
     assert "takes 10.00 GiB; what would fit: about 32 devices like these" in message
-    assert "memory.placement=host" in message
-    on_host = DoesNotFit((dataclasses.replace(leanest[0], placement="host"), leanest[1]), NEEDS)
-    message = no_memory(on_host, config_of(), BUDGET, 8, plans_of, cost, None)
-    assert "memory.placement=host with memory.offload_parameters_fraction=1.0" in message
-    whole = config_of("memory.placement=host", "memory.offload_parameters_fraction=1.0")
-    for config in (whole, config_of("optimizer.name=lamb")):
-        message = no_memory(on_host, config, BUDGET, 8, plans_of, cost, None)
-        assert "host" not in message.split("fit:")[1]
+    assert "memory.placement=host" not in message  # it would not fit either
 
 
 def test_memory_on_more_devices_is_estimated_if_they_are_described():
     leanest = min(((p, cost(p)) for p in plans_of(8)), key=lambda pair: pair[1].memory_bytes)
     tried = []
 
-    def needs_on(plan: ParallelPlan, num_devices: int) -> Needs:
+    def needs_with(plan: ParallelPlan, num_devices: int, values) -> Needs:
+        if values:  # state in host memory helps only with parameters there, too
+            assert num_devices == 8 and values["memory.placement"] == "host"
+            return Needs(device={"optimizer": 2 ** (35 - 2 * len(values))}, host={})
         tried.append(num_devices)
         if len(tried) == 1:
             raise ValueError("a check of the whole run")
         return Needs(device={"optimizer": 2**30 * 80 // num_devices}, host={})
 
     found = DoesNotFit(leanest, Needs(device={"optimizer": 10 * 2**30}, host={}))
-    message = no_memory(found, config_of(), BUDGET, 8, plans_of, cost, needs_on)
+    message = no_memory(found, config_of(), BUDGET, 8, plans_of, cost, needs_with)
     assert "what would fit: 32 devices like these, or devices with 10.00 GiB" in message
     assert tried == [16, 16, 32]
+    assert "memory.placement=host with memory.offload_parameters_fraction=1.0" in message
+    whole = config_of("memory.placement=host", "memory.offload_parameters_fraction=1.0")
+    for config in (whole, config_of("optimizer.name=lamb")):
+        message = no_memory(found, config, BUDGET, 8, plans_of, cost, needs_with)
+        assert "host" not in message.split("fit:")[1]
 
 
 def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
     plan = next(iter(space()))
     budget = dataclasses.replace(BUDGET, device_bytes=2**40, host_bytes=2**34)
     found = DoesNotFit((plan, cost(plan)), NEEDS)
-    message = no_memory(found, config_of(), budget, 8, plans_of, cost, None)
+    message = no_memory(found, config_of(), budget, 8, plans_of, cost, unknown)
     assert message.startswith(f"no plan fits into 16.00 GiB a host; the leanest, {plan}, takes 80")
 
 
