@@ -303,7 +303,7 @@ def test_padding_of_another_tokenizer_is_refused(text, tmp_path, capsys):
     "change, message",
     [
         ("model.name=gpt2", "config.model.name='gpt2', but init_from="),
-        ("init_from=nowhere", "nowhere contains neither a config.json nor a checkpoint"),
+        ("init_from=nowhere", "nowhere does not exist; correct the path"),
         ("data.sequence_length=64", "model.max_positions=32 is less than data.sequence_length=64"),
         ("data.objective=masked_lm", "data.objective='masked_lm' does not match"),
     ],
