@@ -126,7 +126,8 @@ class Finalists:
             if plan not in known:
                 self._found.append(Choice(plan=plan, cost=cost, step=step.result()))
                 milliseconds = 1e3 * self._found[-1].step.prediction.step_s
-                self._say(f"{milliseconds:,.4g} ms with {plan}")
+                form = ",.0f" if milliseconds >= 100 else ".3g"
+                self._say(f"{milliseconds:{form}} ms with {plan}")
         return self.sorted()
 
     def compile_promising(self, pairs: Sequence[tuple[ParallelPlan, PlanCost]]) -> list[Choice]:
