@@ -135,8 +135,7 @@ def _token_of(source: Source, tokenizer: FileTokenizer, name: str) -> int | None
         return None
     found = read_json(file, within=file.parent).get(name)
     content = found.get("content") if isinstance(found, dict) else found
-    known = tokenizers.Tokenizer.from_str(tokenizer.content)
-    return known.token_to_id(content) if isinstance(content, str) else None
+    return tokenizer.token_id(content) if isinstance(content, str) else None
 
 
 def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:

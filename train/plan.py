@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
 
 
 def _settings(plan: ParallelPlan, given: Any, fixed: Collection[str]) -> dict[str, Any]:
-    """Return the values that turn the user's config into that of a plan.
+    """Return the values to change in the user's config, so that it follows a plan.
 
     Args:
         plan: the plan.

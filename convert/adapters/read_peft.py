@@ -159,13 +159,14 @@ def _check_layers(
     embeddings = [name for name in tensors if "lora_embedding_" in name]
     tied = {name.removesuffix(".weight") for m in mappings for name in m.tied}
     heads = [name for name in tensors if any(name.startswith(f"{module}.") for module in tied)]
-    for problem in [
+    problems = [
         *(f"{module_of(m)} has no adapter, but other layers have such adapters" for m in without),
         *(f"{name} belongs to an adapter of an embedding" for name in embeddings),
         *(f"{name} belongs to a layer that shares its weight with another" for name in heads),
-    ]:
+    ]
+    if problems:
         raise ValueError(
-            f"{path / TENSORS_FILE}: {problem}, which is not supported; merge the adapter with "
+            f"{path / TENSORS_FILE}: {problems[0]}, which is not supported; merge the adapter with "
             "PEFT (merge_and_unload)"
         )
 

@@ -153,7 +153,7 @@ class _Fields:
 
     Args:
         fields: the JSON object.
-        names: names of the fields that this kind of request has besides those of all requests.
+        names: names of the fields that only this kind of request has.
     """
 
     def __init__(self, fields: dict[str, Any], names: Sequence[str]):

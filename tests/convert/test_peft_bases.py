@@ -1,4 +1,4 @@
-"""The base that adapters of PEFT are for, and the files beside it."""
+"""Adapters of PEFT name their base model; files in both folders, and parameters it lacks."""
 
 import json
 import shutil

@@ -152,9 +152,8 @@ class Finalists:
         self, pairs: Sequence[tuple[ParallelPlan, PlanCost]]
     ) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the plans of other shapes that may be faster than the best so far, in order."""
-        fitting = [choice for choice in self._found if self._fits(choice)]
-        best_s = min((choice.step.prediction.step_s for choice in fitting), default=math.inf)
-        bound_s = _MARGIN * best_s
+        fitting = self.sorted()
+        bound_s = _MARGIN * fitting[0].step.prediction.step_s if fitting else math.inf
         shapes = {choice.plan.shape for choice in fitting}
         compiled = {choice.plan for choice in self._found}
         latest: dict[object, float] = {}  # of the plans of each shape
@@ -169,7 +168,8 @@ class Finalists:
 
     def sorted(self) -> list[Choice]:
         """Return the choices that fit as compiled, the fastest first."""
-        fitting = [choice for choice in self._found if self._fits(choice)]
+        most = self._devices.budget.device_bytes
+        fitting = [each for each in self._found if (each.step.memory.in_all or 0) <= most]
         return sorted(fitting, key=lambda choice: choice.step.prediction.step_s)
 
     def error(self) -> Exception:
@@ -181,9 +181,6 @@ class Finalists:
             if needs.device_bytes < least:
                 error = DoesNotFit((choice.plan, choice.cost), needs)
         return error
-
-    def _fits(self, choice: Choice) -> bool:
-        return (choice.step.memory.in_all or 0) <= self._devices.budget.device_bytes
 
     def factor(self, plan: ParallelPlan) -> float:
         """Return by how much the composed time of a plan is to be corrected."""

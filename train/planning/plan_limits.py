@@ -223,12 +223,10 @@ def no_memory(
     remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
     fraction = config.memory.offload_parameters_fraction
     if config.optimizer.name in ELEMENTWISE and fraction < 1:
-        fraction_key = "memory.offload_parameters_fraction"
-        for values in ({"memory.placement": "host"}, {fraction_key: 1.0}):
-            values = {"memory.placement": "host"} | values
+        on_host: dict[str, Any] = {"memory.placement": "host"}
+        for values in (on_host, on_host | {"memory.offload_parameters_fraction": 1.0}):
             if _fits(partial(needs_with, leanest[0], num_devices, values), budget):
-                whole = f" with {fraction_key}=1.0" * (fraction_key in values)
-                remedies.append("memory.placement=host" + whole)
+                remedies.append(" with ".join(f"{key}={value}" for key, value in values.items()))
                 break
     return (
         f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest[0]}, takes "

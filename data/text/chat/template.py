@@ -222,23 +222,32 @@ def find_template(
     tokens = {"eos_token": eos_token} | {
         name: token for name in _TOKENS if (token := _token(config.get(name))) is not None
     }
+    text, source = _text_of(setting, directory, config)
+    return None if text is None else ChatTemplate(text, source, tokens, has_clock=has_clock)
+
+
+def _text_of(
+    setting: str, directory: Path | None, config: Mapping[str, Any]
+) -> tuple[str | None, str]:
+    """Return the text of a template, or None, and its source.
+
+    Args:
+        setting: As for `find_template`.
+        directory: The directory of the tokenizer; None: it has no file.
+        config: The content of its tokenizer_config.json.
+    """
     if setting == "roles":
-        return ChatTemplate(ROLES, "data.chat_template='roles'", tokens, has_clock=has_clock)
+        return ROLES, "data.chat_template='roles'"
     if setting:
-        text = _read(Path(setting).expanduser())
-        source = f"data.chat_template={setting!r}"
-        return ChatTemplate(text, source, tokens, has_clock=has_clock)
+        return _read(Path(setting).expanduser()), f"data.chat_template={setting!r}"
     if directory is not None and (directory / TEMPLATE_FILE).is_file():
         file = directory / TEMPLATE_FILE
-        return ChatTemplate(_read(file), str(file), tokens, has_clock=has_clock)
+        return _read(file), str(file)
     given = config.get("chat_template")
     if isinstance(given, list):  # of templates with names, for tools and more
         named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
         given = named.get("default")
-    if isinstance(given, str):
-        source = f"{directory}/{_CONFIG_FILE}"
-        return ChatTemplate(given, source, tokens, has_clock=has_clock)
-    return None
+    return given if isinstance(given, str) else None, f"{directory}/{_CONFIG_FILE}"
 
 
 def _directory_of(tokenizer: Path | None) -> Path | None:

@@ -85,6 +85,10 @@ class FileTokenizer:
         """The token of words that the vocabulary lacks, or None if every text can be encoded."""
         return getattr(self._tokenizer.model, "unk_token", None)
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token; None if the vocabulary lacks it."""
+        return self._tokenizer.token_to_id(token)
+
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
         with _refusing(

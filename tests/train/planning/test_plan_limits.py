@@ -40,7 +40,7 @@ def cost(plan) -> PlanCost:
 
 
 def unknown(plan, num_devices, values) -> Needs | None:
-    """Return the memory of the devices at hand, where nothing fits; that of more is unknown."""
+    """Return memory that does not fit on 8 devices; None for another number of devices."""
     del plan, values
     return NEEDS if num_devices == 8 else None
 
