@@ -40,8 +40,9 @@ class Architecture:
             TemplateProcessing in the `tokenizers` library.
         pair_template: The special tokens around the two texts $A and $B of a pair.
         is_generative: Whether the class generates text.
-        has_named_modules: Whether the modules of the class have the names of its weights in files,
-            as adapters of PEFT need. For others, `transformers` 5 renames the weights it loads.
+        module_names: Pairs of a regular expression and a replacement, which turn names in files
+            into those of the class's modules in `transformers` 5. PEFT stores adapters under the
+            latter. Other names stay as they are.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Architecture:
     template: str = "$A"
     pair_template: str = "$A $B"
     is_generative: bool = False
-    has_named_modules: bool = True
+    module_names: Sequence[tuple[str, str]] = ()
 
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None

@@ -6,9 +6,13 @@ also name the tensors of adapters:
     ours                               theirs
     decoder.layers.mlp.up.kernel       model.layers.0.mlp.up_proj.weight
     decoder.layers.mlp.up.lora.a       base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
+
+PEFT finds a layer by the name of its module. For a few architectures, `transformers` 5 renames the
+tensors of a file while it loads them, so these names differ.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from convert.architecture import Architecture
@@ -39,6 +43,32 @@ def name_of(kernel: TensorMapping, part: str) -> str:
     return f"{module_of(kernel)}.{PARTS[part]}"
 
 
+def module_mappings(
+    architecture: Architecture, shapes: Shapes, *, vocab_size: int | None
+) -> list[TensorMapping]:
+    """Return the mappings of all parameters, to the names that PEFT has for them.
+
+    Args:
+        architecture: The architecture of the model.
+        shapes: The parameters of the model without adapters.
+        vocab_size: The vocabulary size without padding; None if the model has no vocabulary.
+    """
+    mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
+    return [dataclasses.replace(m, theirs=module_name(architecture, m.theirs)) for m in mappings]
+
+
+def module_name(architecture: Architecture, name: str) -> str:
+    """Return the name that a tensor, or its module, has in a model of `transformers` 5.
+
+    Args:
+        architecture: The architecture of the model.
+        name: Its name there or in a file.
+    """
+    for pattern, replacement in architecture.module_names:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Iterator[TensorMapping]:
     """Yield the mappings of all adapters.
 
@@ -61,24 +91,6 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
                 kind="flat" if part == "magnitude" else "linear",
                 num_inputs=1 if part == "b" else kernel.num_inputs,
             )
-
-
-def check_has_names(architecture: Architecture, what: str, remedy: str) -> None:
-    """Check that PEFT finds the layers of an architecture by the names in files.
-
-    Args:
-        architecture: The architecture of the model.
-        what: The model with the adapters, for the error message.
-        remedy: The advice at the end of the error message.
-
-    Raises:
-        ValueError: The names of its layers depend on the version of `transformers`.
-    """
-    if not architecture.has_named_modules:
-        raise ValueError(
-            f"{what} has adapters of a {architecture.name}, whose layers have other names in "
-            f"transformers 5 than in files, so PEFT does not find them; {remedy}"
-        )
 
 
 def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> None:

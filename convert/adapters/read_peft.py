@@ -12,8 +12,9 @@ from convert.adapters.peft_format import (
     PREFIX,
     TENSORS_FILE,
     adapter_mappings,
-    check_has_names,
     check_untied,
+    module_mappings,
+    module_name,
     module_of,
     name_of,
 )
@@ -72,10 +73,8 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     base = _base(config, file, open_base)
     architecture = base.architecture
     assert architecture is not None
-    check_has_names(architecture, str(path), "merge the adapter with PEFT (merge_and_unload)")
-    base_shapes = base.shapes()
     vocab_size = base.fields.get("vocab_size")
-    mappings = architecture.tensor_mappings(base_shapes, vocab_size=vocab_size)
+    mappings = module_mappings(architecture, base.shapes(), vocab_size=vocab_size)
     tensors = _tensors(path, architecture, mappings)
     lora = _lora(config, mappings, tensors)
     _check_layers(lora, mappings, tensors, path)
@@ -234,7 +233,7 @@ def _tensors(
     prefix = architecture.prefix
     by_name: dict[str, Tensor] = {}
     for tensor in open_safetensors(path / TENSORS_FILE):
-        name = tensor.name.removeprefix(PREFIX)
+        name = module_name(architecture, tensor.name.removeprefix(PREFIX))
         candidates = (name, prefix + name, name.removeprefix(prefix))
         part = next((f".{part}" for part in PARTS.values() if name.endswith(part)), "")
         known = (

@@ -15,8 +15,8 @@ from convert.adapters.peft_format import (
     PREFIX,
     TENSORS_FILE,
     adapter_mappings,
-    check_has_names,
     check_untied,
+    module_mappings,
     module_of,
 )
 from convert.architecture import Architecture
@@ -82,14 +82,13 @@ def write_adapter(
         base: The model that the adapters are for, from `base_of`.
 
     Raises:
-        ValueError: PEFT cannot express it: only a part of a module was trained, or the layers have
-            no fixed names.
+        ValueError: PEFT cannot express it, because only a part of a module was trained, or a
+            parameter that is used in two places.
     """
-    check_has_names(architecture, str(source.path), "write the whole model with --merge")
     all_shapes = source.shapes()
     shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
     vocab_size = getattr(source.config, "vocab_size", None)
-    mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
+    mappings = module_mappings(architecture, shapes, vocab_size=vocab_size)
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
     known = shapes if base is None else base.shapes()
     trained = [

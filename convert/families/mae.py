@@ -3,7 +3,7 @@
 import dataclasses
 
 from convert.architecture import Architecture
-from convert.families.vit import BODY, HARMLESS, KEYS, blocks
+from convert.families.vit import BODY, HARMLESS, KEYS, MODULES, blocks
 from convert.keys import Key
 from convert.names import Row, linear, norm
 from models.vision.mae import MAE
@@ -47,7 +47,7 @@ ARCHITECTURES = (
         rows=(*BODY, *_DECODER),
         prefix="vit.",
         harmless=HARMLESS,
-        has_named_modules=False,
+        module_names=MODULES,
     ),
     # The base model is imported as a ViT, which sees all patches; hiding patches is part of
     # pre-training only.
@@ -63,6 +63,6 @@ ARCHITECTURES = (
         fields={"head": "none"},
         harmless=(*HARMLESS, *(key.theirs for key in _DECODER_KEYS)),
         other_heads=(r"decoder\.",),
-        has_named_modules=False,
+        module_names=MODULES,
     ),
 )

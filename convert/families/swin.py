@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from convert.architecture import Architecture
-from convert.families.vit import IMAGE_KEYS, NORMS, patches, side
+from convert.families.vit import IMAGE_KEYS, LAYER_MODULES, NORMS, patches, side
 from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
 from models.vision.swin import Swin
@@ -25,6 +25,13 @@ _LINEARS = {
     "mlp.up": "intermediate.dense",
     "mlp.down": "output.dense",
 }
+_MODULES = (
+    *LAYER_MODULES,
+    (
+        r"\battention\.self\.relative_position_bias_table\b",
+        "attention.relative_position_bias.relative_position_bias_table",
+    ),
+)
 
 
 def _stage(base: str, stage: int) -> tuple[Row, ...]:
@@ -153,7 +160,7 @@ _SWIN = Architecture(
     buffers=(r"relative_position_index$", r"relative_coords_table$"),
     other_heads=(r".*embeddings\.mask_token", r"decoder\."),
     limits=_large_windows,
-    has_named_modules=False,
+    module_names=_MODULES,
 )
 _SWIN_2 = dataclasses.replace(
     _SWIN,
@@ -164,7 +171,7 @@ _SWIN_2 = dataclasses.replace(
     prefix="swinv2.",
     fields={"version": 2},
     limits=None,
-    has_named_modules=True,
+    module_names=(),
 )
 _HEADLESS = {"other_heads": (*_SWIN.other_heads, r"classifier\.")}
 ARCHITECTURES = (

@@ -16,6 +16,16 @@ _LINEARS = {
     "mlp.down": "output.dense",
 }
 NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
+#: Names of layers in files -> those of their modules in transformers 5; here, and in Swin.
+LAYER_MODULES = (
+    (r"\battention\.(?:attention|self)\.query\b", "attention.q_proj"),
+    (r"\battention\.(?:attention|self)\.key\b", "attention.k_proj"),
+    (r"\battention\.(?:attention|self)\.value\b", "attention.v_proj"),
+    (r"\battention\.output\.dense\b", "attention.o_proj"),
+    (r"\bintermediate\.dense\b", "mlp.fc1"),
+    (r"\boutput\.dense\b", "mlp.fc2"),
+)
+MODULES = ((r"\bencoder\.layer\.", "layers."), *LAYER_MODULES)
 
 
 def patches(ours: str, theirs: str) -> tuple[Row, Row]:
@@ -104,7 +114,7 @@ _VIT = Architecture(
     prefix="vit.",
     harmless=(*HARMLESS, "pooler_act", "pooler_output_size"),
     other_heads=(r"(vit\.)?pooler\.", r"(vit\.)?embeddings\.mask_token", r"decoder\."),
-    has_named_modules=False,
+    module_names=MODULES,
 )
 ARCHITECTURES = (
     _VIT,

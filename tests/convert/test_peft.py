@@ -20,6 +20,7 @@ from convert.source import read_source
 #: float32, in another order of summation.
 TOLERANCE = 1e-5
 
+_IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 3}
 _HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2}
 #: Model -> (class, config, layers that get an adapter, further settings of PEFT).
 MODELS = {
@@ -51,6 +52,18 @@ MODELS = {
         ],
         {},
     ),
+    "vit": (
+        hf.ViTForImageClassification,
+        {**_HEADS, **_IMAGES, "hidden_size": 16, "intermediate_size": 24},
+        ["q_proj", "o_proj", "fc1"],
+        {"modules_to_save": ["classifier"]},
+    ),
+    "swin": (
+        hf.SwinForImageClassification,
+        {**_IMAGES, "embed_dim": 8, "depths": [2, 2], "num_heads": [1, 2], "window_size": 2},
+        ["v_proj", "fc2", "reduction"],
+        {"modules_to_save": ["classifier"]},
+    ),
 }
 VARIANTS = {"LoRA": {}, "DoRA": {"use_dora": True, "use_rslora": True}}
 
@@ -59,9 +72,8 @@ def make(name: str, variant: str, directory: Path) -> peft.PeftModel:
     """Return a model with adapters of random values; it is saved in base/ and adapter/."""
     model_class, config, targets, settings = MODELS[name]
     torch.manual_seed(0)
-    model_class(model_class.config_class(vocab_size=64, **config)).save_pretrained(
-        directory / "base"
-    )
+    vocab = {} if "image_size" in config else {"vocab_size": 64}
+    model_class(model_class.config_class(**vocab, **config)).save_pretrained(directory / "base")
     base = model_class.from_pretrained(directory / "base", attn_implementation="eager")
     settings = {"r": 4, "lora_alpha": 6, "target_modules": targets, **settings, **VARIANTS[variant]}
     model = peft.get_peft_model(base, peft.LoraConfig(**settings)).eval()
@@ -76,15 +88,24 @@ def make(name: str, variant: str, directory: Path) -> peft.PeftModel:
 TOKENS = np.random.default_rng(0).integers(2, 64, (2, 9))
 
 
+IMAGES = np.random.default_rng(0).standard_normal((2, 16, 16, 3), np.float32)
+
+
 def theirs(model) -> np.ndarray:
-    tokens = torch.tensor(TOKENS)
-    inputs = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+    if model.main_input_name == "pixel_values":
+        inputs = {"pixel_values": torch.tensor(IMAGES).permute(0, 3, 1, 2)}
+    else:
+        inputs = {"input_ids": torch.tensor(TOKENS)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.no_grad():
-        return model(input_ids=tokens, **inputs).logits.numpy()
+        return model(**inputs).logits.numpy()
 
 
 def ours(path: Path) -> np.ndarray:
     model = load(path)
+    if type(model).__name__ in ("ViT", "Swin"):
+        return np.asarray(model(jnp.asarray(IMAGES)))
     tokens = jnp.asarray(TOKENS)
     extra = (tokens,) if type(model).__name__ == "T5" else ()
     return np.asarray(model(tokens, *extra))

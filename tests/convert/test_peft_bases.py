@@ -9,11 +9,10 @@ import pytest
 import torch
 import transformers as hf
 import yaml
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from convert import from_hf, to_hf
-from convert.adapters.peft_format import module_of
-from convert.adapters.write_peft import write_adapter
+from convert.adapters.peft_format import module_mappings, module_of
 from convert.source import read_source
 from generate.prompts import stop_tokens_of
 from tests.convert.cases import CASES, save
@@ -90,41 +89,16 @@ def test_files_of_the_adapter_go_before_those_of_its_base(adapter, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", {case[0]: name for name, case in CASES.items()}.values())
-def test_peft_finds_the_layers_of_an_architecture(name, tmp_path):
-    """It names them as the modules of transformers, which are not always the names in files."""
+def test_peft_finds_the_modules_of_an_architecture(name, tmp_path):
     source = read_source(save(name, tmp_path))
     assert source.architecture is not None
-    mappings = source.architecture.tensor_mappings(
-        source.shapes(), vocab_size=getattr(source.config, "vocab_size", None)
+    mappings = module_mappings(
+        source.architecture,
+        source.shapes(),
+        vocab_size=getattr(source.config, "vocab_size", None),
     )
-    linear = {module_of(m) for m in mappings if m.ours.endswith(".kernel")}
-    known = {
-        name for name, _ in getattr(hf, CASES[name][0]).from_pretrained(tmp_path).named_modules()
-    }
-    assert (linear <= known) == source.architecture.has_named_modules
-
-
-def test_adapters_without_fixed_names_are_refused(tmp_path):
-    save("vit", tmp_path / "vit")
-    from_hf.convert(tmp_path / "vit", tmp_path / "run")
-    source = read_source(tmp_path / "run")
-    assert source.architecture is not None
-    with pytest.raises(
-        ValueError, match=r"adapters of a ViTFor.*PEFT does not find them; .*--merge"
-    ):
-        write_adapter(source, source.architecture, tmp_path / "out", None, base=None)
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "base_model_name_or_path": str(tmp_path / "vit"),
-                "r": 2,
-                "lora_alpha": 2,
-            }
-        )
-    )
-    with pytest.raises(ValueError, match=r"adapters of a ViTFor.*merge the adapter with PEFT"):
-        read_source(tmp_path)
+    model = getattr(hf, CASES[name][0]).from_pretrained(tmp_path)
+    assert {module_of(m) for m in mappings} <= {name for name, _ in model.named_modules()}
 
 
 def test_a_base_that_is_no_hugging_face_model_is_warned_of(adapter, tmp_path, caplog):
@@ -136,3 +110,22 @@ def test_a_base_that_is_no_hugging_face_model_is_warned_of(adapter, tmp_path, ca
     file.write_text(yaml.safe_dump(config))
     to_hf.convert(tmp_path / "run", tmp_path / "back")
     assert f"adapters are for {tmp_path}/first, which is not a Hugging Face model" in caplog.text
+
+
+def test_adapters_under_the_names_of_files_are_read(tmp_path):
+    """Older versions of transformers name the modules of a ViT as their weights in files."""
+    make("vit", "DoRA", tmp_path)
+    expected = ours(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    older = {
+        ".layers.": ".encoder.layer.",
+        ".q_proj.": ".attention.query.",
+        ".o_proj.": ".output.dense.",
+        ".mlp.fc1.": ".intermediate.dense.",
+    }
+    tensors = load_file(file)
+    for new, old in older.items():
+        assert any(new in name for name in tensors)
+        tensors = {name.replace(new, old): x for name, x in tensors.items()}
+    save_file(tensors, file)
+    np.testing.assert_array_equal(ours(tmp_path / "adapter"), expected)

@@ -179,7 +179,7 @@ class Finalists:
             needs = Needs(device={"compiled": choice.step.memory.in_all or 0}, host={})
             least = error.needs.device_bytes if isinstance(error, DoesNotFit) else math.inf
             if needs.device_bytes < least:
-                error = DoesNotFit((choice.plan, choice.cost), needs)
+                error = DoesNotFit((choice.plan, choice.cost), needs, is_compiled=True)
         return error
 
     def factor(self, plan: ParallelPlan) -> float:

@@ -16,7 +16,7 @@ from sharding.analysis.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory.budget import Budget, Needs, excess, size
+from train.planning.memory.budget import Budget, Needs, at_least, excess, size
 from train.planning.parallel_plan import SETTINGS, ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import PlanCost
 
@@ -35,6 +35,8 @@ _NEAR_EXAMPLES = 64
 #: composed memory exceeds the budget by at most this factor.
 _NUM_ESTIMATED = 2
 _NEAR_BUDGET = 1.5
+#: A compiled step takes up to this times its estimate, so a remedy leaves room for as much.
+_COMPILED = 1.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,12 +160,14 @@ class DoesNotFit(Exception):
     Args:
         leanest: the plan that exceeds the budget the least.
         needs: its estimated memory.
+        is_compiled: whether `needs` is the memory of the compiled step instead.
     """
 
-    def __init__(self, leanest: Costed, needs: Needs):
+    def __init__(self, leanest: Costed, needs: Needs, *, is_compiled: bool = False):
         super().__init__(str(leanest[0]))
         self.leanest = leanest
         self.needs = needs
+        self.is_compiled = is_compiled
 
 
 def may_use_host_memory(config: RunConfig, fixed: Collection[str], machine: Machine) -> bool:
@@ -207,8 +211,8 @@ def no_memory(
     if leanest_bytes <= budget_bytes:
         return (
             f"no plan fits into {size(budget.host_bytes)} a host; the leanest, {leanest[0]}, takes "
-            f"{size(needs.host_bytes)}; what would fit: hosts with {size(needs.host_bytes)} for a "
-            "step, more hosts, or a smaller model; memory.host_budget sets the budget"
+            f"{size(needs.host_bytes)}; what would fit: hosts with {at_least(needs.host_bytes)} for "
+            "a step, more hosts, or a smaller model; memory.host_budget sets the budget"
         )
     # Composed memory is corrected by the one plan whose memory has been estimated.
     correction = leanest_bytes / leanest[1].memory_bytes
@@ -217,7 +221,8 @@ def no_memory(
         return [(correction * cost(plan).memory_bytes, plan) for plan in plans_of(count)]
 
     more = _more_devices(num_devices, budget, composed, needs_with)
-    remedies = [f"{more}devices with {size(leanest_bytes)} for a step"]
+    enough_bytes = leanest_bytes if found.is_compiled else _COMPILED * leanest_bytes
+    remedies = [f"{more}devices with {at_least(enough_bytes)} for a step"]
     # With one example at a time, a smaller batch keeps no fewer activations.
     is_one = leanest[0].microbatch_size(config.data.global_batch_size) == 1
     remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
@@ -270,7 +275,9 @@ def _fits(needs: Callable[[], Needs | None], budget: Budget) -> bool | None:
         found = needs()
     except ValueError:
         return False
-    return None if found is None else excess(found, budget) <= 1
+    if found is None:
+        return None
+    return excess(found, budget, device_bytes=_COMPILED * found.device_bytes) <= 1
 
 
 def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:

@@ -197,3 +197,9 @@ def size(num_bytes: float) -> str:
     if num_bytes < 2**30:
         return f"{num_bytes / 2**20:,.1f} MiB"
     return f"{num_bytes / 2**30:,.2f} GiB"
+
+
+def at_least(num_bytes: float) -> str:
+    """Format a number of bytes as `size` does, but never as fewer bytes than it is."""
+    unit = 2**20 / 10 if num_bytes < 2**30 else 2**30 / 100  # what `size` rounds to
+    return size(math.ceil(num_bytes / unit) * unit)
