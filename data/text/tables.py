@@ -99,20 +99,34 @@ def _lines_of(file: Path, cache: Path, verify: str) -> Path:
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, without columns that JSON cannot express, such as images."""
     with open_table(file) as (schema, batches):
-        for batch in batches([each.name for each in schema if _is_plain(each.type)], _BATCH_ROWS):
+        kinds = {each.name: each.type for each in schema if _is_plain(each.type)}
+        for batch in batches([*kinds], _BATCH_ROWS):
             for row in batch.to_pylist():
-                yield {name: _without_absent(value) for name, value in row.items()}
+                yield {name: _plain(value, kinds[name]) for name, value in row.items()}
 
 
-def _without_absent(value: Any) -> Any:
-    """Return a value without the fields that are null in the objects within it.
+def _plain(value: Any, kind: Any) -> Any:
+    """Return a value without the fields, in objects within it, that are null or not plain.
 
     All objects of a column have the same fields. Those that one of them lacks are null in it.
+
+    Args:
+        value: A value of a plain type.
+        kind: Its type of pyarrow.
     """
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _plain(value, kind.value_type)
     if isinstance(value, list):
-        return [_without_absent(each) for each in value]
+        return [_plain(each, kind.value_type) for each in value]
     if isinstance(value, dict):
-        return {key: _without_absent(each) for key, each in value.items() if each is not None}
+        fields = [field for field in kind if _is_plain(field.type)]
+        return {
+            field.name: _plain(value[field.name], field.type)
+            for field in fields
+            if value[field.name] is not None
+        }
     return value
 
 
@@ -184,7 +198,7 @@ def _arrow_reader(stream: Any) -> Any:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Return whether JSON can express the values of a type of pyarrow."""
+    """Return whether JSON can express the values of a type of pyarrow, or fields of them."""
     from pyarrow import types
 
     if types.is_dictionary(kind):  # columns with few different values, such as pandas categories
@@ -192,7 +206,7 @@ def _is_plain(kind: Any) -> bool:
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         return _is_plain(kind.value_type)
     if types.is_struct(kind):
-        return all(_is_plain(field.type) for field in kind)
+        return any(_is_plain(field.type) for field in kind)
     is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
     return is_text or is_number or types.is_null(kind)

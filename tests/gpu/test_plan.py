@@ -132,10 +132,6 @@ def test_part_has_the_times_of_its_own_layers():
             ["--target=h100:1x7"],
             r"no plan divides .*\.global_batch_size=8 over 7 .* that works: ",
         ),
-        (
-            ["--target=h100:1x2", "--config.memory.device_budget=0.001"],
-            r"no plan fits into 1\.0 MiB a device; the leanest, .*; what would fit: devices",
-        ),
         (["--target=h100:1x8", "--config.mesh.model=3"], r"model=3"),
     ],
 )
@@ -145,6 +141,22 @@ def test_request_without_a_plan_ends_in_one_sentence(arguments, message, capfd):
     assert text == ""
     (error,) = (line for line in err.splitlines() if line.startswith("error: "))
     assert re.search(message, error)
+
+
+def test_named_remedies_for_too_little_memory_are_enough(capfd):
+    budget = "--config.memory.device_budget="
+    code, text, err = run_plan(capfd, "--target=h100:1x1", f"{budget}0.1")
+    assert (code, text) == (2, "")
+    found = re.search(
+        r"no plan fits into 102\.4 MiB a device; the leanest, .*; what would fit: "
+        r"(\d+) devices like these, or devices with ([\d.]+) MiB for a step",
+        err,
+    )
+    assert found
+    more, mebibytes = found.groups()
+    enough = float(mebibytes) / 1024
+    assert run_plan(capfd, "--target=h100:1x1", f"{budget}{enough}")[0] == 0
+    assert run_plan(capfd, f"--target=h100:1x{more}", f"{budget}0.1")[0] == 0
 
 
 #: A class and its config.

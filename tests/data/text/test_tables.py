@@ -1,5 +1,6 @@
 """Parquet and Arrow files give the same documents and examples as lines of JSON."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from data.config import DataConfig
 from data.corpus import load_corpus
+from data.text.tables import as_lines
 
 datasets.disable_progress_bars()
 
@@ -85,6 +87,18 @@ def test_categories_are_texts(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     corpus = corpus_of(tmp_path / "rows.parquet", tmp_path / "cache")
     assert len(corpus.train) > 0
+
+
+def test_fields_of_objects_that_json_cannot_express_are_left_out(tmp_path):
+    """Published conversations have the time of each message."""
+    message = {"role": "user", "content": "Hi", "name": None, "meta": {"image": b"\0", "words": [1]}}
+    time = datetime.datetime(2026, 1, 1)
+    rows = [{"messages": [{**message, "time": time}, None]}, {"messages": None}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (file,) = as_lines([tmp_path / "rows.parquet"], tmp_path / "cache", "times")
+    expected = {"role": "user", "content": "Hi", "meta": {"words": [1]}}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines == [{"messages": [expected, None]}, {"messages": None}]
 
 
 def test_columns_have_different_names(tmp_path):

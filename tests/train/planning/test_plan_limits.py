@@ -128,7 +128,7 @@ def test_memory_on_more_devices_is_estimated_if_they_are_described():
 
     found = DoesNotFit(leanest, Needs(device={"optimizer": 10 * 2**30}, host={}))
     message = no_memory(found, config_of(), BUDGET, 8, plans_of, cost, needs_with)
-    assert "what would fit: 32 devices like these, or devices with 10.00 GiB" in message
+    assert "what would fit: 32 devices like these, or devices with 11.00 GiB" in message
     assert tried == [16, 16, 32]
     assert "memory.placement=host with memory.offload_parameters_fraction=1.0" in message
     whole = config_of("memory.placement=host", "memory.offload_parameters_fraction=1.0")
@@ -143,6 +143,15 @@ def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
     found = DoesNotFit((plan, cost(plan)), NEEDS)
     message = no_memory(found, config_of(), budget, 8, plans_of, cost, unknown)
     assert message.startswith(f"no plan fits into 16.00 GiB a host; the leanest, {plan}, takes 80")
+
+
+def test_devices_with_the_memory_of_a_compiled_step_are_enough():
+    plan = next(iter(space()))
+    needs = Needs(device={"compiled": 10 * 2**30 + 1}, host={})
+    found = DoesNotFit((plan, cost(plan)), needs, is_compiled=True)
+    message = no_memory(found, config_of(), BUDGET, 8, plans_of, cost, unknown)
+    assert "takes 10.00 GiB;" in message
+    assert "or devices with 10.01 GiB for a step" in message
 
 
 @pytest.mark.parametrize("budget", [2**40, 2**33])
