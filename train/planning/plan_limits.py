@@ -212,7 +212,8 @@ def no_memory(
         return (
             f"no plan fits into {size(budget.host_bytes)} a host; the leanest, {leanest[0]}, takes "
             f"{size(needs.host_bytes)}; what would fit: hosts with "
-            f"{at_least(needs.host_bytes)} for a step, more hosts, or a smaller model; memory.host_budget sets the budget"
+            f"{at_least(needs.host_bytes)} for a step, more hosts, or a smaller model; "
+            "memory.host_budget sets the budget"
         )
     # Composed memory is corrected by the one plan whose memory has been estimated.
     correction = leanest_bytes / leanest[1].memory_bytes

@@ -91,9 +91,9 @@ def test_categories_are_texts(tmp_path):
 
 def test_fields_of_objects_that_json_cannot_express_are_left_out(tmp_path):
     """Published conversations have the time of each message."""
-    message = {"role": "user", "content": "Hi", "name": None, "meta": {"image": b"\0", "words": [1]}}
-    time = datetime.datetime(2026, 1, 1)
-    rows = [{"messages": [{**message, "time": time}, None]}, {"messages": None}]
+    message = {"role": "user", "content": "Hi", "name": None, "time": datetime.datetime(2026, 1, 1)}
+    meta = {"image": b"\0", "words": [1]}
+    rows = [{"messages": [{**message, "meta": meta}, None]}, {"messages": None}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (file,) = as_lines([tmp_path / "rows.parquet"], tmp_path / "cache", "times")
     expected = {"role": "user", "content": "Hi", "meta": {"words": [1]}}
