@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -37,7 +38,8 @@ class FittingRuns:
         self.excluded: set[ParallelPlan] = set()
         self._config = config
         self._devices = devices
-        # How much more memory plans take than composed, by what their activations depend on.
+        # By what their activations depend on: how much more memory plans take than composed, at
+        # least.
         self._corrections: dict[Any, float] = {}
         self._leanest: DoesNotFit | None = None
         self._refusal = ""
@@ -79,7 +81,8 @@ class FittingRuns:
                 self.excluded.add(plan)
                 continue
             needs = needs_of(run, budget)
-            self._corrections[kind] = needs.device_bytes / cost.memory_bytes
+            correction = needs.device_bytes / cost.memory_bytes
+            self._corrections[kind] = min(correction, self._corrections.get(kind, math.inf))
             if excess(needs, budget) <= 1:
                 num_found += 1
                 shapes[plan.shape] += 1

@@ -20,6 +20,7 @@ from sharding.pipeline.schedule import make_schedule
 from sharding.pipeline.schedules.table import (
     BACKWARD,
     FORWARD,
+    INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     max_in_flight,
 )
@@ -85,8 +86,12 @@ def pipeline_s(
 
 
 @cache
-def in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int) -> int:
-    """Return the largest number of chunks' activations that a stage keeps at a time.
+def in_flight(
+    num_stages: int, num_microbatches: int, name: str, num_chunks: int
+) -> tuple[int, int]:
+    """Return how many chunks' activations a stage keeps: for backwards, and for weight gradients.
+
+    The latter wait for a weight gradient that is apart from the input gradient.
 
     Args:
         num_stages: number of pipeline stages.
@@ -97,18 +102,10 @@ def in_flight(num_stages: int, num_microbatches: int, name: str, num_chunks: int
     # More microbatches than this wait for their turn, and keep nothing.
     most = 2 * num_stages + num_microbatches % num_stages
     num_microbatches = min(num_microbatches, most)
-    return max(max_in_flight(_schedule(name, num_stages, num_microbatches, num_chunks)))
-
-
-@cache
-def splits_backward(name: str, num_chunks: int) -> bool:
-    """Return whether a schedule runs input gradients and weight gradients apart.
-
-    Args:
-        name: value of `pipeline.schedule`.
-        num_chunks: value of `pipeline.chunks`.
-    """
-    return _schedule(name, 2, 2, num_chunks).splits_backward()
+    schedule = _schedule(name, num_stages, num_microbatches, num_chunks)
+    saved = max_in_flight(schedule, until=(BACKWARD, INPUT_GRADIENT))
+    waiting = max_in_flight(schedule, since=INPUT_GRADIENT, until=(WEIGHT_GRADIENT,))
+    return max(saved), max(waiting)
 
 
 #: Making a schedule verifies it, which takes longer than pricing it.
@@ -130,7 +127,7 @@ def _ticks(
     num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
 ) -> _TickWork:
     counts = _tick_counts(num_stages, num_microbatches, name, num_chunks, remat)
-    splits = splits_backward(name, num_chunks)
+    splits = _schedule(name, 2, 2, num_chunks).splits_backward()
     width = max(map(len, counts))
     work = np.zeros((len(counts), width, 4))
     has_head = np.zeros((len(counts), width))

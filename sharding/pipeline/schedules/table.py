@@ -24,7 +24,7 @@ simulate.py times them.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from fields.numbers import shown
@@ -205,18 +205,27 @@ def verify(schedule: Schedule) -> None:
                 )
 
 
-def max_in_flight(schedule: Schedule) -> list[int]:
+def max_in_flight(
+    schedule: Schedule,
+    *,
+    since: str = FORWARD,
+    until: Collection[str] = (BACKWARD, WEIGHT_GRADIENT),
+) -> list[int]:
     """Return, for each stage, the largest number of chunk activations held at once.
 
-    An activation is held from a forward until the backward (B) or the weight gradient (W) of the
-    same microbatch and chunk. The unit is a chunk; a stage has num_chunks of them.
+    The unit is a chunk; a stage has num_chunks of them.
+
+    Args:
+        schedule: the schedule.
+        since: the kind of operation from which on an activation is held.
+        until: the kinds of operations on the same microbatch and chunk that end this.
     """
     most = [0] * schedule.num_stages
     now = [0] * schedule.num_stages
-    change = {FORWARD: 1, BACKWARD: -1, INPUT_GRADIENT: 0, WEIGHT_GRADIENT: -1}
+    change = {since: 1} | dict.fromkeys(until, -1)
     for _, stage, cell in schedule.cells():
         for op in cell:
-            now[stage] += change[op.kind]
+            now[stage] += change.get(op.kind, 0)
             most[stage] = max(most[stage], now[stage])
     return most
 
