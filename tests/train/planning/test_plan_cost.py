@@ -202,8 +202,8 @@ def test_split_backwards_keep_gradients_and_what_they_recompute():
     """The weight gradient reads what the input gradient has computed."""
 
     def memory_bytes(schedule: str, remat: str = "none", pipeline_remat: str = "none") -> float:
-        values = {"schedule": schedule, "remat": remat, "pipeline_remat": pipeline_remat}
-        return COSTS.cost(plan(16, pipeline=2, **values)).memory_bytes
+        split = plan(16, pipeline=2, schedule=schedule, remat=remat, pipeline_remat=pipeline_remat)
+        return COSTS.cost(split).memory_bytes
 
     # A stage keeps 3 microbatches for their backwards, of half of the layers, and 2 for weights.
     whole = memory_bytes("1f1b")
