@@ -25,6 +25,7 @@ from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
+from data.text.chat.template import TEMPLATES
 from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
@@ -201,7 +202,7 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
 
 
 def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FILES) -> None:
-    """Copy files of a Hugging Face model that are next to its weights.
+    """Copy files of a Hugging Face model that are next to its weights, and its chat templates.
 
     Args:
         directory: The directory of the model; a file in it must not be a link that leads outside.
@@ -212,7 +213,10 @@ def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FIL
         ValueError: A file is too large, not a regular file, or a link that leads outside of
             `directory`.
     """
-    for name in names:
+    templates = sorted(path.name for path in (directory / TEMPLATES).glob("*.jinja"))
+    if templates:
+        (target / TEMPLATES).mkdir(exist_ok=True)
+    for name in (*names, *(f"{TEMPLATES}/{template}" for template in templates)):
         if (directory / name).is_symlink() or (directory / name).exists():
             original = directory / name
             copy_file(original, target / name, within=directory, max_bytes=MAX_FILE_BYTES)

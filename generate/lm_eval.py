@@ -19,6 +19,7 @@ from convert.from_hf import load_model
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.batches import check_batch_size
+from generate.beam_search import Beams
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.evaluation.scoring import Scorer
@@ -53,6 +54,8 @@ except ModuleNotFoundError as error:
 _Request = tuple[Any, list[int], list[int]]
 #: Keys of a task's `generation_kwargs` -> fields of `Sampling`.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+#: The same for a beam search -> fields of `Beams`.
+_BEAMS = ("num_beams", "length_penalty", "early_stopping")
 _MAX_NEW_TOKENS = 256
 
 
@@ -163,25 +166,39 @@ class TaskModel(TemplateLM):
                 raise ValueError(
                     f"the task asks for {most} new tokens, but the model has {self._most} positions"
                 )
-            continuations = self._generator.generate(
-                [self.tok_encode(asked[number][0])[-room:] for number in numbers],
-                max_new_tokens=most,
-                sampling=_sampling_of(options),
-            )
+            texts = (asked[number][0] for number in numbers)
+            prompts = [self.tok_encode(text)[-room:] or [self._first_token] for text in texts]
+            search = _search_of(options)
+            if isinstance(search, Beams):
+                continuations = self._generator.beam_search(
+                    prompts, max_new_tokens=most, beams=search
+                )
+            else:
+                continuations = self._generator.generate(
+                    prompts, max_new_tokens=most, sampling=search
+                )
             for number, tokens in zip(numbers, continuations, strict=True):
                 text = self._codec.decode(tokens)
                 found[number] = postprocess_generated_text(text, until, None)
         return found
 
 
-def _sampling_of(options: dict[str, Any]) -> Sampling:
+def _search_of(options: dict[str, Any]) -> Sampling | Beams:
     """Return how tokens are chosen, from a task's `generation_kwargs`.
 
     Raises:
-        ValueError: a key is not known.
+        ValueError: a key is not known, or a beam search is to sample.
     """
     values = {key: options.pop(key) for key in _SAMPLING if key in options}
-    if not options.pop("do_sample", False):
+    of_beams = {key: options.pop(key) for key in _BEAMS if key in options}
+    samples = options.pop("do_sample", False)
+    has_beams = of_beams.get("num_beams", 1) > 1
+    if has_beams and (samples or values.get("repetition_penalty", 1.0) != 1.0):
+        raise ValueError(
+            f"the task's generation_kwargs have num_beams={of_beams['num_beams']} with do_sample "
+            "or repetition_penalty, which is not supported; leave out one of them"
+        )
+    if not samples:
         values["temperature"] = 0.0
         values = {
             key: values[key] for key in ("temperature", "repetition_penalty") if key in values
@@ -189,9 +206,9 @@ def _sampling_of(options: dict[str, Any]) -> Sampling:
     if options:
         raise ValueError(
             f"the task's generation_kwargs have {shortened([*options])}, which is not supported; "
-            f"known are until, max_gen_toks, do_sample, {', '.join(_SAMPLING)}"
+            f"known are until, max_gen_toks, do_sample, {', '.join((*_SAMPLING, *_BEAMS))}"
         )
-    return Sampling(**values)
+    return Beams(**of_beams) if has_beams else Sampling(**values)
 
 
 def main(argv: list[str] | None = None) -> int:

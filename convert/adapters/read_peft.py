@@ -158,10 +158,17 @@ def _check_layers(
     embeddings = [name for name in tensors if "lora_embedding_" in name]
     tied = {name.removesuffix(".weight") for m in mappings for name in m.tied}
     heads = [name for name in tensors if any(name.startswith(f"{module}.") for module in tied)]
+    linear = {module_of(m) for m in mappings if m.ours.endswith(".kernel") and m.kind != "conv2d"}
+    others = {module_of(m) for m in mappings} - linear
+    not_linear = [name for name in tensors if _adapted(name) in others]
     problems = [
         *(f"{module_of(m)} has no adapter, but other layers have such adapters" for m in without),
         *(f"{name} belongs to an adapter of an embedding" for name in embeddings),
         *(f"{name} belongs to a layer that shares its weight with another" for name in heads),
+        *(
+            f"{name} belongs to an adapter of an output head or a convolution"
+            for name in not_linear
+        ),
     ]
     if problems:
         raise ValueError(
@@ -235,11 +242,14 @@ def _tensors(
     for tensor in open_safetensors(path / TENSORS_FILE):
         name = module_name(architecture, tensor.name.removeprefix(PREFIX))
         candidates = (name, prefix + name, name.removeprefix(prefix))
-        part = next((f".{part}" for part in PARTS.values() if name.endswith(part)), "")
         known = (
-            each
-            for each in candidates
-            if (each.removesuffix(part) if part else each.rpartition(".")[0]) in modules
+            each for each in candidates if (_adapted(each) or each.rpartition(".")[0]) in modules
         )
         by_name[next(known, name)] = tensor
     return by_name
+
+
+def _adapted(name: str) -> str:
+    """Return the module that a part of an adapter belongs to; "" for other tensors."""
+    end = next((f".{part}" for part in PARTS.values() if name.endswith(f".{part}")), "")
+    return name.removesuffix(end) if end else ""

@@ -20,7 +20,7 @@ from convert.adapters.peft_format import (
     module_of,
 )
 from convert.architecture import Architecture
-from convert.model_on_disk import Source
+from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, assembled
 from convert.tensor_files import ShardWriter
 from untrusted.files import write_text
@@ -34,6 +34,8 @@ _TASKS = {
     "ForConditionalGeneration": "SEQ_2_SEQ_LM",
     "ForSequenceClassification": "SEQ_CLS",
 }
+#: Modules that PEFT stores whole for the task SEQ_CLS.
+_SAVED_BY_PEFT = {"classifier", "score"}
 
 
 def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
@@ -82,13 +84,14 @@ def write_adapter(
         base: The model that the adapters are for, from `base_of`.
 
     Raises:
-        ValueError: PEFT cannot express it, because only a part of a module was trained, or a
-            parameter that is used in two places.
+        ValueError: PEFT cannot express it, because a convolution has an adapter, or only a part of
+            a module was trained, or a parameter that is used in two places.
     """
     all_shapes = source.shapes()
     shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
     vocab_size = getattr(source.config, "vocab_size", None)
     mappings = module_mappings(architecture, shapes, vocab_size=vocab_size)
+    _check_linear(mappings, all_shapes)
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
     known = shapes if base is None else base.shapes()
     trained = [
@@ -117,6 +120,9 @@ def _config(
     """Return the content of adapter_config.json."""
     lora = source.lora
     task = next((t for end, t in _TASKS.items() if architecture.name.endswith(end)), None)
+    saved = _saved_modules(mappings, of_adapters, trained)
+    if task == "SEQ_CLS" and not saved & _SAVED_BY_PEFT:
+        task = None  # with this task, PEFT expects its classifier in the file
     names = {m.theirs for m in of_adapters if m.ours.endswith(".a")}
     modules = {name.removesuffix(f".{PARTS['a']}") for name in names}
     kinds = {m.kind for m in mappings if m.theirs.removesuffix(".weight") in modules}
@@ -127,7 +133,7 @@ def _config(
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": _short_names(modules, {module_of(m) for m in mappings}),
-        "modules_to_save": sorted({module_of(m) for m in trained}) or None,
+        "modules_to_save": sorted(saved) or None,
         "fan_in_fan_out": "conv1d" in kinds,
         "bias": "none",
         "use_rslora": lora.use_rslora,
@@ -136,14 +142,50 @@ def _config(
     }
 
 
+def _saved_modules(
+    mappings: Sequence[TensorMapping],
+    of_adapters: Sequence[TensorMapping],
+    trained: Sequence[TensorMapping],
+) -> set[str]:
+    """Return the modules to store whole, such as `classifier` for `classifier.dense` and the rest.
+
+    PEFT stores the classifier of a text as one module.
+    """
+
+    def top(place: TensorMapping) -> str:
+        return place.theirs.partition(".")[0]
+
+    names = {m.theirs for m in trained}
+    others = [*of_adapters, *(m for m in mappings if m.theirs not in names)]
+    in_parts = {top(m) for m in others}
+    return {module_of(m) if top(m) in in_parts else top(m) for m in trained}
+
+
 def _short_names(modules: set[str], known: set[str]) -> list[str]:
     """Return the last words of the modules' names, or whole names where a word is ambiguous."""
     names = set()
+    # A module within others, such as layers.0.mlp, stands for them as well: layers.0 and layers.
+    within = {
+        ".".join(words[: i + 1])
+        for words in (name.split(".") for name in known)
+        for i in range(len(words))
+    }
     for module in modules:
         word = module.rpartition(".")[2]
-        same = {each for each in known if each.rpartition(".")[2] == word}
+        same = {each for each in within if each.rpartition(".")[2] == word}
         names.add(word if same <= modules else module)
     return sorted(names)
+
+
+def _check_linear(mappings: Sequence[TensorMapping], shapes: Shapes) -> None:
+    """Check that no layer that is a convolution in the Hugging Face model has an adapter."""
+    for place in mappings:
+        layer = place.ours.removesuffix(".kernel")
+        if place.kind == "conv2d" and f"{layer}.lora.a" in shapes:
+            raise ValueError(
+                f"{layer} has an adapter, but is a convolution in the Hugging Face model; write "
+                "the whole model with --merge, or leave it out of lora.targets"
+            )
 
 
 def _check_whole_modules(

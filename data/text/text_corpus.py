@@ -2,8 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.blend import parse_mixture
@@ -34,13 +34,13 @@ class TextCorpus(Corpus):
 
     Attributes:
         tokenizer: The tokenizer that encoded the corpus.
-        chat_template: The chat template of conversations; None without one.
+        chat_templates: Name of a file of a tokenizer -> the chat template in it, for conversations.
         end_of_answers: The id of the token that ends the answers in conversations; None without
             such a token.
     """
 
     tokenizer: Tokenizer
-    chat_template: str | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
     end_of_answers: int | None = None
 
     @property
@@ -185,7 +185,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     keyed = " ".join([*(chats.digest for chats in encoded), tokenizer.fingerprint])
     return TextCorpus(
         tokenizer=tokenizer,
-        chat_template=template.text,
+        chat_templates=template.files,
         end_of_answers=end_of_answers(template, tokenizer),
         train=train,
         validation=validation,

@@ -1,10 +1,12 @@
 """Adapters of PEFT name their base model; files in both folders, and parameters it lacks."""
 
+import dataclasses
 import json
 import shutil
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from convert import from_hf, to_hf
 from convert.adapters.peft_format import module_mappings, module_of
+from convert.adapters.write_peft import write_adapter
 from convert.source import read_source
 from generate.prompts import stop_tokens_of
 from tests.convert.cases import CASES, save
@@ -129,3 +132,55 @@ def test_adapters_under_the_names_of_files_are_read(tmp_path):
         tensors = {name.replace(new, old): x for name, x in tensors.items()}
     save_file(tensors, file)
     np.testing.assert_array_equal(ours(tmp_path / "adapter"), expected)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "sizes", "targets"),
+    [
+        (
+            hf.RobertaForSequenceClassification,
+            {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
+            | {"num_attention_heads": 4, "num_labels": 3},
+            ["query"],
+        ),
+        (
+            hf.Swinv2ForImageClassification,
+            {"image_size": 16, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "window_size": 2}
+            | {"num_heads": [1, 2], "num_labels": 3},
+            "all-linear",
+        ),
+    ],
+)
+def test_peft_finds_the_modules_that_it_has_named_itself(model_class, sizes, targets, tmp_path):
+    """It adds classifiers of texts, and refuses names that also end those of containers."""
+    torch.manual_seed(0)
+    base = tmp_path / "base"
+    model_class(model_class.config_class(**sizes)).save_pretrained(base)
+    task = "SEQ_CLS" if targets == ["query"] else None
+    settings = peft.LoraConfig(r=2, target_modules=targets, task_type=task)
+    model: Any = peft.get_peft_model(model_class.from_pretrained(base), settings)
+    model.save_pretrained(str(tmp_path / "adapter"))
+    from_hf.convert(tmp_path / "adapter", tmp_path / "run")
+    to_hf.convert(tmp_path / "run", tmp_path / "back")
+    again = peft.PeftModel.from_pretrained(model_class.from_pretrained(base), tmp_path / "back")
+    expected = model.state_dict()
+    found = again.state_dict()
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=0, atol=0)
+
+
+def test_adapters_of_convolutions_and_heads_are_refused(tmp_path):
+    save("vit", tmp_path / "base")
+    model = hf.ViTForImageClassification.from_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, target_modules=["projection", "v_proj"])
+    peft.get_peft_model(model, settings).save_pretrained(str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"projection\.lora_A.* or a convolution.* merge"):
+        read_source(tmp_path / "adapter")
+
+    source = read_source(tmp_path / "base")
+    assert source.architecture is not None
+    lora = dataclasses.replace(source.lora, rank=2, targets=("patch_embedding.linear",))
+    changed = dataclasses.replace(source, lora=lora)
+    with pytest.raises(ValueError, match=r"patch_embedding\.linear .* convolution .* --merge"):
+        write_adapter(changed, source.architecture, tmp_path / "out", None, base=None)

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from generate.lm_eval import main
 
-TASKS = ("choose", "perplexity", "continue")
+TASKS = ("choose", "perplexity", "continue", "search")
 POSITIONS = 64
 
 
@@ -69,7 +69,7 @@ def directory(tmp_path_factory, request):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """Three tasks with questions in a local file: choices, perplexity, and continuations."""
+    """Tasks with questions in a local file: choices, perplexity, continuations, and a search."""
     path = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(0)
 
@@ -113,7 +113,9 @@ def tasks(tmp_path_factory):
         "generation_kwargs": {"until": ["\n", "c"], "max_gen_toks": 16},
         "metric_list": [{"metric": name} for name in ("bleu", "chrf")],
     }
-    for name, task in zip(TASKS, (choose, perplexity, generate), strict=True):
+    beams = {"until": ["\n"], "max_gen_toks": 9, "num_beams": 3, "length_penalty": 0.5}
+    search = {**generate, "generation_kwargs": beams}
+    for name, task in zip(TASKS, (choose, perplexity, generate, search), strict=True):
         content = yaml.safe_dump({"task": name, **common, **task})
         (path / f"{name}.yaml").write_text(content, encoding="utf-8")
     return path

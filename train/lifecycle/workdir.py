@@ -17,7 +17,7 @@ from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.examples import Corpus
-from data.text.chat.template import TEMPLATE_FILE
+from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
@@ -139,8 +139,11 @@ def write_run_files(
         keep_hf_files(source, workdir)
     elif isinstance(corpus, TextCorpus):
         write_text(hf / "tokenizer.json", corpus.tokenizer.content)
-    if isinstance(corpus, TextCorpus) and corpus.chat_template is not None:
-        write_text(hf / TEMPLATE_FILE, corpus.chat_template)
+    if isinstance(corpus, TextCorpus) and corpus.chat_templates:
+        (hf / TOOLS_FILE).unlink(missing_ok=True)  # of the source, if the run has another template
+        for name, text in corpus.chat_templates.items():
+            (hf / name).parent.mkdir(exist_ok=True)
+            write_text(hf / name, text)
         if corpus.end_of_answers is not None:
             add_stop_token(hf, corpus.end_of_answers, corpus.tokenizer.eos_id)
     if corpus.labels:

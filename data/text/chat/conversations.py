@@ -61,7 +61,7 @@ class MessageTexts(Sequence[str]):
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         dialogues = self._lines[index]
         messages = (message for each in dialogues for message in each.messages)
-        return "\n".join(message["content"] or "" for message in messages)
+        return "\n".join(message.get("content") or "" for message in messages)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ class Dialogue(NamedTuple):
     """A conversation.
 
     Attributes:
-        messages: Its messages, each with the strings `role` and `content`.
+        messages: Its messages, each with the strings `role` and `content`; see `checked_messages`.
         num_given: How many of them, at the beginning, are not learned.
         tools: Descriptions of functions that the assistant may call; None for none.
     """
@@ -96,7 +96,7 @@ def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
 def checked_messages(messages: list[Any], where: str) -> list[Message]:
     """Return messages, which have the strings `role` and `content`.
 
-    The content of a message that calls tools may be null or absent, and is None then.
+    The content of a message that calls tools may be null or absent.
 
     Args:
         messages: The messages.
@@ -114,4 +114,4 @@ def checked_messages(messages: list[Any], where: str) -> list[Message]:
                 f"{where}: message {number} is {shortened(message)}, but must have the strings "
                 "'role' and 'content'; fix the line"
             )
-    return [{"content": None, **message} for message in messages]
+    return messages

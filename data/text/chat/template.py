@@ -39,6 +39,9 @@ _BEGIN = "\0generation:begin\0"
 _END = "\0generation:end\0"
 
 TEMPLATE_FILE = "chat_template.jinja"
+#: The directory of other templates of a tokenizer, and the one for conversations with tools.
+TEMPLATES = "additional_chat_templates"
+TOOLS_FILE = f"{TEMPLATES}/tool_use.jinja"
 _CONFIG_FILE = "tokenizer_config.json"
 _MAX_BYTES = 2**20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -54,6 +57,9 @@ _ERRORS = (
     TypeError,
     ValueError,
 )
+
+#: Names of the reasoning before an answer, in messages and in templates.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = Mapping[str, Any]
 #: First character and end of a part of a text.
@@ -82,14 +88,24 @@ class ChatTemplate:
         text: The template.
         source: Its file or config key, for error messages.
         tokens: Names of special tokens that it may use, such as {"bos_token": "<s>"}.
+        for_tools: The template of conversations with tools; None: `text` is.
         has_clock: Whether it may ask for the date and the time with `strftime_now`.
+
+    Attributes:
+        files: Name of a file of a tokenizer -> the template in it.
 
     Raises:
         ValueError: It is not a Jinja template.
     """
 
     def __init__(
-        self, text: str, source: str, tokens: Mapping[str, str], *, has_clock: bool = False
+        self,
+        text: str,
+        source: str,
+        tokens: Mapping[str, str],
+        *,
+        for_tools: str | None = None,
+        has_clock: bool = False,
     ):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -98,18 +114,21 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         if has_clock:
             environment.globals["strftime_now"] = _now
-        self.text = text
+        self.files = {TEMPLATE_FILE: text}
+        if for_tools is not None:
+            self.files[TOOLS_FILE] = for_tools
         self._source = source
         self._tokens = tokens
         try:
             self._template = environment.from_string(text)
+            self._for_tools = environment.from_string(for_tools or text)
         except jinja2.TemplateError as error:
             raise ValueError(f"{source} is not a chat template ({shortened(error)})") from None
 
     @property
     def key(self) -> str:
         """A string that changes whenever the texts may change."""
-        return repr((self.text, sorted(self._tokens.items())))
+        return repr((sorted(self.files.items()), sorted(self._tokens.items())))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         """Return the text of messages.
@@ -134,8 +153,8 @@ class ChatTemplate:
             tools: Descriptions of functions that the assistant may call.
 
         Raises:
-            ValueError: The template refuses the messages, or it has no tags and renders earlier
-                messages differently when others follow.
+            ValueError: The template refuses the messages; or it has no tags, and renders earlier
+                messages differently when others follow, or the assistant begins.
         """
         rendered = self._rendered(messages, tools)
         if _BEGIN in rendered:
@@ -144,17 +163,21 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            if number == 0:
+                raise self._not_clear("renders no prompt before message 0, which is an answer")
             prompt = self._rendered(messages[:number], tools, add_generation_prompt=True)
             until = self._rendered(messages[: number + 1], tools)
             if not (rendered.startswith(until) and until.startswith(prompt)):
-                raise ValueError(
-                    f"{self._source} renders message {number} differently when others follow, so "
-                    "the text of the assistant is not clear; put {% generation %} and "
-                    "{% endgeneration %} around it in a copy of the template, and set "
-                    "data.chat_template to its path"
-                )
+                raise self._not_clear(f"renders message {number} differently when others follow")
             found.append((len(prompt), len(until)))
         return rendered, found
+
+    def _not_clear(self, problem: str) -> ValueError:
+        return ValueError(
+            f"{self._source} {problem}, so the text of the assistant is not clear; put "
+            "{% generation %} and {% endgeneration %} around it in a copy of the template, and set "
+            "data.chat_template to its path"
+        )
 
     def _rendered(
         self,
@@ -164,8 +187,8 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
+            return (self._for_tools if tools else self._template).render(
+                messages=[_normalized(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -222,14 +245,18 @@ def find_template(
     tokens = {"eos_token": eos_token} | {
         name: token for name in _TOKENS if (token := _token(config.get(name))) is not None
     }
-    text, source = _text_of(setting, directory, config)
-    return None if text is None else ChatTemplate(text, source, tokens, has_clock=has_clock)
+    texts, source = _texts_of(setting, directory, config)
+    text = texts.get("default")
+    if text is None:
+        return None
+    for_tools = texts.get("tool_use")
+    return ChatTemplate(text, source, tokens, for_tools=for_tools, has_clock=has_clock)
 
 
-def _text_of(
+def _texts_of(
     setting: str, directory: Path | None, config: Mapping[str, Any]
-) -> tuple[str | None, str]:
-    """Return the text of a template, or None, and its source.
+) -> tuple[dict[str, str], str]:
+    """Return templates by their names, "default" and "tool_use", if they exist; and their source.
 
     Args:
         setting: As for `find_template`.
@@ -237,17 +264,33 @@ def _text_of(
         config: The content of its tokenizer_config.json.
     """
     if setting == "roles":
-        return ROLES, "data.chat_template='roles'"
+        return {"default": ROLES}, "data.chat_template='roles'"
     if setting:
-        return _read(Path(setting).expanduser()), f"data.chat_template={setting!r}"
+        text = _read(Path(setting).expanduser())
+        return {"default": text}, f"data.chat_template={setting!r}"
     if directory is not None and (directory / TEMPLATE_FILE).is_file():
-        file = directory / TEMPLATE_FILE
-        return _read(file), str(file)
+        files = {"default": directory / TEMPLATE_FILE, "tool_use": directory / TOOLS_FILE}
+        texts = {name: _read(file) for name, file in files.items() if file.is_file()}
+        return texts, str(files["default"])
     given = config.get("chat_template")
-    if isinstance(given, list):  # of templates with names, for tools and more
-        named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
-        given = named.get("default")
-    return given if isinstance(given, str) else None, f"{directory}/{_CONFIG_FILE}"
+    if not isinstance(given, list):
+        given = [{"name": "default", "template": given}]
+    named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    texts = {str(name): text for name, text in named.items() if isinstance(text, str)}
+    return texts, f"{directory}/{_CONFIG_FILE}"
+
+
+def _normalized(message: Message) -> Message:
+    """Return a message as templates expect it, which is as `transformers` gives it to them.
+
+    Fields that are null are left out, since templates render them or ask whether they exist. The
+    reasoning before an answer has all names that templates have for it.
+    """
+    found = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    if reasoning is None:
+        return found
+    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _directory_of(tokenizer: Path | None) -> Path | None:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import tokenizers
+import torch
 import transformers
 
-from convert import to_hf
+from convert import from_hf, to_hf
 from convert.source import read_source
 from data.text.chat.template import ROLES, ChatTemplate
 from generate.prompts import stop_tokens_of, tokenizer_of
@@ -77,3 +78,42 @@ def test_generation_stops_at_the_token_that_ends_answers(tmp_path):
     assert main(arguments(tmp_path / "more", [*more, "data.chat_template="])) == 0
     written = json.loads((tmp_path / "more" / "hf" / "generation_config.json").read_text())
     assert written["eos_token_id"] == [0, 2]
+
+
+def test_runs_keep_the_template_of_conversations_with_tools(tmp_path):
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=257, n_embd=16, n_layer=2, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(base)
+    names = ["</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {token: i for i, token in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(names[:1])
+    templates = {"default": ROLES, "tool_use": "{{ tools }}" + ROLES, "rag": "R"}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=templates, eos_token=names[0]
+    ).save_pretrained(base)
+    from_hf.convert(base, tmp_path / "run")
+    to_hf.convert(tmp_path / "run", tmp_path / "back")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert again.chat_template == templates
+
+    chat = [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "1!"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 80)
+    for name, setting in {"same": "", "other": "roles"}.items():
+        overrides = (
+            f"init_from={base}",
+            "data.name=text",
+            f"data.paths={tmp_path}/chats.jsonl",
+            f"data.cache_dir={tmp_path}/cache",
+            "data.objective=chat",
+            f"data.chat_template={setting}",
+            "data.sequence_length=96",
+            "data.validation_fraction=0.0",
+            "data.global_batch_size=2",
+            "train.num_steps=1",
+        )
+        assert main(arguments(tmp_path / name, overrides)) == 0
+        file = tmp_path / name / "hf" / "additional_chat_templates" / "tool_use.jinja"
+        assert file.exists() == (name == "same")

@@ -1,6 +1,7 @@
 """Conversations in which the assistant calls tools, as tokens and learned tokens."""
 
 import json
+import shutil
 from typing import Any
 
 import datasets
@@ -11,6 +12,7 @@ import transformers
 
 from data.corpus import load_corpus
 from data.text.chat.conversations import open_chats
+from data.text.chat.template import ROLES, ChatTemplate, load_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from tests.data.text.test_chat import CONVERSATIONS, chat_tokenizer, config_of
 
@@ -94,3 +96,62 @@ def test_tools_must_be_a_list(tmp_path):
     config = config_of(tmp_path, [{"messages": _CALLS, "tools": {"name": "f"}}] * 4)
     with pytest.raises(ValueError, match=r"line 1: 'tools' is .* must be a list of functions"):
         load_corpus(config)
+
+
+@pytest.mark.parametrize("layout", ["list", "files"])
+def test_conversations_with_tools_have_their_own_template(layout, tmp_path):
+    """Tokenizers name it `tool_use`, in a list or in a file."""
+    plain = "{% for m in messages %}{{ m['role'] + ': ' + m.content + '\n' }}{% endfor %}"
+    with_tools = "{{ tools | tojson }}" + plain
+    named = [{"name": "default", "template": plain}, {"name": "tool_use", "template": with_tools}]
+    reference: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(chat_tokenizer()),
+        chat_template={each["name"]: each["template"] for each in named},
+    )
+    reference.save_pretrained(tmp_path)
+    if layout == "list":
+        shutil.rmtree(tmp_path / "additional_chat_templates")
+        (tmp_path / "chat_template.jinja").unlink()
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps(config | {"chat_template": named})
+        )
+    template = load_template("", tmp_path, "</s>")
+    messages = CONVERSATIONS[0]
+    for tools in (None, _FUNCTIONS):
+        expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert template.spans(messages, tools=tools)[0] == expected
+    assert [*template.files.values()] == [plain, with_tools]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "tool_calls": [{"function": {"name": "f"}}]},
+        {"content": "4", "tool_calls": None},
+        {"content": "4", "reasoning": "2 + 2"},
+        {"content": "4", "thinking": "2 + 2", "reasoning_content": None},
+    ],
+)
+def test_fields_of_messages_are_those_that_transformers_renders(answer):
+    """Fields that are null do not exist, and reasoning has several names."""
+    text = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m.content }}{{ m.reasoning_content }}"
+        "{{ m.thinking }}{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}"
+        "{% endfor %}"
+    )
+    messages = [CONVERSATIONS[0][0], {"role": "assistant", **answer}]
+    reference: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(chat_tokenizer()), chat_template=text
+    )
+    expected = reference.apply_chat_template(messages, tokenize=False)
+    assert ChatTemplate(text, "x.jinja", {}).render(messages) == expected
+
+
+def test_assistant_that_begins_needs_a_template_with_marks():
+    plain = "{% for m in messages %}{{ m['role'] + ': ' + m.content }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "Hi"}, *CONVERSATIONS[0]]
+    with pytest.raises(ValueError, match=r"no prompt before message 0.*% generation %"):
+        ChatTemplate(plain, "x.jinja", {}).spans(messages)
+    text, spans = ChatTemplate(ROLES, "x.jinja", {"eos_token": "."}).spans(messages)
+    assert text[slice(*spans[0])] == "Hi."
