@@ -49,7 +49,7 @@ SETTINGS = (
 )
 #: (pipeline.schedule, pipeline.chunks) to try with several stages. `gpipe` takes as long as `1f1b`
 #: and keeps more activations.
-_SCHEDULES = (
+TRIED_SCHEDULES = (
     ("1f1b", 1),
     ("interleaved_1f1b", 2),
     ("interleaved_1f1b", 4),
@@ -284,7 +284,7 @@ class PlanSpace:
     def _open_schedules(self) -> list[tuple[str, int]]:
         """Return the schedules with their chunks, as far as neither is fixed."""
         given = self.config.pipeline
-        found = [*_SCHEDULES]
+        found = [*TRIED_SCHEDULES]
         if "pipeline.chunks" in self.fixed:
             if given.chunks > 1:
                 found.append(("interleaved_1f1b", given.chunks))

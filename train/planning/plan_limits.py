@@ -17,7 +17,13 @@ from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
 from train.planning.memory.budget import Budget, Needs, at_least, excess, size
-from train.planning.parallel_plan import SETTINGS, ParallelPlan, PlanSpace, with_values
+from train.planning.parallel_plan import (
+    SETTINGS,
+    TRIED_SCHEDULES,
+    ParallelPlan,
+    PlanSpace,
+    with_values,
+)
 from train.planning.plan_cost import PlanCost
 
 Costed = tuple[ParallelPlan, PlanCost]
@@ -104,6 +110,9 @@ def no_division(
     fixed = sorted(key for key in fixed if key in SETTINGS)
     num_layers = space_of(config, num_devices).num_layers
     chunks = config.pipeline.chunks if "pipeline.chunks" in fixed else 1
+    if "pipeline.chunks" not in fixed and "pipeline.schedule" in fixed:
+        name = config.pipeline.schedule
+        chunks = min((count for each, count in TRIED_SCHEDULES if each == name), default=1)
     num_chunks = config.mesh.pipeline * chunks
     if "mesh.pipeline" in fixed and num_chunks > num_layers:
         return (
@@ -129,8 +138,15 @@ def no_division(
     nearest = f"the nearest that works: {', or '.join(near)}" if near else "set fewer values"
     return (
         f"no plan divides the model and data.global_batch_size={batch} over {num_devices} devices "
-        f"({', '.join(fixed) or 'nothing'} is fixed); {nearest}"
+        f"({_listed(fixed)} fixed); {nearest}"
     )
+
+
+def _listed(keys: Sequence[str]) -> str:
+    """Return the beginning of a statement about keys: "nothing is", "a is", or "a and b are"."""
+    if len(keys) < 2:
+        return f"{keys[0] if keys else 'nothing'} is"
+    return f"{', '.join(keys[:-1])} and {keys[-1]} are"
 
 
 def check_max_microbatches(most: int | None, config: RunConfig, fixed: Collection[str]) -> None:

@@ -57,7 +57,11 @@ def plans_of(count: int) -> list[ParallelPlan]:
 
 def test_request_that_nothing_divides_names_the_nearest_that_works():
     message = no_division(config_of(), 7, ["mesh.model"], space_of)
-    assert "no plan divides the model and data.global_batch_size=16 over 7 devices" in message
+    start = "no plan divides the model and data.global_batch_size=16 over 7 devices"
+    assert message.startswith(f"{start} (mesh.model is fixed)")
+    fixed = ["train.remat", "mesh.model", "mesh.pipeline"]
+    several = no_division(config_of(), 7, fixed, space_of)
+    assert several.startswith(f"{start} (mesh.model, mesh.pipeline and train.remat are fixed)")
     nearest = message.partition("the nearest that works: ")[2]
     devices = int(nearest.split()[0])
     assert [*space_of(config_of(), devices)] and not [*space_of(config_of(), 7)]
@@ -73,6 +77,11 @@ def test_request_for_more_stages_than_layers_says_so():
         "mesh.pipeline=8 × pipeline.chunks=1 are 8 parts, more than the model's 4 layers; set "
         "mesh.pipeline to at most 4"
     )
+    # The V of this schedule has two parts on each stage.
+    config = config_of("mesh.pipeline=4", "pipeline.schedule=zbv")
+    message = no_division(config, 8, ["mesh.pipeline", "pipeline.schedule"], space_of)
+    assert message.startswith("mesh.pipeline=4 × pipeline.chunks=2 are 8 parts")
+    assert message.endswith("set mesh.pipeline to at most 2")
 
 
 def test_request_for_far_too_many_devices_names_one_that_works():
