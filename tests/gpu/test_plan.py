@@ -16,7 +16,7 @@ from train.config.overrides import Override, parse_overrides
 from train.config.schema import validate_config
 from train.planning import plan_search
 from train.planning.layer_times import CompiledPart, Part
-from train.planning.memory.budget import target_budget
+from train.planning.memory.budget import needs_of, target_budget
 from train.planning.parallel_plan import PlanSpace
 from train.planning.plan_devices import described_devices
 
@@ -145,10 +145,10 @@ def test_request_without_a_plan_ends_in_one_sentence(arguments, message, capfd):
 
 def test_named_remedies_for_too_little_memory_are_enough(capfd):
     budget = "--config.memory.device_budget="
-    code, text, err = run_plan(capfd, "--target=h100:1x1", f"{budget}0.1")
+    code, text, err = run_plan(capfd, "--target=h100:1x1", f"{budget}0.09")
     assert (code, text) == (2, "")
     found = re.search(
-        r"no plan fits into 102\.4 MiB a device; the leanest, .*; what would fit: "
+        r"no plan fits into 92\.2 MiB a device; the leanest, .*; what would fit: "
         r"(\d+) devices like these, or devices with ([\d.]+) MiB for a step",
         err,
     )
@@ -156,7 +156,32 @@ def test_named_remedies_for_too_little_memory_are_enough(capfd):
     more, mebibytes = found.groups()
     enough = float(mebibytes) / 1024
     assert run_plan(capfd, "--target=h100:1x1", f"{budget}{enough}")[0] == 0
-    assert run_plan(capfd, f"--target=h100:1x{more}", f"{budget}0.1")[0] == 0
+    assert run_plan(capfd, f"--target=h100:1x{more}", f"{budget}0.09")[0] == 0
+
+
+def test_plan_that_fits_only_as_compiled_is_found(capfd):
+    """The fastest plan's estimate exceeds the budget, but its compiled step does not."""
+    overrides = [
+        "model.num_layers=8",
+        "model.embed_dim=512",
+        "model.num_heads=8",
+        "data.sequence_length=512",
+        "data.global_batch_size=64",
+        "precision.compute=bfloat16",
+        "memory.device_budget=0.277",
+    ]
+    options = [f"--config.{override}" for override in overrides]
+    assert plan.main([f"--config={CONFIG}", "--target=h100:1x4", "--json", *options]) == 0
+    best = json.loads(capfd.readouterr().out)["plans"][0]
+    assert best["settings"]["train.num_microbatches"] == 2
+    assert best["settings"]["train.remat"] == "full"
+    assert best["predicted"]["step_time_s"] < 0.013
+    overrides += [f"{key}={value}" for key, value in best["settings"].items()]
+    config = load_config(CONFIG, parse_overrides([f"--config.{each}" for each in overrides]))
+    target = parse_target("h100:1x4")
+    run = run_for(validate_config(config), target)
+    budget = target_budget(run.config.memory, target)
+    assert needs_of(run, budget).device_bytes > budget.device_bytes
 
 
 #: A class and its config.

@@ -26,9 +26,10 @@ from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import DoesNotFit
 from train.reporting.compiled_step import CompiledStep
 
-#: How many plans are compiled at a time, and at most.
+#: How many plans are compiled at a time, and at most: of those that fit, and in all.
 _NUM_AT_A_TIME = 2
 _MOST_PLANS = 8
+_MOST_COMPILED = 12
 #: The search ends after so many rounds in which none of the plans that were tried fits.
 _MOST_EMPTY_ROUNDS = 3
 #: A plan is compiled if its corrected time is less than this times the best predicted one. With
@@ -124,10 +125,15 @@ class Finalists:
         )
         for plan, cost, step in pending:
             if plan not in known:
-                self._found.append(Choice(plan=plan, cost=cost, step=step.result()))
-                milliseconds = 1e3 * self._found[-1].step.prediction.step_s
+                choice = Choice(plan=plan, cost=cost, step=step.result())
+                self._found.append(choice)
+                milliseconds = 1e3 * choice.step.prediction.step_s
                 form = ",.0f" if milliseconds >= 100 else ".3g"
-                self._say(f"{milliseconds:{form}} ms with {plan}")
+                problem = ""
+                if not self._fits(choice):
+                    self._runs.excluded.add(plan)
+                    problem = ", which takes too much memory"
+                self._say(f"{milliseconds:{form}} ms with {plan}{problem}")
         return self.sorted()
 
     def compile_promising(self, pairs: Sequence[tuple[ParallelPlan, PlanCost]]) -> list[Choice]:
@@ -137,15 +143,18 @@ class Finalists:
             pairs: plans with their composed costs. Plans of the same shape are tried in order.
         """
         num_empty = 0
-        while len(self._found) < _MOST_PLANS and num_empty < _MOST_EMPTY_ROUNDS:
+        while num_empty < _MOST_EMPTY_ROUNDS:
             num_found = len(self._found)
+            room = min(_MOST_PLANS - len(self.sorted()), _MOST_COMPILED - num_found)
+            if room < 1:
+                break
             num_excluded = len(self._runs.excluded)
-            count = min(_NUM_AT_A_TIME, _MOST_PLANS - num_found)
-            self.compile(self._promising(pairs), count)
+            self.compile(self._promising(pairs), min(_NUM_AT_A_TIME, room))
             if len(self._found) == num_found:
                 if len(self._runs.excluded) == num_excluded:
                     break  # no plan is left to try
                 num_empty += 1
+                self._say("none of these plans fits into memory; tries others")
         return self.sorted()
 
     def _promising(
@@ -168,9 +177,11 @@ class Finalists:
 
     def sorted(self) -> list[Choice]:
         """Return the choices that fit as compiled, the fastest first."""
-        most = self._devices.budget.device_bytes
-        fitting = [each for each in self._found if (each.step.memory.in_all or 0) <= most]
+        fitting = [each for each in self._found if self._fits(each)]
         return sorted(fitting, key=lambda choice: choice.step.prediction.step_s)
+
+    def _fits(self, choice: Choice) -> bool:
+        return (choice.step.memory.in_all or 0) <= self._devices.budget.device_bytes
 
     def error(self) -> Exception:
         """Return why no plan was found; see `FittingRuns.error`."""

@@ -17,6 +17,9 @@ from train.run.run import Run
 #: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
 #: budget by this factor.
 _SURE_EXCESS = 1.05
+#: A plan is compiled if its estimated memory exceeds the budget by at most this factor: compiled
+#: steps may take so much less than their estimates.
+_MAY_FIT = 1.1
 #: How many plans are built at most, to find some that fit.
 MAX_TRIES = 20
 #: Differences of composed times between ZeRO stages are not more exact than this.
@@ -31,7 +34,7 @@ class FittingRuns:
         devices: the devices.
 
     Attributes:
-        excluded: plans that do not fit by their estimates, or are not legal.
+        excluded: plans that do not fit, by their estimates or as compiled, or are not legal.
     """
 
     def __init__(self, config: RunConfig, devices: PlanDevices):
@@ -52,7 +55,7 @@ class FittingRuns:
         of_each_shape: int = 1,
         trusts_composed: bool = True,
     ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
-        """Yield the first plans whose estimated memory fits, with their runs.
+        """Yield the first plans that may fit by their estimated memory, with their runs.
 
         Args:
             pairs: plans with their composed costs.
@@ -83,7 +86,7 @@ class FittingRuns:
             needs = needs_of(run, budget)
             correction = needs.device_bytes / cost.memory_bytes
             self._corrections[kind] = min(correction, self._corrections.get(kind, math.inf))
-            if excess(needs, budget) <= 1:
+            if excess(needs, budget) <= _MAY_FIT:
                 num_found += 1
                 shapes[plan.shape] += 1
                 yield plan, cost, run

@@ -135,7 +135,12 @@ def no_division(
         if _has_plan(space_of(changed, num_devices)):
             near.append(f"data.global_batch_size={other}")
             break
-    nearest = f"the nearest that works: {', or '.join(near)}" if near else "set fewer values"
+    nearest = f"the nearest that works: {', or '.join(near)}"
+    if not near:
+        space = space_of(config, num_devices)
+        fewer = {key: dataclasses.replace(space, fixed={*space.fixed} - {key}) for key in fixed}
+        freed = [key for key, other in fewer.items() if _has_plan(other)]
+        nearest = f"leave out {' or '.join(freed)}" if freed else "set fewer values"
     return (
         f"no plan divides the model and data.global_batch_size={batch} over {num_devices} devices "
         f"({_listed(fixed)} fixed); {nearest}"

@@ -130,7 +130,10 @@ class PlanSearch:
         found = self._compiled.compile_promising(self._pairs)
         if not found:
             lean = self._costs.leanest(self.plans, MAX_TRIES)
-            found = self._compiled.compile(lean[:_NUM_LEAN], 1, is_last_resort=True)
+            for pair in lean[:_NUM_LEAN]:
+                found = self._compiled.compile([pair], 1, is_last_resort=True)
+                if found:
+                    break
             if found:  # others may be faster
                 lean.sort(key=lambda pair: pair[1].step_s)
                 found = self._compiled.compile(lean, _NUM_LEAN, of_each_shape=2)

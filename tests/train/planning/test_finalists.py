@@ -106,6 +106,16 @@ def test_the_number_of_plans_is_limited():
     assert len(found.compile_promising(pairs)) == finalists._MOST_PLANS < len(SPLIT)
 
 
+def test_plans_that_take_too_much_memory_are_reported_and_not_tried_again():
+    said.clear()
+    many = [plan(count, pipeline=2) for count in range(1, 30)]
+    found = compiler(dict.fromkeys(many, 1.0), too_large=tuple(many))
+    assert found.compile_promising([(each, cost(1.0)) for each in many]) == []
+    assert len(said) == finalists._MOST_COMPILED == len(found._runs.excluded)
+    assert said[0] == f"1,000 ms with {many[0]}, which takes too much memory"
+    assert isinstance(found.error(), DoesNotFit)
+
+
 def test_plans_whose_times_are_only_assumed_come_last():
     unknown = (COSTS.part(plan()),)
     pairs = [(SPLIT[0], cost(0.5, unknown=unknown)), *((each, cost(1.0)) for each in SPLIT[1:3])]

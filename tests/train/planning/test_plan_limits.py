@@ -84,6 +84,21 @@ def test_request_for_more_stages_than_layers_says_so():
     assert message.endswith("set mesh.pipeline to at most 2")
 
 
+def test_request_that_contradicts_itself_names_what_to_leave_out():
+    """The microbatches of this schedule must be divisible by the number of stages."""
+    fixed = {"mesh.pipeline", "pipeline.schedule", "train.num_microbatches"}
+    given = ["mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "train.num_microbatches=1"]
+    one = dataclasses.replace(space(), fixed=fixed)
+
+    def spaces(config, num_devices) -> PlanSpace:
+        return dataclasses.replace(one, config=config, num_devices=num_devices)
+
+    message = no_division(config_of(*given), 8, sorted(fixed), spaces)
+    assert message.endswith(
+        "; leave out mesh.pipeline or pipeline.schedule or train.num_microbatches"
+    )
+
+
 def test_request_for_far_too_many_devices_names_one_that_works():
     message = no_division(config_of(), 4096, [], space_of)
     devices, _, rest = message.partition("the nearest that works: ")[2].partition(" devices, or ")
