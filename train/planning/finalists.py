@@ -129,10 +129,8 @@ class Finalists:
                 self._found.append(choice)
                 milliseconds = 1e3 * choice.step.prediction.step_s
                 form = ",.0f" if milliseconds >= 100 else ".3g"
-                problem = ""
-                if not self._fits(choice):
-                    self._runs.excluded.add(plan)
-                    problem = ", which takes too much memory"
+                self._runs.learn(plan, choice.step.memory.in_all or 0)
+                problem = "" if self._fits(choice) else ", which takes too much memory"
                 self._say(f"{milliseconds:{form}} ms with {plan}{problem}")
         return self.sorted()
 
@@ -197,7 +195,7 @@ class Finalists:
         """Return by how much the composed time of a plan is to be corrected."""
         # Plans that have both in common are alike, however many there are.
         errors = collections.defaultdict[Any, list[float]](list)
-        for choice in self._found:
+        for choice in self.sorted():  # XLA recomputes layers of others to save memory
             error = choice.step.prediction.step_s / choice.cost.step_s
             errors[choice.plan.mesh, _schedule(choice.plan)].append(math.log(error))
         logs = 0.0

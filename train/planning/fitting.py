@@ -17,9 +17,9 @@ from train.run.run import Run
 #: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
 #: budget by this factor.
 _SURE_EXCESS = 1.05
-#: A plan is compiled if its estimated memory exceeds the budget by at most this factor: compiled
-#: steps may take so much less than their estimates.
-_MAY_FIT = 1.1
+#: Compiled steps take at least this share of their estimated memory, unless those that have been
+#: compiled take more. A plan is compiled if it may fit.
+_LEAST_SHARE = 1 / 1.1
 #: How many plans are built at most, to find some that fit.
 MAX_TRIES = 20
 #: Differences of composed times between ZeRO stages are not more exact than this.
@@ -44,6 +44,8 @@ class FittingRuns:
         # By what their activations depend on: how much more memory plans take than composed, at
         # least.
         self._corrections: dict[Any, float] = {}
+        self._estimates: dict[ParallelPlan, float] = {}
+        self._shares: list[float] = []  # of these estimates that compiled steps take
         self._leanest: DoesNotFit | None = None
         self._refusal = ""
 
@@ -86,7 +88,8 @@ class FittingRuns:
             needs = needs_of(run, budget)
             correction = needs.device_bytes / cost.memory_bytes
             self._corrections[kind] = min(correction, self._corrections.get(kind, math.inf))
-            if excess(needs, budget) <= _MAY_FIT:
+            if excess(needs, budget) * self._least_share() <= 1:
+                self._estimates[plan] = needs.device_bytes
                 num_found += 1
                 shapes[plan.shape] += 1
                 yield plan, cost, run
@@ -95,6 +98,20 @@ class FittingRuns:
                 least = None if self._leanest is None else self._leanest.needs.device_bytes
                 if least is None or needs.device_bytes < least:
                     self._leanest = DoesNotFit((plan, cost), needs)
+
+    def learn(self, plan: ParallelPlan, compiled_bytes: float) -> None:
+        """Note the memory of a plan of `first` that has been compiled.
+
+        Args:
+            plan: the plan.
+            compiled_bytes: memory of its step on a device.
+        """
+        self._shares.append(compiled_bytes / self._estimates[plan])
+        if compiled_bytes > self._devices.budget.device_bytes:
+            self.excluded.add(plan)
+
+    def _least_share(self) -> float:
+        return min(1.0, max(_LEAST_SHARE, min(self._shares, default=0.0)))
 
     def error(self) -> Exception:
         """Return why no plan was found: DoesNotFit, or ValueError if no run could be built."""

@@ -50,6 +50,10 @@ def compiler(
                     shapes.add(each.shape)
                     yield each, its_cost, each
 
+        def learn(self, plan, compiled_bytes):
+            if compiled_bytes > 1:
+                self.excluded.add(plan)
+
         def error(self):
             return ValueError("nothing is legal")
 
