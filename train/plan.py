@@ -51,7 +51,7 @@ from train.planning.finalists import Choice
 from train.planning.memory.budget import budget_of, target_budget
 from train.planning.parallel_plan import UNPLANNED, ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
-from train.planning.plan_limits import check_max_microbatches
+from train.planning.plan_limits import check_max_microbatches, check_replicas
 from train.planning.plan_search import PlanSearch
 from train.plot import check_picture, plot_plans
 from train.run.assemble import assemble_run
@@ -96,6 +96,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     overrides = parse_overrides(others)
     given = load_config(args.config, overrides, allow_import=args.allow_import)
     fixed = {Override.parse(override).key for override in overrides}
+    check_replicas(given, fixed, _num_devices(args.target, args.network))
     config = open_config(given, fixed)
     check_max_microbatches(args.max_microbatches, config, fixed)
     devices = devices_of(args.target, config, args.network)
@@ -211,19 +212,20 @@ def devices_of(target: str, config: RunConfig, network: float | None = None) -> 
     return present_devices(devices, budget, config.data.cache_path, assemble)
 
 
+def _num_devices(target: str, network: float | None) -> int:
+    """Return the number of devices of a target; raises the same errors as `devices_of`."""
+    if target.startswith("cpu:"):
+        return _num_simulated(target)
+    return parse_target(target, network).num_devices
+
+
 def _simulated(target: str) -> list[Any]:
     """Return N devices that this machine's CPU simulates, for a target `cpu:1xN`.
 
     Raises:
         ValueError: the target has another form, or jax has fewer devices already.
     """
-    shape = re.fullmatch(r"cpu:1x([1-9]\d{0,2})", target)
-    if shape is None or int(shape[1]) > _MAX_CPU_DEVICES:
-        raise ValueError(
-            f"--target={target[:200]!r} must be cpu:1xN, such as cpu:1x8 for 8 devices that this "
-            f"machine simulates; N is at most {_MAX_CPU_DEVICES}"
-        )
-    count = int(shape[1])
+    count = _num_simulated(target)
     with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
         jax.config.update("jax_num_cpu_devices", count)
     devices = jax.devices("cpu")
@@ -233,6 +235,16 @@ def _simulated(target: str) -> list[Any]:
             "process"
         )
     return devices[:count]
+
+
+def _num_simulated(target: str) -> int:
+    shape = re.fullmatch(r"cpu:1x([1-9]\d{0,2})", target)
+    if shape is None or int(shape[1]) > _MAX_CPU_DEVICES:
+        raise ValueError(
+            f"--target={target[:200]!r} must be cpu:1xN, such as cpu:1x8 for 8 devices that this "
+            f"machine simulates; N is at most {_MAX_CPU_DEVICES}"
+        )
+    return int(shape[1])
 
 
 if __name__ == "__main__":

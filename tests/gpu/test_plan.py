@@ -133,6 +133,10 @@ def test_part_has_the_times_of_its_own_layers():
             r"no plan divides .*\.global_batch_size=8 over 7 .* that works: ",
         ),
         (["--target=h100:1x8", "--config.mesh.model=3"], r"model=3"),
+        (
+            ["--target=h100:1x8", "--config.mesh.data=5"],
+            r"mesh\.data=5 must divide the 8 devices; the nearest that works is mesh\.data=4",
+        ),
     ],
 )
 def test_request_without_a_plan_ends_in_one_sentence(arguments, message, capfd):

@@ -88,6 +88,10 @@ def _why_not_kept(
         given = getattr(getattr(config, section), name)
         if given != kept[key] and given != -1:
             return f"{key} was {shown(kept[key])}, and the command line sets {shown(given)}"
+    try:
+        _with_plan(config, kept)
+    except ValueError as error:  # such as another batch size
+        return str(error)
     return ""
 
 

@@ -154,6 +154,29 @@ def _listed(keys: Sequence[str]) -> str:
     return f"{', '.join(keys[:-1])} and {keys[-1]} are"
 
 
+def check_replicas(given: Any, fixed: Collection[str], num_devices: int) -> None:
+    """Reject fixed numbers of replicas that do not divide the devices.
+
+    Args:
+        given: the ConfigDict of the run.
+        fixed: keys of the config that stay as they are.
+        num_devices: number of devices.
+
+    Raises:
+        ValueError: mesh.data or mesh.fsdp does not divide them.
+    """
+    batch = given.data.global_batch_size
+    for axis in ("data", "fsdp"):
+        count = given.mesh[axis]
+        if f"mesh.{axis}" in fixed and count > 0 and num_devices % count:
+            others = [n for n in range(1, num_devices + 1) if num_devices % n == batch % n == 0]
+            nearest = min(others, key=lambda n: abs(n - count))
+            raise ValueError(
+                f"mesh.{axis}={count} must divide the {num_devices} devices; the nearest that "
+                f"works is mesh.{axis}={nearest}"
+            )
+
+
 def check_max_microbatches(most: int | None, config: RunConfig, fixed: Collection[str]) -> None:
     """Reject a limit of the number of microbatches that no plan can keep.
 

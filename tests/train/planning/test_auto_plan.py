@@ -52,6 +52,12 @@ def test_saved_lists_are_the_tuples_of_the_command_line(monkeypatch):
         (("mesh.model=1",), {}, "mesh.model was 2, and the command line sets 1"),
         (("memory.zero_stage=0",), {}, "memory.zero_stage was 1, and the command line sets 0"),
         ((), {"saved": SAVED | {"mesh": {"data": 8}}}, ""),
+        # The run's other checks refuse another batch size.
+        (
+            ("data.global_batch_size=24", "mesh.auto=True"),
+            {"saved": SAVED | {"train": {"num_microbatches": 5}}},
+            "train.num_microbatches=5 × mesh.data=4 × mesh.fsdp=1 must divide",
+        ),
     ],
 )
 def test_run_is_planned_again(overrides, values, reason, monkeypatch, caplog):
