@@ -41,8 +41,8 @@ class Architecture:
         pair_template: The special tokens around the two texts $A and $B of a pair.
         is_generative: Whether the class generates text.
         module_names: Pairs of a regular expression and a replacement, which turn names in files
-            into those of the class's modules in `transformers` 5. PEFT stores adapters under the
-            latter. Other names stay as they are.
+            into the names of modules in `transformers` 5, under which PEFT stores adapters. Other
+            names stay as they are.
     """
 
     name: str

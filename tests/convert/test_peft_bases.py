@@ -152,7 +152,7 @@ def test_adapters_under_the_names_of_files_are_read(tmp_path):
     ],
 )
 def test_peft_finds_the_modules_that_it_has_named_itself(model_class, sizes, targets, tmp_path):
-    """It adds classifiers of texts, and refuses names that also end those of containers."""
+    """PEFT adds text classifiers itself, and refuses names that also match containers."""
     torch.manual_seed(0)
     base = tmp_path / "base"
     model_class(model_class.config_class(**sizes)).save_pretrained(base)

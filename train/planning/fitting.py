@@ -88,7 +88,8 @@ class FittingRuns:
             needs = needs_of(run, budget)
             correction = needs.device_bytes / cost.memory_bytes
             self._corrections[kind] = min(correction, self._corrections.get(kind, math.inf))
-            if excess(needs, budget) * self._least_share() <= 1:
+            least_bytes = self._least_share() * needs.device_bytes
+            if excess(needs, budget, device_bytes=least_bytes) <= 1:
                 self._estimates[plan] = needs.device_bytes
                 num_found += 1
                 shapes[plan.shape] += 1
