@@ -31,9 +31,8 @@ from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 
 try:
-    import uvicorn
-
     from generate.serve.app import Served, make_app
+    from generate.serve.connections import ConnectionLimits, listen, make_server, max_connections
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
@@ -41,7 +40,11 @@ except ModuleNotFoundError as error:
 
 _TOKENS_PER_CALL = 4
 _MIB = 2**20
-_SHUTDOWN_S = 10
+_HEAD_S = 10.0
+_BODY_S = 30.0
+#: Seconds for the answer that says that an answer took too long.
+_MARGIN_S = 5.0
+_log = logging.getLogger(__package__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(parser, batch_size=8)
     parser.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 for all of them")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--allowed_hosts", default="", metavar="NAME,…", help="other names of this server"
+    )
     parser.add_argument("--name", help="name of the model; default: that of its directory")
     parser.add_argument(
         "--max_length",
@@ -70,16 +76,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> None:
     """Load the model, and answer requests until the process is stopped."""
-    with opened(args) as (served, engine):
+    # Listen first: loading takes a while, after which a port in use would be a late surprise.
+    with listen(args.host, args.port) as listening, opened(args) as (served, engine):
         logging.getLogger(__package__).setLevel(logging.INFO)
-        settings = uvicorn.Config(
-            make_app(served, engine),
-            host=args.host,
-            port=args.port,
-            log_level="info",
-            timeout_graceful_shutdown=_SHUTDOWN_S,
+        address, port = listening.getsockname()[:2]
+        _log.info("%s is served on http://%s:%d", served.name, _in_url(address), port)
+        limits = ConnectionLimits(
+            head_s=_HEAD_S,
+            request_s=served.body_s + served.timeout_s + _MARGIN_S,
+            max_connections=max_connections(),
         )
-        uvicorn.Server(settings).run()
+        make_server(make_app(served, engine), limits).run(sockets=[listening])
+
+
+def _in_url(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
 
 
 def _default_length(source: Source) -> int:
@@ -155,6 +166,8 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
                 vocab_size=source.config.vocab_size,
                 limits=Limits(max_length=max_length, max_choices=args.max_choices),
                 max_body_bytes=int(args.max_body_mib * _MIB),
+                body_s=_BODY_S,
+                allowed_hosts=(args.host, *args.allowed_hosts.split(",")),
                 timeout_s=args.timeout_s,
             ),
             engine,

@@ -15,22 +15,22 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from data.text.chat.template import ChatTemplate
 from generate.prompts import TextCodec
+from generate.serve.answers import CHAT, TEXT, Format, error, new_answer, usage
+from generate.serve.browsers import RefuseOtherSites
 from generate.serve.engine import ERROR, STOP, Busy, Engine, Job, Unavailable
 from generate.serve.requests import (
     BadRequest,
     CompletionRequest,
     Limits,
-    error,
-    new_answer,
     read_chat,
     read_completion,
-    usage,
 )
 from generate.text_stream import TextStream
 from untrusted.documents import parse_json
@@ -51,6 +51,8 @@ class Served:
         vocab_size: number of its ids.
         limits: limits on a request.
         max_body_bytes: most bytes of a request.
+        body_s: most seconds until a request has arrived.
+        allowed_hosts: names of this server that it does not know itself.
         timeout_s: most seconds of an answer.
     """
 
@@ -60,42 +62,15 @@ class Served:
     vocab_size: int
     limits: Limits
     max_body_bytes: int
+    body_s: float
+    allowed_hosts: tuple[str, ...]
     timeout_s: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Format:
-    """How the objects of one kind of answer look."""
-
-    prefix: str
-    kind: str
-    kind_of_piece: str
-    choice: Callable[[str], dict[str, Any]]
-    piece: Callable[[str, bool], dict[str, Any]]
-
-
-_TEXT = _Format(
-    prefix="cmpl",
-    kind="text_completion",
-    kind_of_piece="text_completion",
-    choice=lambda text: {"text": text},
-    piece=lambda text, is_first: {"text": text},
-)
-_CHAT = _Format(
-    prefix="chatcmpl",
-    kind="chat.completion",
-    kind_of_piece="chat.completion.chunk",
-    choice=lambda text: {"message": {"role": "assistant", "content": text}},
-    piece=lambda text, is_first: {
-        "delta": ({"role": "assistant"} if is_first else {}) | {"content": text}
-    },
-)
 
 
 def make_app(served: Served, engine: Engine) -> Starlette:
     """Return the application; it does not close the engine."""
     server = _Server(served, engine)
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", server.health),
             Route("/v1/models", server.models),
@@ -104,7 +79,11 @@ def make_app(served: Served, engine: Engine) -> Starlette:
             Route("/v1/chat/completions", server.chat, methods=["POST"]),
         ],
         exception_handlers={HTTPException: _on_http_error, Exception: _on_error},
+        middleware=[Middleware(RefuseOtherSites, allowed=served.allowed_hosts)],
     )
+    # A redirect from /health/ to /health would name the host that the client has written.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Answer:
@@ -216,7 +195,7 @@ class _Server:
         def read(fields: dict[str, Any]) -> CompletionRequest:
             return read_completion(fields, served.codec, served.vocab_size, served.limits)
 
-        return await self._answered(request, read, _TEXT)
+        return await self._answered(request, read, TEXT)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -225,16 +204,16 @@ class _Server:
         def read(fields: dict[str, Any]) -> CompletionRequest:
             return read_chat(fields, served.codec, served.template, served.limits)
 
-        return await self._answered(request, read, _CHAT)
+        return await self._answered(request, read, CHAT)
 
     async def _answered(
         self,
         request: Request,
         read: Callable[[dict[str, Any]], CompletionRequest],
-        form: _Format,
+        form: Format,
     ) -> Response:
         try:
-            async with asyncio.timeout(self._served.timeout_s):
+            async with asyncio.timeout(self._served.body_s):
                 fields = await self._fields(request)
             # Tokenizing a long prompt would hold up all other requests.
             wanted = await asyncio.to_thread(read, fields)
@@ -272,7 +251,7 @@ class _Server:
         return fields
 
     async def _whole(
-        self, request: Request, answer: _Answer, wanted: CompletionRequest, form: _Format
+        self, request: Request, answer: _Answer, wanted: CompletionRequest, form: Format
     ) -> Response:
         """Return an answer when it is complete."""
         texts = [""] * len(answer.jobs)
@@ -309,7 +288,7 @@ class _Server:
         return JSONResponse(body | {"choices": choices, "usage": counts})
 
     async def _events(
-        self, answer: _Answer, wanted: CompletionRequest, form: _Format
+        self, answer: _Answer, wanted: CompletionRequest, form: Format
     ) -> AsyncIterator[str]:
         """Yield an answer piece by piece, as server-sent events."""
         body = new_answer(form.kind_of_piece, form.prefix, self._served.name)

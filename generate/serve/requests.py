@@ -1,13 +1,12 @@
-"""The requests of OpenAI's API as checked values, and the objects of its answers.
+"""The requests of OpenAI's API as checked values.
 
-    JSON ──> CompletionRequest ──> prompts as tokens ──> ... ──> choices ──> JSON
+    JSON ──> CompletionRequest ──> prompts as tokens
 
 Source: https://platform.openai.com/docs/api-reference (completions, chat completions).
 """
 
 import dataclasses
 import secrets
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,23 +15,52 @@ from generate.prompts import TextCodec
 from generate.sampling import Sampling
 from untrusted.messages import shortened
 
-#: Fields that are accepted if they have one of these values, because they then change nothing.
+#: Fields that are accepted if they are null or have one of these values, which change nothing.
+#: Some of them are vLLM's.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "parallel_tool_calls": (None, False, True),
-    "response_format": (None, {"type": "text"}),
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (False, True),
+    "presence_penalty": (0, 0.0),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
-#: Fields that are accepted with any value.
-_IGNORED = ("user", "metadata", "store", "service_tier")
+#: Fields that are accepted with any value: they say who asks, or how a service may save work.
+_IGNORED = (
+    "metadata",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 _MOST_STOPS = 4
 
@@ -159,6 +187,8 @@ class _Fields:
     def __init__(self, fields: dict[str, Any], names: Sequence[str]):
         shared = ("model", "n", "stop", "stream", "stream_options", *_SAMPLING)
         for name, value in fields.items():
+            if value is None:
+                continue
             if name in _WITHOUT_EFFECT:
                 # In Python, 1 equals True.
                 if not any(type(value) is type(x) and value == x for x in _WITHOUT_EFFECT[name]):
@@ -281,31 +311,3 @@ def _message(number: int, message: Any) -> dict[str, str]:
     if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise BadRequest(f"messages[{number}] must have the texts 'role' and 'content'")
     return {"role": fields["role"], "content": content}
-
-
-def new_answer(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields that all objects of an answer begin with.
-
-    Args:
-        kind: the field `object`, such as "text_completion".
-        prefix: beginning of the id.
-        model: name of the model.
-    """
-    created = int(time.time())
-    found = f"{prefix}-{secrets.token_hex(12)}"
-    return {"id": found, "object": kind, "created": created, "model": model}
-
-
-def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:
-    """Return the field `usage`."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_new_tokens,
-        "total_tokens": num_prompt_tokens + num_new_tokens,
-    }
-
-
-def error(message: str, status: int) -> dict[str, Any]:
-    """Return the body of an answer that is an error."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ import openai
 import pytest
 import torch
 import transformers as hf
-import uvicorn
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 
 from convert.from_hf import load
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
@@ -24,6 +24,7 @@ from generate.prompts import TextCodec
 from generate.sampling import Sampling
 from generate.serve.__main__ import _parser, opened
 from generate.serve.app import make_app
+from generate.serve.connections import ConnectionLimits, listen, make_server
 
 TOKENIZER = ByteTokenizer(has_special_tokens=True)
 CODEC = TextCodec(FileTokenizer(TOKENIZER.content, "bytes"))
@@ -56,16 +57,17 @@ def directory(tmp_path_factory):
     return path
 
 
+LIMITS = ConnectionLimits(head_s=20, request_s=700, max_connections=400)
+
+
 @contextlib.contextmanager
 def serving(directory, *options: str) -> Iterator[str]:
     """Serve a model on a free port in a thread; yield its address."""
     args: argparse.Namespace = _parser().parse_args([f"--model={directory}", *options])
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+    with listen("127.0.0.1", 0) as listening:
         address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with opened(args) as (served, engine):
-            config = uvicorn.Config(make_app(served, engine), log_level="error")
-            server = uvicorn.Server(config)
+            server = make_server(make_app(served, engine), LIMITS, "error")
             thread = threading.Thread(target=server.run, args=([listening],))
             thread.start()
             try:
@@ -208,6 +210,7 @@ def test_stop_texts_end_a_continuation(client, generator):
         ({"prompt": "a", "logprobs": 0}, 400, "logprobs=0 is not supported"),
         ({"prompt": "a", "best_of": True}, 400, "best_of=True is not supported"),
         ({"prompt": "a", "beams": 3}, 400, "the field beams is unknown"),
+        ({"prompt": "a", "reasoning_effort": "high"}, 400, "reasoning_effort=high is not"),
         ({"prompt": "a", "model": "other"}, 404, "the model is 'tiny'"),
         ({"prompt": "a", "stop": ["b"] * 5}, 400, "stop must be a text"),
         ({"prompt": "x" * 20_000}, 413, "has more than 10,485 bytes"),
@@ -217,6 +220,20 @@ def test_bad_requests_are_refused_in_one_sentence(address, fields, status, messa
     found = httpx.post(f"{address}/v1/completions", json=fields)
     assert found.status_code == status
     assert message in found.json()["error"]["message"].replace("'beams'", "beams")
+
+
+@pytest.mark.parametrize("kind", [chat_params, completion_params])
+def test_every_field_of_the_api_may_be_null(address, kind):
+    names = {*kind.CompletionCreateParamsBase.__annotations__, "beams"}
+    fields = dict.fromkeys(names - {"prompt", "messages", "model"})
+    if kind is chat_params:
+        fields |= {"messages": [{"role": "user", "content": "a", "name": None}], "max_tokens": 2}
+        fields |= {"safety_identifier": "me", "prediction": {"type": "content", "content": "b"}}
+    else:
+        fields |= {"prompt": "a", "max_tokens": 2}
+    path = "chat/completions" if kind is chat_params else "completions"
+    found = httpx.post(f"{address}/v1/{path}", json=fields)
+    assert found.status_code == 200, found.text
 
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b"\xff\xfe", b"[" * 5000, b'{"prompt": NaN}', b""])
@@ -294,3 +311,9 @@ def test_requests_beyond_the_limits_are_turned_away(directory):
         last = stream.text.strip().split("\n\n")[-1].removeprefix("data: ")
         assert json.loads(last)["error"]["code"] == 504
         wait_until_idle(address)
+
+
+def test_server_refuses_other_sites_and_does_not_redirect(address):
+    found = httpx.get(f"{address}/v1/models", headers={"Host": "rebound.example"})
+    assert found.status_code == 403
+    assert httpx.get(f"{address}/health/").status_code == 404
