@@ -1,14 +1,23 @@
-"""Locks of files in the cache directory, so that only one process or thread builds a file."""
+"""Locks of files in the cache directory, so that only one process or thread builds a file.
+
+The package `filelock` is not used here for the reasons that train/lifecycle/workdir_lock.py gives.
+These locks differ from a workdir's: they name no holder, their waiters wait for ever, and their
+files stay.
+"""
 
 import contextlib
+import fcntl
 import logging
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import filelock
+from untrusted.files import open_in_place
 
 #: Seconds of waiting after which a message is logged.
 _SILENT_S = 2.0
+_POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -17,6 +26,9 @@ _log = logging.getLogger(__name__)
 def locked(path: Path) -> Iterator[None]:
     """Wait for the lock of a cached file or directory, and hold it for the duration of the block.
 
+    The lock is `flock`'s, which the kernel releases when the process ends for any reason. On a file
+    system without `flock` the block runs without a lock, after a warning.
+
     Args:
         path: Path of the file; the lock file is next to it, with `.lock` appended.
 
@@ -24,21 +36,26 @@ def locked(path: Path) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: There is something other than a file in the place of the lock.
+        ValueError: There is a link or something other than a file in the place of the lock.
+        OSError: The lock file cannot be opened.
     """
     file = Path(f"{path}.lock")
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise ValueError(
-            f"{file} is not a regular file, and links are not followed; delete it, or set "
-            "data.cache_dir to another directory"
-        )
-    lock = filelock.FileLock(file)
-    try:
-        lock.acquire(timeout=_SILENT_S)
-    except filelock.Timeout:
-        _log.warning("waiting for another process, which is making %s", path)
-        lock.acquire()
-    try:
+    with os.fdopen(open_in_place(file, os.O_RDWR), "r+b") as stream:
+        try:
+            _lock(stream.fileno(), path)
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): do not start a second run now", file, error)
         yield
-    finally:
-        lock.release()
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Lock a file, and log a message if this takes long."""
+    deadline_s = time.monotonic() + _SILENT_S
+    while time.monotonic() < deadline_s:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):
+            time.sleep(_POLL_S)
+    _log.warning("waiting for another process, which is making %s", path)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -5,6 +5,7 @@ opens them, or sparse files that claim to have gigabytes. The functions here ref
 
     reading    the file must be a regular file, of limited size, and inside its directory
     writing    a symbolic link in the place of the new file is replaced, never followed
+    in place   a file that is not replaced, such as a log or a lock, must have no other name
 
 A model in the cache of the Hugging Face hub is a directory of links; links into the cache's `blobs`
 are allowed:
@@ -197,13 +198,15 @@ def open_in_place(path: Path, flags: int) -> int:
 
     Args:
         path: The path of the file.
-        flags: The flags of `os.open`, such as `os.O_WRONLY | os.O_APPEND`.
+        flags: The flags of `os.open`, such as `os.O_WRONLY | os.O_APPEND`, but not `os.O_TRUNC`,
+            which would empty a file that is then refused.
 
     Returns:
         The file descriptor.
 
     Raises:
-        ValueError: There is a link or something other than a regular file at `path`.
+        ValueError: There is a symbolic link or something other than a regular file at `path`, or
+            the file has other names (hard links), whose content would change too.
         OSError: The file cannot be opened.
     """
     try:
@@ -211,7 +214,7 @@ def open_in_place(path: Path, flags: int) -> int:
             path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
         )
     except OSError as error:
-        if error.errno == errno.ENXIO:  # A named pipe that nobody reads.
+        if error.errno in (errno.EISDIR, errno.ENXIO):  # ENXIO: a named pipe that nobody reads.
             raise ValueError(f"{path} is not a regular file; replace it by one") from None
         if error.errno != errno.ELOOP:
             raise
@@ -221,6 +224,14 @@ def open_in_place(path: Path, flags: int) -> int:
         ) from None
     try:
         _check_regular(descriptor, path)
+        # Checked on the descriptor, so that nobody can exchange the file afterwards. A file that
+        # another process deleted in the meantime, such as a lock, has no name any more.
+        num_names = os.fstat(descriptor).st_nlink
+        if num_names > 1:
+            raise ValueError(
+                f"{path} is one of {num_names} names (hard links) of a file, and writing to it "
+                "would change the others; replace it by a copy, or delete it"
+            )
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,5 +1,6 @@
 """Waiting for the locks of cached files."""
 
+import errno
 import os
 import threading
 
@@ -29,16 +30,38 @@ def test_waiting_for_a_lock_is_logged(tmp_path, caplog, monkeypatch):
     assert f"waiting for another process, which is making {tmp_path / 'tokens'}" in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
-def test_anything_but_a_file_at_the_place_of_a_lock_is_refused(kind, tmp_path):
+@pytest.mark.parametrize(
+    "kind, problem",
+    [
+        ("link", "is a symbolic link, which is not followed; delete it"),
+        ("hard link", r"is one of 2 names \(hard links\) of a file"),
+        ("folder", "is not a regular file"),
+        ("pipe", "is not a regular file"),
+    ],
+)
+def test_anything_but_a_file_at_the_place_of_a_lock_is_refused(kind, problem, tmp_path):
     lock = tmp_path / "tokens.lock"
-    if kind == "link":
-        lock.symlink_to(tmp_path / "victim")
-    elif kind == "folder":
-        lock.mkdir()
-    else:
-        os.mkfifo(lock)
-    with pytest.raises(ValueError, match=r"tokens\.lock is not a regular file.*delete it"):
+    (tmp_path / "victim").write_text("private")
+    match kind:
+        case "link":
+            lock.symlink_to(tmp_path / "victim")
+        case "hard link":
+            lock.hardlink_to(tmp_path / "victim")
+        case "folder":
+            lock.mkdir()
+        case "pipe":
+            os.mkfifo(lock)
+    with pytest.raises(ValueError, match=rf"tokens\.lock {problem}"):
         with locked(tmp_path / "tokens"):
             pass
-    assert not (tmp_path / "victim").exists()
+    assert (tmp_path / "victim").read_text() == "private"
+
+
+def test_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("data.locks.fcntl.flock", flock)
+    with locked(tmp_path / "tokens"):
+        pass
+    assert "tokens.lock cannot be locked" in caplog.text

@@ -18,7 +18,7 @@ OBSTACLES = {
     "goodput": "there is a file of this name",
     "checkpoints": "there is a file of this name",
     "hf": "there is a file of this name",
-    "lock/": "it is a directory",
+    "lock/": "is not a regular file; replace it by one",
 }
 
 
@@ -93,6 +93,26 @@ def test_link_that_appears_after_the_check_is_not_followed(
         assert main(arguments(tmp_path / "run", overrides)) == FINISHED
         assert not link.is_symlink()
     assert private.read_text() == "private"
+
+
+def test_hard_link_in_the_place_of_the_lock_is_refused_by_name(
+    private, overrides, tmp_path, capsys
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").hardlink_to(private)
+    error = refusal(tmp_path / "run", overrides, capsys)
+    assert f"{tmp_path / 'run' / 'lock'} is one of 2 names (hard links) of a file" in error
+    assert private.read_text() == "private" and private.stat().st_nlink == 2
+
+
+def test_metrics_that_have_other_names_are_replaced(private, overrides, tmp_path):
+    """Copies made by `cp --link`, such as backups, keep their content."""
+    (tmp_path / "run").mkdir()
+    private.write_text('{"step": 0, "loss": 1.0}\n')
+    (tmp_path / "run" / "metrics.jsonl").hardlink_to(private)
+    assert main(arguments(tmp_path / "run", overrides)) == FINISHED
+    assert private.read_text() == '{"step": 0, "loss": 1.0}\n'
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > 1
 
 
 def test_link_to_an_absent_file_creates_no_file(private, overrides, tmp_path, capsys, monkeypatch):

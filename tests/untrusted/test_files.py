@@ -71,6 +71,18 @@ def test_only_regular_files_are_opened(tmp_path):
         open_regular(tmp_path)
 
 
+def test_only_files_with_one_name_are_opened_in_place(tmp_path):
+    (tmp_path / "log").write_text("line")
+    os.close(open_in_place(tmp_path / "log", os.O_WRONLY))
+    (tmp_path / "other").hardlink_to(tmp_path / "log")
+    for name in ("log", "other"):
+        with pytest.raises(ValueError, match=rf"{name} is one of 2 names \(hard links\)"):
+            open_in_place(tmp_path / name, os.O_WRONLY)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="folder is not a regular file"):
+        open_in_place(tmp_path / "folder", os.O_RDWR)
+
+
 def test_large_files_are_refused_without_reading_them(tmp_path):
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(2**40)

@@ -3,8 +3,9 @@
 The package `filelock` is not used here, because this lock must
 
 - name its holder: the file contains the holder's process id and host, for the error message and for
-  the check that all processes see the same workdir. filelock 3.16, which requirements-cpu.txt
-  allows, truncates the file at every attempt to lock it, so a waiting process would erase the name;
+  the check that all processes see the same workdir. filelock truncates the file at every attempt to
+  lock it, so a waiting process would erase the name, or the content of another file if the lock is
+  a hard link to it;
 - train on a file system without flock, with a warning. filelock 3.16 raises NotImplementedError
   there. filelock 4.2 locks by the existence of the file instead, and if a process on another host
   is killed, its file stays and blocks the run;
