@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
@@ -37,13 +38,24 @@ def listed(found: Sequence[str], most: int = 3) -> str:
 def matches_of(pattern: str) -> list[str]:
     """Return the paths that a glob of a config matches, in any order.
 
+    Names come first: if there is a file `data[1].txt`, the pattern of this name matches this file
+    and not `data1.txt`. Likewise, `runs[1]/*.txt` matches files of the folder `runs[1]`, if there
+    is one.
+
     A `**` matches any number of folders, so a second one directly after it adds nothing. It is
     dropped, because the time of glob.glob grows exponentially with their number.
     """
     parts = Path(pattern).expanduser().parts
-    pairs = zip(("", *parts), parts, strict=False)
+    num_names = 0  # how many of the first parts are names of files and folders that exist
+    while num_names < len(parts) and os.path.exists(Path(*parts[: num_names + 1])):
+        num_names += 1
+    names = Path(*parts[:num_names])
+    if num_names == len(parts):
+        return [str(names)]
+    rest = parts[num_names:]
+    pairs = zip(("", *rest), rest, strict=False)
     kept = [part for previous, part in pairs if not previous == part == "**"]
-    return glob.glob(str(Path(*kept)), recursive=True)
+    return glob.glob(str(Path(glob.escape(str(names)), *kept)), recursive=True)
 
 
 def files_key(files: list[Path], verify: str) -> str:

@@ -75,7 +75,7 @@ def find_token_files(patterns: Iterable[str]) -> list[str]:
     prefixes: list[str] = []
     for pattern in patterns:
         stem = pattern.removesuffix(".bin").removesuffix(".idx")
-        if not glob.has_magic(stem) or Path(f"{stem}.bin").expanduser().is_file():
+        if not glob.has_magic(stem):
             prefixes.append(stem)
             continue
         matches = sorted(matches_of(f"{stem}.bin"))

@@ -174,6 +174,14 @@ def test_globs_of_token_files_are_read_in_order(tmp_path):
         load_text(megatron_config(tmp_path, str(tmp_path / "u*")))
 
 
+def test_names_of_token_files_are_no_globs_of_others(tmp_path):
+    for name, token in (("t[1]", 5), ("t1", 6)):
+        write_token_file(str(tmp_path / name), [np.array([token])], np.dtype(np.uint16))
+    for pattern in ("t[1]", "t[1].bin"):
+        corpus = load_text(megatron_config(tmp_path, str(tmp_path / pattern)))
+        assert tokens_of(corpus.train).tolist() == [256, 5, 256]
+
+
 def test_reading_ids_that_the_tokenizer_does_not_have_is_refused(tmp_path, capsys):
     path = str(tmp_path / "large")
     write_token_file(path, [np.array([5, 2**31 - 1])], np.dtype(np.int32))
