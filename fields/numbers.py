@@ -5,6 +5,7 @@ files and from the command line have no such range: Python reads 10**400 without
 """
 
 import math
+import re
 from typing import Any
 
 #: Largest absolute value of an integer: the largest int32.
@@ -15,6 +16,8 @@ MAX_FLOAT = float.fromhex("0x1.fffffep+127")
 MAX_LAYERS = 10_000
 
 _MAX_CHARACTERS = 60
+#: A number with an exponent, such as 3e-4: its digits, its fraction and its exponent.
+_EXPONENT = re.compile(r"([+-]?\d{1,20})(?:\.(\d{0,20}))?[eE]([+-]?)(\d{1,3})")
 
 
 def number_problem(
@@ -38,6 +41,29 @@ def number_problem(
         if type(part) in (int, float) and not -MAX_FLOAT <= part <= MAX_FLOAT:
             return "must be finite, with an absolute value of at most 3.4e38 (a float32)"
     return None
+
+
+def exponent_hint(value: Any, *, is_float: bool = True) -> str:
+    """Return the end of a message about a string that YAML 1.1 does not read as a number.
+
+    It reads `3e-4` and `1.5e3` as strings, because its numbers with an exponent have both a dot and
+    a sign of the exponent. They are not converted here: a string of this form is a valid name, and
+    a config is also read before the types of its fields are checked.
+
+    Args:
+        value: The value that must be a number, or a tuple or list of such values.
+        is_float: Whether it must be a float, not an int.
+
+    Returns:
+        Such as "; in YAML, write 3.0e-4"; "" if the value contains no string of this form.
+    """
+    for part in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(part, str) and (match := _EXPONENT.fullmatch(part)):
+            if not is_float:
+                return "; write it without an exponent"
+            digits, fraction, sign, exponent = match.groups()
+            return f"; in YAML, write {digits}.{fraction or 0}e{sign or '+'}{exponent}"
+    return ""
 
 
 def shown(value: Any) -> str:

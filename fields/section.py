@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from fields.field import declarations
-from fields.numbers import shown
+from fields.numbers import exponent_hint, shown
 from fields.types import check_types
 
 
@@ -49,7 +49,8 @@ class Section:
             value = tuple(value) if isinstance(value, list) else value
             self._set(name, value)
             if problem := declared[name].problem(value):
-                raise ValueError(f"{self.section}.{name}={shown(value)} {problem}")
+                hint = exponent_hint(value) if declared[name].has_numbers else ""
+                raise ValueError(f"{self.section}.{name}={shown(value)} {problem}{hint}")
 
     def _set(self, name: str, value: Any) -> None:
         """Set a field of this frozen dataclass while it is initialized."""

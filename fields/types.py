@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fields.field import bound_of
-from fields.numbers import number_problem, shown
+from fields.numbers import exponent_hint, number_problem, shown
 
 
 def check_no_nul(name: str, value: Any) -> None:
@@ -68,7 +68,9 @@ def check_types(
         # Fields with any other annotation are checked by the section itself.
         if {*kinds} <= {int, float, str, bool, type(None)} and type(value) not in kinds:
             kind = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
-            raise ValueError(f"{name}.{field.name}={shown(value)} must be of type {kind}")
+            is_number = {*kinds} & {int, float}
+            hint = exponent_hint(value, is_float=float in kinds) if is_number else ""
+            raise ValueError(f"{name}.{field.name}={shown(value)} must be of type {kind}{hint}")
         if tuples and typing.get_origin(of) is tuple and parts[1:] == (...,):
             kind = parts[0]
             fitting = {kind, int} if kind is float else {kind}
@@ -76,4 +78,5 @@ def check_types(
                 raise ValueError(
                     f"{name}.{field.name}={shown(value)} must be a list of values of type "
                     f"{kind.__name__} (on the command line, separated by commas)"
+                    f"{exponent_hint(value, is_float=kind is float) if kind is not str else ''}"
                 )

@@ -3,8 +3,10 @@
 import dataclasses
 
 import pytest
+import yaml
 
 from fields.field import field
+from fields.numbers import exponent_hint
 from fields.section import Section
 
 
@@ -30,6 +32,20 @@ class Example(Section, section="example"):
         ({"budget": "all"}, "example.budget='all' must be of type float or None"),
         ({"budget": 0.0}, "example.budget=0.0 must be more than 0, or None"),
         ({"blur": (1.0,)}, "example.blur=(1.0,) must be 2 numbers, each at least 0"),
+        (
+            {"rate": "3e-4"},
+            "example.rate='3e-4' must be of type float; in YAML, write 3.0e-4",
+        ),
+        (
+            {"budget": "1.5E3"},
+            "example.budget='1.5E3' must be of type float or None; in YAML, write 1.5e+3",
+        ),
+        (
+            {"blur": ["-1e2", 0.5]},
+            "example.blur=('-1e2', 0.5) must be 2 numbers, each at least 0; in YAML, write -1.0e+2",
+        ),
+        ({"steps": "1e3"}, "example.steps='1e3' must be of type int; write it without an exponent"),
+        ({"name": "3e-4"}, "example.name='3e-4' is unknown; choose a or b"),
         ({"flip": 1}, "example.flip=1 must be of type bool"),
         ({"name": "c"}, "example.name='c' is unknown; choose a or b"),
     ],
@@ -38,6 +54,13 @@ def test_section_names_key_value_rule_and_remedy(changes, message):
     with pytest.raises(ValueError) as caught:
         Example(**changes)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("text", ["3e-4", "1.5E3", "-1e2", "+2.e5", "12.25e10"])
+def test_hint_for_a_number_with_an_exponent_is_the_same_number_in_yaml(text):
+    assert isinstance(yaml.safe_load(text), str)
+    hint = exponent_hint(text)
+    assert yaml.safe_load(hint.removeprefix("; in YAML, write ")) == float(text)
 
 
 def test_section_takes_ints_as_floats_and_lists_as_tuples():
