@@ -25,6 +25,7 @@ from convert.keys import read
 from convert.model_on_disk import shapes_of
 from convert.registry import architectures
 from convert.tensor_files import ShardWriter, open_tensors, same_values
+from fields.paths import local_path
 
 #: Config of the model, which has about 2 billion weights.
 CONFIG = {
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", allow_abbrev=False)
     parser.add_argument(
         "directory",
-        type=Path,
+        type=local_path,
         help="directory to write to; needs three times the size of the model",
     )
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.harness import report
 from benchmarks.images import write_images
+from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
 
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="steps on JPEG files")
     parser.add_argument("--digits_steps", type=int, default=300, help="steps on digits")
     parser.add_argument("--note", help="remark to store, such as other load of the machine")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
     try:
         workers = [int(number) for number in args.workers.split(",")]

@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.harness import docs_page, generation_peer, report
+from fields.paths import local_path
 from generate.decoder import decoder_of
 from sharding import hardware
 from sharding.analysis.cost.prediction import predict
@@ -53,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--target", default="h100:1x1", help="one GPU")
     parser.add_argument("--batch", default="1,32,256", help="numbers of rows")
     parser.add_argument("--length", type=int, default=1024, help="slots of a row's caches")
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     parser.add_argument("--peer", action="store_true", help="measure beside transformers instead")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each, with --peer")
     parser.add_argument("--docs", action="store_true", help="write docs/generate.md")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report
+from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
 
@@ -65,9 +66,11 @@ def main(argv: list[str] | None = None) -> int:
         help="run only experiments whose names contain this; can be repeated",
     )
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, counted from 0")
-    parser.add_argument("--workdir", type=Path, help="keep the runs in this new directory")
+    parser.add_argument("--workdir", type=local_path, help="keep the runs in this new directory")
     parser.add_argument(
-        "--out", type=Path, help="JSON file to update; it keeps the figures of other experiments"
+        "--out",
+        type=local_path,
+        help="JSON file to update; it keeps the figures of other experiments",
     )
     args = parser.parse_args(argv)
     wanted = [

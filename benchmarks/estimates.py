@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import docs_page, gpu_estimates, report
+from fields.paths import local_path
 from sharding.analysis.memory import memory
 from sharding.analysis.targets import TARGETS
 from sharding.mesh import make_mesh
@@ -109,7 +110,7 @@ CASES = {
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.estimates", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     parser.add_argument(
         "--target", choices=TARGETS, help="kind of GPU to compile for (default: CPUs)"
     )

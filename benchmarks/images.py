@@ -35,6 +35,7 @@ from data.examples import Batch, generator
 from data.image_config import ImageConfig
 from data.images.transforms.augment import augment
 from data.images.transforms.crops import open_image
+from fields.paths import local_path
 from untrusted.messages import sentence_of
 
 #: (width, height) of images: the most frequent sizes in ImageNet, and some others.
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         type=float,
         help="milliseconds of a simulated step; default: 1.25 × the fastest reading of a batch",
     )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
     try:
         workers = [int(number) for number in args.workers.split(",")]

@@ -23,6 +23,7 @@ import jax
 from benchmarks.harness import docs_page, libai_fit, ranks, report
 from benchmarks.harness.libai_fit import Constants, Parts
 from benchmarks.harness.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_of, parse_rows
+from fields.paths import local_path
 from sharding.analysis.targets import parse_target
 from train.compile import compile_step
 
@@ -38,7 +39,9 @@ Speeds = Mapping[tuple[str, str], float]
 def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the tables of the docs; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.libai", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="write the figures to this file")
+    parser.add_argument(
+        "--out", type=local_path, default=_RESULTS, help="write the figures to this file"
+    )
     parser.add_argument(
         "--docs", action="store_true", help="write docs/published.md from the results"
     )

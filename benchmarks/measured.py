@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import docs_page
+from fields.paths import local_path
 from sharding.analysis.cost.machine import Machine
 from sharding.analysis.cost.prediction import predict
 from sharding.analysis.memory import Memory
@@ -43,7 +44,7 @@ _NUM_KERNELS = 30
 def main(argv: list[str] | None = None) -> int:
     """Add a step to the results, or write the table of the docs; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.measured", allow_abbrev=False)
-    parser.add_argument("--add", type=Path, help="directory of a measured step")
+    parser.add_argument("--add", type=local_path, help="directory of a measured step")
     parser.add_argument("--name", help="name of that step, for the table")
     parser.add_argument("--docs", action="store_true", help="write the table of the docs")
     args = parser.parse_args(argv)

@@ -40,6 +40,7 @@ from benchmarks.harness import docs_page, report
 from benchmarks.harness.ranks import kendall_tau
 from benchmarks.harness.timing import interleave
 from benchmarks.step import contender_of, random_batch
+from fields.paths import local_path
 from sharding.analysis.targets import target_of
 from sharding.mesh import make_mesh
 from train.compile import load_config, sizes_without_data
@@ -69,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--network", type=float, help="as for train.plan")
     parser.add_argument("--check", choices=("all", "first", "times", "again"))
     parser.add_argument("--count", type=int, default=20, help="plans of --check=first")
-    parser.add_argument("--out", type=Path, help="add the figures to this JSON file")
+    parser.add_argument("--out", type=local_path, help="add the figures to this JSON file")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each plan that is timed")
     parser.add_argument("--docs", action="store_true", help="write docs/plan.md from the results")
     args, others = parser.parse_known_args(argv)

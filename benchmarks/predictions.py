@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import docs_page, gpu_estimates, report
+from fields.paths import local_path
 from train.compile import compile_run
 
 _ROOT = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the table of the docs; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", allow_abbrev=False)
     parser.add_argument(
-        "--out", type=Path, default=_RESULTS, help="write the figures to this JSON file"
+        "--out", type=local_path, default=_RESULTS, help="write the figures to this JSON file"
     )
     parser.add_argument(
         "--docs",

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import matplotlib
 
+from fields.paths import local_path
+
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
@@ -35,7 +37,9 @@ _PLOT = _ROOT / "docs" / "scaling.svg"
 def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the tables and the plot of the docs; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="write the figures to this file")
+    parser.add_argument(
+        "--out", type=local_path, default=_RESULTS, help="write the figures to this file"
+    )
     parser.add_argument(
         "--docs", action="store_true", help="write docs/published.md from the results"
     )

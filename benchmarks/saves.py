@@ -26,6 +26,7 @@ from benchmarks.harness import report
 from benchmarks.step import make_run
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
+from fields.paths import local_path
 from train.config.overrides import parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of
@@ -37,9 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--rounds", type=int, default=8, help="number of saves")
     parser.add_argument(
-        "--directory", type=Path, help="directory on the file system to measure (default: /tmp)"
+        "--directory",
+        type=local_path,
+        help="directory on the file system to measure (default: /tmp)",
     )
-    parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
+    parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     args, others = parser.parse_known_args(argv)
     try:
         if args.rounds < 1:

@@ -29,6 +29,7 @@ from benchmarks.harness import report
 from benchmarks.harness.kernel_times import profiled
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from data.shapes import example_shapes
+from fields.paths import local_path
 from sharding.analysis.collective_table import summary
 from sharding.analysis.communication import collectives
 from sharding.analysis.memory import memory
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         "--no_compile", action="store_true", help="do not time the peer with torch.compile"
     )
     parser.add_argument("--only", choices=CONTENDERS, help="time only this contender")
-    parser.add_argument("--profile", type=Path, help="directory for a profile of our step")
+    parser.add_argument("--profile", type=local_path, help="directory for a profile of our step")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--steps", type=int, default=5, help="timed steps of each contender per round"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage, find_missing
 from checkpoint.layout import TMP_SUFFIX, best_steps, read_data_state, read_metrics, steps_in
+from fields.paths import local_path
 from untrusted.messages import sentence_of, shortened
 
 
@@ -176,7 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command(name: str, function: Callable[..., int], text: str) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         subparser.set_defaults(function=function)
-        subparser.add_argument("workdir", type=Path, help="directory of a run, or its checkpoints/")
+        subparser.add_argument(
+            "workdir", type=local_path, help="directory of a run, or its checkpoints/"
+        )
         return subparser
 
     ls_parser = command("ls", ls, "list the checkpoints")

@@ -27,6 +27,7 @@ from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from data.text.chat.template import TEMPLATES
 from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES
+from fields.paths import local_path
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import partition_specs, rules_on, shardings
@@ -244,8 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
     """
     parser = argparse.ArgumentParser(prog="python -m convert.from_hf", allow_abbrev=False)
-    parser.add_argument("src", type=Path, help="directory of a Hugging Face model")
-    parser.add_argument("dst", type=Path, help="directory to write")
+    parser.add_argument("src", type=local_path, help="directory of a Hugging Face model")
+    parser.add_argument("dst", type=local_path, help="directory to write")
     parser.add_argument("--harmless", default="", help="unknown keys of config.json to ignore: a,b")
     parser.add_argument("--allow_pickle_weights", action="store_true", help="open .bin files")
     for axis in AXES:

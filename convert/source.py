@@ -14,6 +14,7 @@ from convert.adapters.read_peft import open_adapter
 from convert.huggingface import open_huggingface
 from convert.model_on_disk import Source
 from convert.runs import newest_checkpoint, open_run
+from fields.paths import check_local
 
 Tree = Any
 
@@ -46,6 +47,7 @@ def read_source(
         ValueError: There is neither a model nor a run at `path`, the architecture or a key of
             config.json is not supported, or tensors are missing, unknown or of the wrong shape.
     """
+    check_local("path", path)
     path = Path(path)
     if (path / "config.json").is_file():
         return open_huggingface(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)

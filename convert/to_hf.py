@@ -25,6 +25,7 @@ from convert.registry import architectures
 from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
+from fields.paths import local_path
 from untrusted.files import new_directory, write_text
 from untrusted.imports import add_allow_import
 from untrusted.messages import shortened
@@ -283,9 +284,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m convert.to_hf", allow_abbrev=False)
     parser.add_argument(
-        "checkpoint", type=Path, help="directory of a run, or of one of its checkpoints"
+        "checkpoint", type=local_path, help="directory of a run, or of one of its checkpoints"
     )
-    parser.add_argument("dst", type=Path, help="directory to write")
+    parser.add_argument("dst", type=local_path, help="directory to write")
     parser.add_argument(
         "--dtype", default=None, help="dtype of all tensors; by default, as in the original model"
     )

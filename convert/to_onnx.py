@@ -27,6 +27,7 @@ from convert.command import run
 from convert.files import preprocessor
 from convert.from_hf import KEPT_FILES, copy_hf_files, load
 from convert.registry import architectures
+from fields.paths import local_path
 from untrusted.documents import read_json
 from untrusted.files import new_directory
 from untrusted.imports import add_allow_import
@@ -214,8 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
     """
     parser = argparse.ArgumentParser(prog="python -m convert.to_onnx", allow_abbrev=False)
-    parser.add_argument("src", type=Path, help="a run, a checkpoint, or a Hugging Face model")
-    parser.add_argument("dst", type=Path, help="directory to write")
+    parser.add_argument("src", type=local_path, help="a run, a checkpoint, or a Hugging Face model")
+    parser.add_argument("dst", type=local_path, help="directory to write")
     add_allow_import(parser)
     args = parser.parse_args(argv)
     # The exporter warns that torchvision, which no model here needs, is not installed.

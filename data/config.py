@@ -8,8 +8,8 @@ from typing import Any
 from data.blend import parse_mixture
 from data.checks import require
 from fields.field import field
+from fields.paths import check_local
 from fields.section import Section
-from untrusted.files import make_private_directory
 
 #: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
@@ -52,9 +52,9 @@ _SHORTEST = {
 _MIN_VOCAB_SIZE_WITH_SPECIAL = 361
 
 
-def _name(default: str, doc: str) -> Any:
+def _name(default: str, doc: str, **rules: Any) -> Any:
     """Declare a string that must not be empty."""
-    return field(default, doc, nonempty=True, remedy=f"the default is {default!r}")
+    return field(default, doc, nonempty=True, remedy=f"the default is {default!r}", **rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class DataConfig(Section, section="data"):
         "either a folder of images per class or train/ and val/ folders of that kind; or two "
         "folders, the second for validation. Or tables, as for `name=text`.",
         nonempty=True,
+        is_path=True,
         remedy="write for example ('my_texts/*.txt',)",
     )
     mixture: tuple[str, ...] = field(
@@ -162,11 +163,13 @@ class DataConfig(Section, section="data"):
         "",
         "For `chat` and `preference`: path of a Jinja file that turns messages into text, or "
         "`roles` for a simple one. Empty: the template of the tokenizer.",
+        is_path=True,
     )
     tokenizer: str = _name(
         "bpe",
         "Tokenizer: `bytes`, `bpe` (trained on the train split on first use, then cached), the "
         "path of a tokenizer.json, or `init_from` for the tokenizer of the checkpoint.",
+        is_path=True,
     )
     vocab_size: int = field(
         8192,
@@ -204,6 +207,7 @@ class DataConfig(Section, section="data"):
         "",
         "Directory of built data sets, trained tokenizers, tokenized corpora and compiled steps. "
         "Empty: `$XDG_CACHE_HOME/taibai`, or `~/.cache/taibai`.",
+        is_path=True,
     )
     num_threads: int = field(
         2, "Number of threads per process that read batches ahead of the step.", ge=1, le=1024
@@ -248,7 +252,8 @@ class DataConfig(Section, section="data"):
             f"data.name={self.name!r}; set both, for example data.mixture=('0.7 wiki40b/en', "
             "'0.3 python_stdlib'), or leave data.mixture empty",
         )
-        parse_mixture(self.mixture)
+        for _, source in parse_mixture(self.mixture):
+            check_local("data.mixture: the source", source)
 
     def _check_objective(self) -> None:
         for key, objectives in _READ_WITH.items():
@@ -329,22 +334,6 @@ def cache_path(cache_dir: str = "") -> Path:
     """Return the cache directory for a value of `data.cache_dir`; this does not create it."""
     if cache_dir:
         return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "taibai"
-
-
-def make_cache(config: DataConfig) -> None:
-    """Create the cache directory if it does not exist.
-
-    Args:
-        config: The config section `data`.
-
-    Raises:
-        ValueError: The directory cannot be created.
-    """
-    try:
-        make_private_directory(config.cache_path)
-    except OSError as error:
-        raise ValueError(
-            f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
-            f"({error.strerror}); set data.cache_dir to a directory that you may write to"
-        ) from error
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    check_local("the environment variable XDG_CACHE_HOME", base)
+    return Path(base).expanduser() / "taibai"

@@ -1,4 +1,4 @@
-"""Locks of files in the cache directory, so that only one process or thread builds a file.
+"""The cache directory, and locks of files in it, so that only one process or thread builds a file.
 
 The package `filelock` is not used here for the reasons that train/lifecycle/workdir_lock.py gives.
 These locks differ from a workdir's: they name no holder, their waiters wait for ever, and their
@@ -13,13 +13,32 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from untrusted.files import open_in_place
+from data.config import DataConfig
+from untrusted.files import make_private_directory, open_in_place
 
 #: Seconds of waiting after which a message is logged.
 _SILENT_S = 2.0
 _POLL_S = 0.05
 
 _log = logging.getLogger(__name__)
+
+
+def make_cache(config: DataConfig) -> None:
+    """Create the cache directory if it does not exist.
+
+    Args:
+        config: The config section `data`.
+
+    Raises:
+        ValueError: The directory cannot be created.
+    """
+    try:
+        make_private_directory(config.cache_path)
+    except OSError as error:
+        raise ValueError(
+            f"data.cache_dir={config.cache_dir!r}: {config.cache_path} cannot be created "
+            f"({error.strerror}); set data.cache_dir to a directory that you may write to"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from data.config import DataConfig
 from data.text.text_corpus import load_fixed_tokenizer, load_stores
 from data.text.token_files import TokenFile, open_token_file, write_token_file
 from data.text.token_store import TokenStore, document_ends, unknown_ids
+from fields.paths import local_name
 from untrusted.messages import sentence_of
 
 
@@ -61,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print the format and the sizes of a token file")
     read = commands.add_parser("read", help="print documents of a token file as text")
     for command in (write, show, read):
-        command.add_argument("path", help="path of the .bin and .idx files, without the suffix")
+        command.add_argument(
+            "path", type=local_name, help="path of the .bin and .idx files, without the suffix"
+        )
     for key in ("name", "text_field", "tokenizer", "cache_dir"):
         write.add_argument(f"--data.{key}")
     for key in ("paths", "mixture"):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from data.locks import locked
+from fields.paths import check_local
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import digest_of, remove
 from untrusted.imports import is_module_allowed
@@ -58,6 +59,7 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
         data_dir = cache_path / "tensorflow_datasets"
     else:
         data_dir = Path(os.environ.get("TFDS_DATA_DIR") or cache_path / "tensorflow_datasets")
+        check_local("the environment variable TFDS_DATA_DIR", data_dir)
     data_dir = data_dir.expanduser()
     own = _OwnFiles(data_dir / name, cache_path / f"tfds-{name}.digests") if name in _OWN else None
     if own is None or own.are_intact():

@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fields.paths import url_problem
+
 _KEY = "declaration"
 
 
@@ -31,12 +33,18 @@ class Declaration:
     choices: tuple[Any, ...] = ()
     length: int | None = None
     nonempty: bool = False
+    is_path: bool = False
     remedy: str = ""
 
     @property
     def is_optional(self) -> bool:
         """Whether the value may be None. Exactly the optional fields have None as their default."""
         return self.default is None
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether the value is a tuple of a fixed number of numbers."""
+        return self.length is not None and not self.nonempty
 
     @property
     def rule(self) -> str:
@@ -72,6 +80,8 @@ class Declaration:
         """
         if (value is None and self.is_optional) or value in self.also:
             return None
+        if self.is_path and (problem := url_problem(value)):
+            return problem
         if self.choices:
             if value in self.choices:
                 return None
@@ -93,7 +103,7 @@ class Declaration:
         """
         if self.nonempty:
             return isinstance(part, str) and part != ""
-        if self.length is not None and type(part) not in (int, float):
+        if self.has_numbers and type(part) not in (int, float):
             return False
         return (
             (self.ge is None or part >= self.ge)
@@ -115,6 +125,7 @@ def field(
     choices: Sequence[Any] = (),
     length: int | None = None,
     nonempty: bool = False,
+    is_path: bool = False,
     remedy: str = "",
     required: bool = False,
 ) -> Any:
@@ -131,6 +142,8 @@ def field(
         choices: all valid values, if there are only a few.
         length: number of elements of a tuple; of numbers, unless it is `nonempty`.
         nonempty: whether the string, or each string of a tuple, must not be empty.
+        is_path: whether the string, or each string of a tuple, may be a path, which must not be a
+            URL.
         remedy: end of the error message, which says what to do instead.
         required: whether a ConfigDict that lost this key is an error. It has the key at first: a
             config starts from the default ConfigDict, and a dict or a YAML file is merged into it.
@@ -150,6 +163,7 @@ def field(
         choices=tuple(choices),
         length=length,
         nonempty=nonempty,
+        is_path=is_path,
         remedy=remedy,
     )
     metadata = {_KEY: declaration}

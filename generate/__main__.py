@@ -13,12 +13,12 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from convert.from_hf import load_model
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
+from fields.paths import local_path
 from generate.beam_search import Beams
 from generate.command import add_model_options, mesh_of, run
 from generate.drafts import Drafts
@@ -53,9 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(parser, batch_size=32)
     parser.add_argument("--prompt", action="append", default=[], help="a text; may be repeated")
     parser.add_argument(
-        "--prompts", type=Path, help='a file with {"prompt": …} or {"tokens": […]} per line'
+        "--prompts", type=local_path, help='a file with {"prompt": …} or {"tokens": […]} per line'
     )
-    parser.add_argument("--out", type=Path, help="write a line of JSON for each continuation")
+    parser.add_argument("--out", type=local_path, help="write a line of JSON for each continuation")
     parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N")
     parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="for each prompt")
     parser.add_argument(
@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
         "--num_drafts", type=int, metavar="N", help="tokens that are drafted and checked in a pass"
     )
     parser.add_argument(
-        "--draft_model", type=Path, metavar="DIR", help="a smaller model; without: from the text"
+        "--draft_model",
+        type=local_path,
+        metavar="DIR",
+        help="a smaller model; without: from the text",
     )
     parser.add_argument("--num_beams", type=int, metavar="N", help="search with N beams")
     parser.add_argument("--length_penalty", type=float, default=1.0, help="of beams")

@@ -4,13 +4,13 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from convert.from_hf import DTYPES
 from data.config import cache_path
+from fields.paths import local_path
 from sharding.compilation_cache import use_compilation_cache
 from sharding.mesh import AXES, MeshConfig
 from untrusted.imports import add_allow_import
@@ -25,7 +25,10 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> No
         batch_size: default of `--batch_size`.
     """
     parser.add_argument(
-        "--model", type=Path, required=True, help="a run, a checkpoint, or a Hugging Face model"
+        "--model",
+        type=local_path,
+        required=True,
+        help="a run, a checkpoint, or a Hugging Face model",
     )
     parser.add_argument(
         "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"

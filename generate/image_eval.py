@@ -35,6 +35,7 @@ from data.corpus import load_corpus
 from data.examples import Corpus
 from data.image_config import ImageConfig
 from fields.keys import check_keys
+from fields.paths import local_path
 from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
@@ -290,8 +291,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = argparse.ArgumentParser(prog="python -m generate.image_eval", allow_abbrev=False)
     add_model_options(parser, batch_size=64)
-    parser.add_argument("--images", type=Path, metavar="FOLDER", help="a folder for each class")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write tables and a picture here")
+    parser.add_argument(
+        "--images", type=local_path, metavar="FOLDER", help="a folder for each class"
+    )
+    parser.add_argument(
+        "--out", type=local_path, metavar="DIR", help="write tables and a picture here"
+    )
     add_follow(parser)
     return run(_evaluate, parser.parse_args(argv))
 

@@ -18,6 +18,7 @@ from typing import Any
 from convert.from_hf import load_model
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
+from fields.paths import local_path
 from generate.batches import check_batch_size
 from generate.beam_search import Beams
 from generate.command import add_model_options, mesh_of, run
@@ -221,11 +222,11 @@ def _parser() -> argparse.ArgumentParser:
     add_model_options(parser, batch_size=8)
     parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks")
     parser.add_argument(
-        "--include_path", type=Path, metavar="DIR", help="directory with tasks of your own"
+        "--include_path", type=local_path, metavar="DIR", help="directory with tasks of your own"
     )
     parser.add_argument("--num_fewshot", type=int, metavar="N", help="examples before a question")
     parser.add_argument("--limit", type=int, metavar="N", help="only N questions of each task")
-    parser.add_argument("--out", type=Path, help="write the metrics here, as JSON")
+    parser.add_argument("--out", type=local_path, help="write the metrics here, as JSON")
     add_follow(parser)
     return parser
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from data.text.text_corpus import load_fixed_tokenizer
+from fields.paths import local_path
 from sharding.analysis.cost.picture import draw
 from sharding.analysis.cost.trace import write_trace
 from sharding.analysis.targets import TARGETS, Target, parse_target
@@ -58,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--verbose", action="store_true", help="also print the compiler's options, with reasons"
     )
-    parser.add_argument("--out", type=Path, help="directory for HLO, report, trace and picture")
+    parser.add_argument(
+        "--out", type=local_path, help="directory for HLO, report, trace and picture"
+    )
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from fields.paths import local_path
 from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
 from untrusted.documents import read_json
 from untrusted.files import write_text
@@ -271,7 +272,7 @@ def _read(path: Path) -> Attempt:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after printing an error."""
     parser = argparse.ArgumentParser(prog="python -m train.goodput", allow_abbrev=False)
-    parser.add_argument("workdir", type=Path, help="a run's directory")
+    parser.add_argument("workdir", type=local_path, help="a run's directory")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
     try:

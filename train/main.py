@@ -22,6 +22,7 @@ from typing import NoReturn
 import jax
 
 from data.examples import BrokenExample
+from fields.paths import check_local
 from fields.types import check_no_nul
 from sharding.compiler_options import describe_options
 from sharding.distributed import startup
@@ -93,9 +94,7 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
-    parser.add_argument(
-        "--workdir", type=Path, help="directory for the run's files; default: runs/<config>"
-    )
+    parser.add_argument("--workdir", help="directory for the run's files; default: runs/<config>")
     parser.add_argument(
         "--deepspeed", help="a DeepSpeed JSON; --config.* on the command line takes precedence"
     )
@@ -113,10 +112,11 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
     with refusing_bad_input():
         for name in ("config", "workdir", "deepspeed"):
             check_no_nul(f"--{name}", str(getattr(args, name)))
+            check_local(f"--{name}", getattr(args, name))
         return RunOptions(
             config=args.config,
             overrides=parse_overrides(others),
-            workdir=args.workdir or config_files.default_workdir(args.config),
+            workdir=Path(args.workdir or config_files.default_workdir(args.config)),
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
             is_fast_dev_run=args.fast_dev_run,

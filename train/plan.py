@@ -26,6 +26,7 @@ from typing import Any
 import jax
 
 from data.config import cache_path
+from fields.paths import local_path
 from sharding.analysis.targets import parse_target
 from sharding.distributed.startup import skip_absent_gpus
 from sharding.mesh import MeshConfig, make_mesh
@@ -67,10 +68,12 @@ def main(argv: list[str] | None = None) -> int:
         "train.plan", "Chooses the mesh of a run, and all that depends on it.", required=False
     )
     parser.add_argument(
-        "--out", type=Path, help="write the config with the best plan here, as YAML"
+        "--out", type=local_path, help="write the config with the best plan here, as YAML"
     )
     parser.add_argument(
-        "--picture", type=Path, help="draw the step times of all plans into this file, such as .svg"
+        "--picture",
+        type=local_path,
+        help="draw the step times of all plans into this file, such as .svg",
     )
     parser.add_argument(
         "--max_microbatches", type=int, help="try at most this many microbatches per step"

@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib.figure
 from matplotlib.backend_bases import FigureCanvasBase
 
+from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
 from untrusted.outputs import check_file
@@ -154,8 +155,12 @@ def _read(directory: Path) -> list[dict]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; print an error and exit with code 1 if a run cannot be plotted."""
     parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
-    parser.add_argument("rundirs", nargs="+", type=Path, help="workdirs, with a metrics.jsonl")
-    parser.add_argument("--out", type=Path, default=Path("loss.png"), help="image file to write")
+    parser.add_argument(
+        "rundirs", nargs="+", type=local_path, help="workdirs, with a metrics.jsonl"
+    )
+    parser.add_argument(
+        "--out", type=local_path, default=Path("loss.png"), help="image file to write"
+    )
     parser.add_argument("--title", default="")
     args = parser.parse_args(arguments)
     try:

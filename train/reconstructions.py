@@ -15,6 +15,7 @@ from convert.from_hf import load
 from convert.runs import config_of, newest_checkpoint
 from data.corpus import load_corpus
 from data.images.image_corpus import Images
+from fields.paths import local_path
 from train.config import config_files
 from train.config.schema import validate_config
 from train.plot import save
@@ -80,9 +81,9 @@ def _rows(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; print an error and exit with code 1 if a run cannot be drawn."""
     parser = argparse.ArgumentParser(prog="python -m train.reconstructions", description=__doc__)
-    parser.add_argument("workdir", type=Path, help="workdir of an MAE run")
+    parser.add_argument("workdir", type=local_path, help="workdir of an MAE run")
     parser.add_argument(
-        "--out", type=Path, default=Path("reconstructions.png"), help="image file to write"
+        "--out", type=local_path, default=Path("reconstructions.png"), help="image file to write"
     )
     parser.add_argument("--num_images", type=int, default=8, help="number of rows")
     add_allow_import(parser)

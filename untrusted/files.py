@@ -4,8 +4,8 @@ A received directory may contain symbolic links to private files, named pipes th
 opens them, or sparse files that claim to have gigabytes. The functions here refuse all three:
 
     reading    the file must be a regular file, of limited size, and inside its directory
-    writing    a symbolic link in the place of the new file is replaced, never followed
-    in place   a file that is not replaced, such as a log or a lock, must have no other name
+    writing    a symbolic link in the place of the new file is replaced, never followed;
+               a file that is changed in place, such as a log, must have no other name
 
 A model in the cache of the Hugging Face hub is a directory of links; links into the cache's `blobs`
 are allowed:
@@ -198,15 +198,13 @@ def open_in_place(path: Path, flags: int) -> int:
 
     Args:
         path: The path of the file.
-        flags: The flags of `os.open`, such as `os.O_WRONLY | os.O_APPEND`, but not `os.O_TRUNC`,
-            which would empty a file that is then refused.
+        flags: The flags of `os.open`, without `os.O_TRUNC`, which would empty a refused file.
 
     Returns:
         The file descriptor.
 
     Raises:
-        ValueError: There is a symbolic link or something other than a regular file at `path`, or
-            the file has other names (hard links), whose content would change too.
+        ValueError: There is a symbolic or hard link, or no regular file, at `path`.
         OSError: The file cannot be opened.
     """
     try:
@@ -224,13 +222,11 @@ def open_in_place(path: Path, flags: int) -> int:
         ) from None
     try:
         _check_regular(descriptor, path)
-        # Checked on the descriptor, so that nobody can exchange the file afterwards. A file that
-        # another process deleted in the meantime, such as a lock, has no name any more.
-        num_names = os.fstat(descriptor).st_nlink
+        num_names = os.fstat(descriptor).st_nlink  # 0 if another process has just deleted it
         if num_names > 1:
             raise ValueError(
-                f"{path} is one of {num_names} names (hard links) of a file, and writing to it "
-                "would change the others; replace it by a copy, or delete it"
+                f"{path} is one of {num_names} names (hard links) of a file that would change "
+                "under all of them; replace it by a copy, or delete it"
             )
     except BaseException:
         os.close(descriptor)
@@ -324,12 +320,6 @@ def make_private_directory(path: Path) -> None:
     # directory inside a cache would then create the cache itself for everyone to read.
     for directory in reversed([path, *path.parents]):
         directory.mkdir(mode=0o700, exist_ok=True)
-
-
-def others_may_write(path: Path) -> bool:
-    """Return whether users other than this one own a directory or may write to it."""
-    status = path.stat()
-    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & 0o022)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ class PipelineConfig(Section, section="pipeline"):
         "1f1b",
         "Order of forward and backward passes: `gpipe`, `1f1b`, `interleaved_1f1b`, `zero_bubble`, "
         "`zbv`, or the path of a schedule as a table in a .csv file.",
+        is_path=True,
     )
     chunks: int = field(
         1,

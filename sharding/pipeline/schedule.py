@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from fields.numbers import shown
+from fields.paths import local_name, local_path
 from sharding.pipeline.schedules.csv_table import read_csv, write_csv
 from sharding.pipeline.schedules.drawing import draw_picture, draw_text
 from sharding.pipeline.schedules.generators import (
@@ -161,7 +162,10 @@ def _parser() -> argparse.ArgumentParser:
         description="Prints a pipeline schedule's table, bubbles, memory and step time.",
     )
     parser.add_argument(
-        "--schedule", default="1f1b", help=f"{', '.join(SCHEDULES)}, or the path of a CSV table"
+        "--schedule",
+        type=local_name,
+        default="1f1b",
+        help=f"{', '.join(SCHEDULES)}, or the path of a CSV table",
     )
     or_csv = ", or as in the CSV table"
     parser.add_argument("--stages", type=int, help=f"default 4{or_csv}")
@@ -173,8 +177,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight-gradient", type=float, help="default: backward / 2, or 1")
     parser.add_argument("--send", type=float, default=0.0, help="time of a send between stages")
     parser.add_argument("--clock", choices=CLOCKS, default="synchronous", help="for the picture")
-    parser.add_argument("--picture", help="draw the schedule to this file: out.svg or out.png")
-    parser.add_argument("--csv", help="write the table to this file")
+    parser.add_argument(
+        "--picture", type=local_path, help="draw the schedule to this file: out.svg or out.png"
+    )
+    parser.add_argument("--csv", type=local_path, help="write the table to this file")
     return parser
 
 

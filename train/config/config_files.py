@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 
 from convert.runs import CONFIG_FILE
 from fields.numbers import shown
+from fields.paths import check_local
 from train.config.defaults import default_config
 from train.config.overrides import apply_overrides, check_number
 from untrusted.documents import read_yaml
@@ -42,7 +44,8 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
             would import code that is not allowed.
         FileNotFoundError: the file does not exist.
     """
-    file, _, argument = path.partition(":")
+    check_local("--config", path)
+    file, argument = _split(path)
     if not Path(file).is_file():
         raise FileNotFoundError(f"--config={path}: file {file} does not exist")
     is_data = is_data_file(path)
@@ -62,7 +65,20 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
 
 def is_data_file(path: str) -> bool:
     """Return whether a config is a file of data, such as a config.yaml, and not the user's code."""
-    return path.partition(":")[0].endswith((".yaml", ".yml"))
+    return _split(path)[0].endswith((".yaml", ".yml"))
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Split `file.py:argument` into the file and the argument, which is "" if there is none.
+
+    Only a `.py` file has an argument. The name of any file or folder may contain colons, such as a
+    time: `runs/2026-11-28T10:00:00/config.yaml`.
+    """
+    if Path(path).is_file():
+        return path, ""
+    splits = [(path[: end.start() + 3], path[end.end() :]) for end in re.finditer(r"\.py:", path)]
+    existing = [split for split in splits if Path(split[0]).is_file()]
+    return next(iter(existing or splits), (path, ""))
 
 
 def completed(tree: Mapping[str, Any]) -> ConfigDict:
@@ -127,7 +143,7 @@ def default_workdir(path: str) -> Path:
     Args:
         path: the same as for `load`.
     """
-    file, _, argument = path.partition(":")
+    file, argument = _split(path)
     name = Path(file).stem
     if Path(file).name == CONFIG_FILE:
         name = Path(file).resolve().parent.name
@@ -150,24 +166,25 @@ def as_yaml(config: Mapping[str, Any]) -> str:
 
 
 def differences(
-    saved: Mapping[str, Any], config: Mapping[str, Any], keys: Sequence[str]
+    saved: Mapping[str, Any], config: Mapping[str, Any], keys: Sequence[str] | None = None
 ) -> list[str]:
     """Compare two configs.
 
     Args:
         saved: the config in the workdir.
         config: the config of this run.
-        keys: sections (`model`) or single keys (`train.seed`) to compare.
+        keys: sections (`model`) or single keys (`train.seed`) to compare; None: all.
 
     Returns:
         A line `key: saved -> now` for each key that differs.
     """
-    old = _flat(saved)
-    new = _flat(config)
+    old = _flat(_plain(saved))
+    new = _flat(_plain(config))
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old | new)
-        if any(key == k or key.startswith(k + ".") for k in keys) and old.get(key) != new.get(key)
+        if old.get(key) != new.get(key)
+        and (keys is None or any(key == k or key.startswith(k + ".") for k in keys))
     ]
 
 
@@ -232,5 +249,5 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+            flat[f"{prefix}{key}"] = value
     return flat

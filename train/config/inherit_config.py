@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from convert.files import preprocessor
 from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
+from fields.paths import check_local
 from models.registry import find_model
 from train.config.overrides import Override
 
@@ -57,6 +58,7 @@ def take_init_from(
     path = config.get("init_from")
     if not path:
         return None
+    check_local("init_from", path)
     source = read_source(path, allow_import=allow_import)
     inherit_config(config, source, overrides)
     return source

@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
 from sharding.distributed.messages import Exchange
 from sharding.memory import MemoryConfig
-from train.config.config_files import as_yaml, differences, load_data
+from train.config.config_files import differences, load_data
 from train.config.schema import SECTIONS, build_section
+from train.lifecycle.config_history import write_config
 from train.run.run import Run
 from untrusted.files import check_links, write_text
 
@@ -118,6 +121,9 @@ def write_run_files(
 ) -> None:
     """Write `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
 
+    If the run resumes with another config, log what has changed, and keep the earlier config; see
+    config_history.py.
+
     `hf/` contains the tokenizer, its chat template, the token that ends answers, the labels of a
     classifier, and files of the Hugging Face model that the run starts from. Only the first process
     writes.
@@ -133,7 +139,8 @@ def write_run_files(
         return
     hf = workdir / HF_FILES
     hf.mkdir(parents=True, exist_ok=True)
-    write_text(workdir / CONFIG_FILE, as_yaml(full_config(run)))
+    saved = saved_config(workdir)
+    write_config(workdir, full_config(run), saved, partial(_completed, run=run))
     write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
@@ -200,7 +207,7 @@ def _saved_config(workdir: Path) -> dict[str, Any]:
     )
 
 
-def _completed(saved: dict[str, Any], run: Run) -> dict[str, Any]:
+def _completed(saved: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Return a saved config with defaults for keys that were added to the code later."""
     completed = {"init_from": "", **saved}
     for name, section in [*SECTIONS.items(), ("model", type(run.model_config))]:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -20,6 +21,15 @@ def test_load_passes_the_argument_after_the_colon():
     assert load(f"{CONFIG}:medium").model.num_layers == 24
     with pytest.raises(ValueError, match="no size 'huge'; choose from tiny, small, medium"):
         load(f"{CONFIG}:huge")
+
+
+@pytest.mark.parametrize("folder", ["2026-11-28T10:00:00", "a.py:b", "a:b"])
+def test_colons_in_the_names_of_folders_begin_no_argument(folder, tmp_path):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "config.yaml").write_text(as_yaml(load(CONFIG).to_dict()))
+    assert load(f"{tmp_path}/{folder}/config.yaml").model.num_layers == 4
+    (tmp_path / folder / "own.py").write_text(Path(CONFIG).read_text())
+    assert load(f"{tmp_path}/{folder}/own.py:medium").model.num_layers == 24
 
 
 @pytest.mark.parametrize(
@@ -194,6 +204,8 @@ def test_shorten_makes_a_run_of_3_steps_that_resolves():
         ("somewhere/gpt2/config.yaml", "runs/gpt2"),
         ("mine.yaml", "runs/mine"),
         ("configs/own.py:a/b", "runs/own_a_b"),
+        ("runs/2026-11-28T10:00:00/config.yaml", "runs/2026-11-28T10:00:00"),
+        ("10:00/own.py:tiny", "runs/own_tiny"),
     ],
 )
 def test_default_workdir_is_named_after_the_config(config, expected):
