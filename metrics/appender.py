@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from untrusted.files import open_in_place
+from untrusted.named_errors import NamedFile
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Appender:
         self._pending = b""
         self._has_warned = False
         descriptor = open_in_place(path, os.O_RDWR | os.O_APPEND)
-        self._file = os.fdopen(descriptor, "r+b", buffering=0)
+        self._file = NamedFile(descriptor, path, "r+")
 
     def append(self, content: bytes) -> None:
         """Append bytes.
@@ -51,7 +52,8 @@ class Appender:
     def last_byte(self) -> bytes:
         """Return the last byte of the file; none if it is empty."""
         end = self._file.seek(0, os.SEEK_END)
-        return os.pread(self._file.fileno(), 1, end - 1) if end else b""
+        self._file.seek(max(end - 1, 0))
+        return self._file.read(1)
 
     def close(self) -> None:
         """Write the content that is kept in memory, and close the file.

@@ -4,8 +4,7 @@ A received directory may contain symbolic links to private files, named pipes th
 opens them, or sparse files that claim to have gigabytes. The functions here refuse all three:
 
     reading    the file must be a regular file, of limited size, and inside its directory
-    writing    a symbolic link in the place of the new file is replaced, never followed;
-               a file that is changed in place, such as a log, must have no other name
+    writing    a link in the place of a new file is replaced; a file in place must be no link
 
 A model in the cache of the Hugging Face hub is a directory of links; links into the cache's `blobs`
 are allowed:
@@ -20,10 +19,11 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from io import BufferedReader
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
 
+from untrusted.named_errors import NamedFile, naming
 from untrusted.outputs import check_new_directory
 
 #: Maximum size of a file that is read as a whole, unless the caller allows more.
@@ -108,7 +108,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(descriptor, path)
-        return os.fdopen(descriptor, "rb")
+        return BufferedReader(NamedFile(descriptor, path, "r"))
     except BaseException:
         os.close(descriptor)
         raise
@@ -190,7 +190,7 @@ def open_new(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)  # Not the target, if it is a link.
     # O_EXCL also refuses a link that somebody put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
+    return BufferedWriter(NamedFile(os.open(path, flags, 0o666), path, "w"))
 
 
 def open_in_place(path: Path, flags: int) -> int:
@@ -258,7 +258,8 @@ def write_with(
             write(file)
             if reaches_disk:
                 file.flush()
-                os.fsync(file.fileno())
+                with naming(temporary):
+                    os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

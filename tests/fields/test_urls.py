@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+from pathlib import Path
 
 import pytest
 
@@ -25,8 +26,8 @@ def directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_workdir_that_is_a_url_is_refused(mode, corpus_overrides, capsys):
-    flags = arguments(URL, (*TINY, *corpus_overrides))
-    assert main([*flags, f"--mode={mode}"]) == REFUSED
+    flags = arguments(Path(), (*TINY, *corpus_overrides))
+    assert main([*flags, f"--workdir={URL}", f"--mode={mode}"]) == REFUSED
     assert f"error: --workdir='{URL}' is a URL" in capsys.readouterr().err
 
 

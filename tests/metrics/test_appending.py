@@ -3,12 +3,14 @@
 import json
 import math
 import os
+import resource
 
 import pytest
 
 from metrics.appender import Appender
 from metrics.json_lines import JsonLines
 from metrics.tensorboard_file import TensorBoardFile
+from untrusted.named_errors import NamedFile
 
 
 def test_a_torn_line_is_ended_and_numbers_in_mappings_are_json(tmp_path):
@@ -25,7 +27,7 @@ def test_a_torn_line_is_ended_and_numbers_in_mappings_are_json(tmp_path):
 
 
 def test_a_full_disk_is_an_error_unless_the_file_is_patient(tmp_path, monkeypatch, caplog):
-    with open("/dev/full", "wb", buffering=0) as full:
+    with NamedFile(os.open("/dev/full", os.O_WRONLY), tmp_path / "False", "w") as full:
         for is_patient in (False, True):
             file = Appender(tmp_path / f"{is_patient}", is_patient=is_patient)
             with monkeypatch.context() as patch:
@@ -33,12 +35,26 @@ def test_a_full_disk_is_an_error_unless_the_file_is_patient(tmp_path, monkeypatc
                 if is_patient:
                     file.append(b"1")
                 else:
-                    with pytest.raises(OSError, match="No space left"):
+                    with pytest.raises(OSError, match="No space left on device: '.*/False'"):
                         file.append(b"1")
             file.append(b"2")  # writes the 1 as well
             file.close()
             assert (tmp_path / f"{is_patient}").read_bytes() == b"12"
     assert caplog.text.count("the run continues") == 1
+
+
+@pytest.mark.parametrize("kind", [JsonLines, TensorBoardFile])
+def test_an_error_of_the_disk_names_the_file(kind, tmp_path):
+    file = kind(tmp_path / "log")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # stands for a disk that fails
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/log"):
+            for step in range(10):
+                file.append({"step": step}) if kind is JsonLines else file.append(step, {"x": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.close()
 
 
 @pytest.mark.parametrize("kind", [JsonLines, TensorBoardFile])

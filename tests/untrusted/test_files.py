@@ -1,15 +1,19 @@
 """Files in received directories: links, named pipes, devices and huge files."""
 
 import os
+import resource
+from pathlib import Path
 
 import pytest
 
 from convert import from_hf, to_hf
 from data.text.tokenization.file_tokenizer import find_tokenizer
 from tests.convert import cases
+from untrusted.documents import read_json_lines
 from untrusted.files import (
     check_link,
     copy_file,
+    digest_of,
     open_in_place,
     open_regular,
     read_bytes,
@@ -57,6 +61,21 @@ def test_links_into_the_blobs_of_a_hub_cache_are_followed(secret, tmp_path):
     (snapshot / "vocab.txt").symlink_to("../../blobs/evil")
     with pytest.raises(ValueError, match="outside"):
         read_bytes(snapshot / "vocab.txt", within=snapshot)
+
+
+def test_errors_of_reading_and_writing_name_the_file(tmp_path):
+    memory = Path("/proc/self/mem")  # a regular file whose first byte cannot be read
+    for read in (read_bytes, digest_of, read_json_lines):
+        with pytest.raises(OSError, match=r"Input/output error: '/proc/self/mem'"):
+            read(memory)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # stands for a disk that fails
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*/\.config\.yaml\.tmp'"):
+            write_text(tmp_path / "config.yaml", "long" * 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_only_regular_files_are_opened(tmp_path):

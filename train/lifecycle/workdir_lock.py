@@ -25,6 +25,7 @@ from typing import IO
 
 from sharding.distributed.messages import Exchange
 from untrusted.files import open_in_place
+from untrusted.named_errors import naming
 
 #: Exists while a run trains.
 LOCK_FILE = "lock"
@@ -95,9 +96,10 @@ def _lock_file(path: Path, timeout_s: float) -> Iterator[str]:
             # The previous holder may have deleted the file, and another process may have created a
             # new one in the meantime.
             if not holder and _is_same_file(file, path):
-                file.truncate(0)
-                file.write(content)
-                file.flush()
+                with naming(path):
+                    file.truncate(0)
+                    file.write(content)
+                    file.flush()
                 try:
                     yield content
                 finally:
