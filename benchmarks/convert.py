@@ -26,6 +26,7 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures
 from convert.tensor_files import ShardWriter, open_tensors, same_values
 from fields.paths import local_path
+from untrusted.streams import run_command
 
 #: Config of the model, which has about 2 billion weights.
 CONFIG = {
@@ -167,4 +168,4 @@ def as_text(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -22,6 +22,7 @@ from benchmarks.images import write_images
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 ROOT = Path(__file__).parents[1]
 # The first steps use batches that were read while the step was compiled.
@@ -138,4 +139,4 @@ def as_text(rows: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.exit(main())
+    run_command(main)

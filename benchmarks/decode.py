@@ -39,6 +39,7 @@ from train.config.overrides import parse_overrides
 from train.config.schema import validate_config
 from train.planning.step_time import machine_of
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "decode.json"
@@ -184,4 +185,4 @@ def rows_of(figures: dict[str, Any]) -> list[list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

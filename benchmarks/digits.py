@@ -24,6 +24,7 @@ from benchmarks.harness import report
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -203,4 +204,4 @@ def _row(name: str, accuracies: Sequence[float], seconds: Sequence[float]) -> st
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

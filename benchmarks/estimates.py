@@ -35,6 +35,7 @@ from train.config.config_files import load
 from train.config.schema import validate_config
 from train.run.assemble import assemble_run
 from train.run.run import Run
+from untrusted.streams import run_command
 
 VOCAB_SIZE = 8192
 _CONFIGS = Path(__file__).parents[1] / "configs"
@@ -242,4 +243,4 @@ def as_text(name: str, figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -37,6 +37,7 @@ from data.images.transforms.augment import augment
 from data.images.transforms.crops import open_image
 from fields.paths import local_path
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 #: (width, height) of images: the most frequent sizes in ImageNet, and some others.
 _SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (500, 500), (400, 300), (1024, 768))
@@ -290,4 +291,4 @@ def as_text(figures: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no device is used
-    sys.exit(main())
+    run_command(main)

@@ -26,6 +26,7 @@ from benchmarks.harness.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_
 from fields.paths import local_path
 from sharding.analysis.targets import parse_target
 from train.compile import compile_step
+from untrusted.streams import run_command
 
 _ROOT = Path(__file__).parents[1]
 _PUBLISHED = _ROOT / "benchmarks" / "results" / "libai_benchmark.csv"
@@ -235,4 +236,4 @@ def rows_table(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

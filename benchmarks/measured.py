@@ -16,7 +16,6 @@ any machine, add the step to the stored results, and write the table of docs/bef
 import argparse
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sharding.analysis.cost.prediction import predict
 from sharding.analysis.memory import Memory
 from sharding.analysis.targets import TARGETS, parse_target
 from train.planning.step_time import machine_of
+from untrusted.streams import run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "gpu_steps.json"
@@ -136,4 +136,4 @@ def table(results: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -48,6 +48,7 @@ from sharding.pipeline.schedules.table import max_in_flight
 from train.config.overrides import Override, parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 DEFAULT_STAGES = 4
 #: Schedule -> number of chunks per stage. Schedules that are not listed have one.
@@ -329,4 +330,4 @@ def _default_stages() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -54,6 +54,7 @@ from train.planning.plan_search import PlanSearch
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "plans.json"
@@ -345,4 +346,4 @@ def _range_ms(seconds: Iterable[float]) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -19,6 +19,7 @@ import jax
 from benchmarks.harness import docs_page, gpu_estimates, report
 from fields.paths import local_path
 from train.compile import compile_run
+from untrusted.streams import run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "h100_predictions.json"
@@ -125,4 +126,4 @@ def table(cases: dict[str, dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

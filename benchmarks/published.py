@@ -19,6 +19,7 @@ import jax
 import matplotlib
 
 from fields.paths import local_path
+from untrusted.streams import run_command
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -187,4 +188,4 @@ def _draw(scaling: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

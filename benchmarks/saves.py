@@ -30,6 +30,7 @@ from fields.paths import local_path
 from train.config.overrides import parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -127,4 +128,4 @@ def as_text(figures: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -42,6 +42,7 @@ from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 CONTENDERS = ("ours", "torch_eager", "torch_compiled")
 _PROFILED_STEPS = 3
@@ -270,4 +271,4 @@ def _speed(run: Run, step_time_s: dict[str, float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,6 +20,7 @@ from checkpoint.checksums import CHECKSUMS_FILE, find_damage, find_missing
 from checkpoint.layout import TMP_SUFFIX, best_steps, read_data_state, read_metrics, steps_in
 from fields.paths import local_path
 from untrusted.messages import sentence_of, shortened
+from untrusted.streams import run_command
 
 
 def find_directory(workdir: Path) -> Path:
@@ -210,4 +211,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

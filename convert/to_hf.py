@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from fields.paths import local_path
 from untrusted.files import new_directory, write_text
 from untrusted.imports import add_allow_import
 from untrusted.messages import shortened
+from untrusted.streams import run_command
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _WITHOUT_COUNTERPART = (
@@ -315,4 +315,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -31,6 +31,7 @@ from fields.paths import local_path
 from untrusted.documents import read_json
 from untrusted.files import new_directory
 from untrusted.imports import add_allow_import
+from untrusted.streams import run_command
 
 try:
     import onnxruntime
@@ -226,4 +227,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,6 +20,7 @@ from data.text.token_files import TokenFile, open_token_file, write_token_file
 from data.text.token_store import TokenStore, document_ends, unknown_ids
 from fields.paths import local_name
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -131,4 +132,4 @@ def _read(file: TokenFile, config: DataConfig, first: int, count: int) -> Iterat
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

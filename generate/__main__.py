@@ -39,6 +39,7 @@ from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
 from untrusted.outputs import check_file
+from untrusted.streams import run_command
 
 _EARLY_STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
@@ -259,4 +260,4 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -14,7 +14,6 @@ import csv
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +45,7 @@ from untrusted.files import new_directory, write_text
 from untrusted.imports import check_imports
 from untrusted.outputs import check_new_directory
 from untrusted.schema import check_fields
+from untrusted.streams import run_command
 
 _TOP = 5
 #: How many classes are printed, and how many have their names in the picture.
@@ -340,4 +340,4 @@ def _corpus(data: DataConfig, images: ImageConfig) -> Corpus:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

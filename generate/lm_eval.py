@@ -38,6 +38,7 @@ from sharding.mesh import use_mesh
 from untrusted.files import write_text
 from untrusted.messages import shortened
 from untrusted.outputs import check_file
+from untrusted.streams import run_command
 
 try:
     from lm_eval.api.instance import Instance
@@ -320,4 +321,4 @@ def _scores(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

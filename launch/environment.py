@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from untrusted.streams import run_command
+
 # Read by `train.main`. Set either all of the first three or none of them.
 COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0, or unix:PATH of its socket
 NUM_PROCESSES = "TAIBAI_NUM_PROCESSES"
@@ -179,4 +181,4 @@ def main() -> NoReturn:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

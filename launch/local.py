@@ -30,7 +30,7 @@ from typing import NoReturn
 from launch import environment
 from launch.processes import Event, Processes
 from train.lifecycle.exit_codes import FINAL, STOPPED
-from train.reporting.output import open_missing_streams
+from untrusted.streams import exit_process, open_missing_streams
 
 #: Largest number of processes, and of devices of a process: more could end a machine.
 _MAX_COUNT = 512
@@ -234,4 +234,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     open_missing_streams()
-    sys.exit(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

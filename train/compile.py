@@ -37,11 +37,11 @@ from train.planning.memory.budget import target_budget
 from train.planning.memory.planner import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
-from train.reporting.output import print_report
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 #: Number of labels to assume if only the data determines it: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -129,7 +129,7 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
         hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
         print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
         return REFUSED
-    print_report(text)
+    print(text)
     return FINISHED
 
 
@@ -254,4 +254,4 @@ def _vocab_size(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -23,6 +23,7 @@ from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
 from untrusted.documents import read_json
 from untrusted.files import write_text
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 GOODPUT_DIRECTORY = "goodput"
 #: How a start can end; None if it was killed or is still running.
@@ -285,4 +286,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -40,10 +40,10 @@ from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
 from train.references import add_references
-from train.reporting.output import protect_output
 from train.run.run import Run
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
+from untrusted.streams import protect_output
 
 _log = logging.getLogger("train.main")  # also when this file is the program
 

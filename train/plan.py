@@ -17,7 +17,6 @@ import logging
 import math
 import re
 import shlex
-import sys
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -57,6 +56,7 @@ from train.planning.plan_search import PlanSearch
 from train.plot import check_picture, plot_plans
 from train.run.assemble import assemble_run
 from untrusted.outputs import check_file
+from untrusted.streams import run_command
 
 #: Most devices that a CPU simulates for a plan.
 _MAX_CPU_DEVICES = 512
@@ -251,4 +251,4 @@ def _num_simulated(target: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -15,6 +15,7 @@ from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.messages import sentence_of
 from untrusted.outputs import check_file
+from untrusted.streams import run_command
 
 matplotlib.use("Agg")  # renders to files, and needs no display
 import matplotlib.pyplot as plt  # noqa: E402
@@ -171,4 +172,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

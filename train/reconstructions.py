@@ -21,6 +21,7 @@ from train.config.schema import validate_config
 from train.plot import save
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 _TITLES = ("image", "what is seen", "reconstruction")
 
@@ -98,4 +99,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

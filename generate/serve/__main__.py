@@ -29,6 +29,7 @@ from generate.serve.requests import Limits
 from generate.serve.slots import Slots
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
+from untrusted.streams import protect_output
 
 try:
     from generate.serve.app import Served, make_app
@@ -177,4 +178,5 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main())

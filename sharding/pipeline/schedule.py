@@ -26,6 +26,7 @@ from sharding.pipeline.schedules.generators import (
 from sharding.pipeline.schedules.simulate import CLOCKS, Times, bubble_fraction
 from sharding.pipeline.schedules.table import Schedule, check_size, max_in_flight, verify
 from untrusted.messages import sentence_of
+from untrusted.streams import run_command
 
 __all__ = ["SCHEDULES", "forward_only", "make_schedule"]
 
@@ -210,4 +211,4 @@ def _schedule(args: argparse.Namespace) -> Schedule:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

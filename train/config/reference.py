@@ -17,6 +17,7 @@ from typing import Any
 
 from fields.field import Declaration, declarations, joined
 from train.config.schema import SECTIONS, RunConfig
+from untrusted.streams import run_command
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -165,4 +166,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_command(main)
