@@ -1,8 +1,8 @@
 """Writes the metrics of a run to metrics.jsonl and to TensorBoard files.
 
-Each line of `metrics.jsonl` is a JSON object. A logged step has `step, loss, learning_rate,
-grad_norm, step_time_s, data_wait_s, tokens_per_s` (for images `images_per_s`) and more; an
-evaluation has `step, eval_loss`, and for text `eval_perplexity`.
+Each line of `metrics.jsonl` is a JSON object. A logged step has `step, loss, learning_rate` (unless
+an optimizer of your own hides it), `grad_norm, step_time_s, data_wait_s, tokens_per_s` (for images
+`images_per_s`) and more; an evaluation has `step, eval_loss`, and for text `eval_perplexity`.
 """
 
 import json

@@ -28,6 +28,7 @@ from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
+from train.optim.logged_rate import NoticedSchedule
 from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
 from train.run.compatibility import (
     check_axes,
@@ -75,7 +76,7 @@ def assemble_run(
     functions = abstract.functions
     traces = ModelTraces(config, mesh, hardware, model, functions)
     check_parts(config, model, functions, traces, shares_vocab=shares_vocab)
-    learning_rate_schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
+    learning_rate_schedule = _learning_rate_schedule(config)
     optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
     schedule = _schedule(config, mesh)
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
@@ -193,6 +194,11 @@ def _state_spec(
         ),
         frozen=frozen,
     )
+
+
+def _learning_rate_schedule(config: RunConfig) -> NoticedSchedule:
+    schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
+    return NoticedSchedule(schedule)
 
 
 def _optimizer(

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from models.functions import ModelFunctions
 from sharding.hardware import Hardware
@@ -30,6 +29,7 @@ from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import forward_only
 from sharding.pipeline.schedules.table import Schedule
 from sharding.pipeline.stack_layout import StackLayout
+from train.optim.logged_rate import NoticedSchedule, rate_of_update
 from train.precision import PrecisionConfig
 from train.state.amax_history import (
     misfit_metrics,
@@ -68,7 +68,7 @@ class StepConfig:
 def make_train_step(
     functions: ModelFunctions,
     update: Update,
-    learning_rate_schedule: optax.Schedule,
+    learning_rate_schedule: NoticedSchedule,
     config: StepConfig,
     param_sharding: ParamSharding,
     rules: Rules,
@@ -81,11 +81,11 @@ def make_train_step(
     The loss is the sum over all microbatches and devices, divided by the sum of `weights`. The
     weights of additional losses, `*_weights`, are first scaled to the same sum.
 
-    Metrics are scalars: `loss, grad_norm, learning_rate, num_skipped, num_nonfinite_in_a_row`, and
-    the head's metrics as weighted means. In float16 there are two more: `loss_scale`, and
-    `num_stuck_in_a_row`, the nonfinite steps at which the scale could not become smaller. In
-    float8 with delayed scaling there are `float8_overflows` and `float8_underflows`; see
-    train/state/amax_history.py.
+    Metrics are scalars: `loss, grad_norm, num_skipped, num_nonfinite_in_a_row`, `learning_rate` if
+    it is known (see train/optim/logged_rate.py), and the head's metrics as weighted means. In
+    float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite steps at which
+    the scale could not become smaller. In float8 with delayed scaling there are `float8_overflows`
+    and `float8_underflows`; see train/state/amax_history.py.
 
     A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
     scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
@@ -114,13 +114,12 @@ def make_train_step(
         weight = _nonzero(sums.pop("weight"))
         metrics = {name: value / weight for name, value in sums.items()}
         grad_norm = update.norm(grads, weight)
-        # As the optimizer counts: a skipped step is no update.
-        learning_rate = learning_rate_schedule(state.step - state.num_skipped)
-        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        metrics |= _scaling_metrics(state, seen, config)
+        num_updates = state.step - state.num_skipped  # as the optimizer counts
+        metrics |= {"grad_norm": grad_norm, **_scaling_metrics(state, seen, config)}
         state = _apply_gradients(
             state, grads, weight, metrics["loss"], grad_norm, seen, update, config
         )
+        metrics |= rate_of_update(state.opt_state, learning_rate_schedule, num_updates)
         return state, metrics | _counters(state)
 
     return train_step
