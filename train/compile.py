@@ -39,6 +39,7 @@ from train.planning.step_time import machine_of
 from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.assemble import assemble_run
 from train.run.run import Run
+from untrusted.files import write_text
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
 from untrusted.streams import run_command
@@ -211,12 +212,12 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
 def write_files(step: CompiledStep, directory: Path) -> None:
     """Write the HLO, the JSON report, a trace for Perfetto and a picture into `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "step.hlo.txt").write_text(step.compiled.as_text() or "", encoding="utf-8")
-    (directory / "report.json").write_text(json.dumps(step.to_json(), indent=2) + "\n")
+    write_text(directory / "step.hlo.txt", step.compiled.as_text() or "")
+    write_text(directory / "report.json", json.dumps(step.to_json(), indent=2) + "\n")
     write_trace(step.prediction, directory / "trace.json")
     model = f"{type(step.run.model).__name__}, {step.run.num_params:,} parameters"
     title = f"{model}, {step.devices}"
-    (directory / "step.svg").write_text(draw(step.prediction, title), encoding="utf-8")
+    write_text(directory / "step.svg", draw(step.prediction, title))
 
 
 class DataSizes(NamedTuple):

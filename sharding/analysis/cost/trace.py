@@ -17,6 +17,7 @@ from typing import Any
 from sharding.analysis.cost.execution import Event, Execution, Repeat
 from sharding.analysis.cost.lanes import lane_of, lanes_of
 from sharding.analysis.cost.prediction import Prediction
+from untrusted.files import write_text
 
 #: Number of iterations of a loop that the trace writes out before it summarizes the others.
 _SPELLED_OUT = 4
@@ -47,7 +48,7 @@ class _Placed:
 
 def write_trace(prediction: Prediction, path: str | Path) -> None:
     """Write the step as Chrome trace events, which Perfetto and chrome://tracing can open."""
-    Path(path).write_text(json.dumps(trace(prediction), separators=(",", ":")), encoding="utf-8")
+    write_text(Path(path), json.dumps(trace(prediction), separators=(",", ":")))
 
 
 def trace(prediction: Prediction) -> dict[str, Any]:
