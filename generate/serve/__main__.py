@@ -25,6 +25,7 @@ from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.command import add_model_options, mesh_of, run
 from generate.prompts import TextCodec, end_token_of, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
+from generate.serve.readers import template_processes
 from generate.serve.requests import Limits
 from generate.serve.slots import Slots
 from sharding.distributed.startup import start
@@ -113,7 +114,12 @@ def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
     """Return the chat template of a model, or of its adapter; None if neither has one."""
     end = tokenizer.decode([end_token_of(source, tokenizer)])
     directories = [source.adapter_files, source.hf_files]
-    found = (find_template("", each, end, has_clock=True) for each in directories if each)
+    processes = template_processes()
+    found = (
+        find_template("", each, end, is_repeatable=False, processes=processes)
+        for each in directories
+        if each
+    )
     return next((template for template in found if template is not None), None)
 
 

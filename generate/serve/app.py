@@ -25,6 +25,7 @@ from generate.prompts import TextCodec
 from generate.serve.answers import CHAT, TEXT, Format, error, new_answer, usage
 from generate.serve.browsers import RefuseOtherSites
 from generate.serve.engine import ERROR, STOP, Busy, Engine, Job, Unavailable
+from generate.serve.readers import Readers
 from generate.serve.requests import (
     BadRequest,
     CompletionRequest,
@@ -159,6 +160,7 @@ class _Server:
     def __init__(self, served: Served, engine: Engine):
         self._served = served
         self._engine = engine
+        self._readers = Readers(served.timeout_s)
         self._description = {
             "id": served.name,
             "object": "model",
@@ -215,8 +217,7 @@ class _Server:
         try:
             async with asyncio.timeout(self._served.body_s):
                 fields = await self._fields(request)
-            # Tokenizing a long prompt would hold up all other requests.
-            wanted = await asyncio.to_thread(read, fields)
+            wanted = await self._readers.read(read, fields, is_chat=form is _CHAT)
             answer = _Answer(wanted, self._served.codec, self._engine)
         except BadRequest as problem:
             return JSONResponse(error(str(problem), problem.status), problem.status)

@@ -4,9 +4,12 @@ A line is `{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assist
 pair of conversations; see data/text/chat/preferences.py.
 """
 
+import collections
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +18,10 @@ import numpy as np
 from data.array_cache import read_array, write_array
 from data.config import DataConfig
 from data.locks import locked
-from data.text.chat.lines import ChatLines, Dialogue, checked_messages, tools_of
+from data.text.chat.lines import ChatLines, checked_messages, tools_of
 from data.text.chat.preferences import Preferences
-from data.text.chat.template import ChatTemplate, Span
+from data.text.chat.rendering import Span
+from data.text.chat.template import ChatTemplate, Dialogue, Rendered
 from data.text.records import find_lines
 from data.text.text_files import split_files
 from data.text.tokenization.tokenizer import Tokenizer
@@ -25,7 +29,10 @@ from data.text.tokenization.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 #: Increase this when conversations are encoded in another way.
-_REVISION = 2
+_REVISION = 3
+#: Limits of what is rendered together: enough to hide the time of a call, but little in memory.
+_BATCH_LINES = 64
+_BATCH_BYTES = 2**20
 
 
 class Conversations(ChatLines):
@@ -128,7 +135,8 @@ def encode(
         config: The config section `data`.
 
     Raises:
-        ValueError: A conversation is not valid, or the template refuses it.
+        ValueError: A conversation is not valid, the template refuses it, or nothing is learned of
+            any conversation.
     """
     digest = hashlib.sha256(f"{_REVISION} {config.sequence_length}\0".encode())
     for part in (template.key, tokenizer.fingerprint, *map(repr, lines)):
@@ -146,8 +154,43 @@ def encode(
             write_array(Path(f"{name}-tokens.npy"), marked)
             write_array(Path(f"{name}-ends.npy"), ends)
     return EncodedChats(
-        tokens=(marked >> 1).astype(np.int32), is_learned=(marked & 1).astype(bool), ends=ends
+        tokens=(marked >> 1).astype(np.int32),
+        is_learned=(marked & 1).astype(bool),
+        ends=_without_lost(ends, lines, config),
     )
+
+
+def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.ndarray:
+    """Return the ends of conversations without those of lines that are left out, which are empty.
+
+    Args:
+        ends: int64[number of conversations], ends of all conversations.
+        lines: The lines of the conversations.
+        config: The config section `data`.
+
+    Raises:
+        ValueError: All are left out.
+    """
+    sizes = np.diff(ends, prepend=0)
+    lost = np.flatnonzero(sizes[:: lines.num_dialogues] == 0)
+    if len(lost) and len(lost) == len(lines):
+        raise ValueError(
+            f"data.paths: none of {len(lines)} lines has a token that is learned, beginning with "
+            f"{lines.place(0)}; increase data.sequence_length={config.sequence_length} if answers "
+            "begin after it, add the answers that are missing, or let {% generation %} of "
+            "data.chat_template contain them"
+        )
+    if len(lost):
+        _log.warning(
+            "%d of %d lines are left out, because no token of an answer is learned: it is empty, "
+            "data.sequence_length=%d cuts it off, or {%% generation %%} of the chat template does "
+            "not contain it; the first is %s",
+            len(lost),
+            len(lines),
+            config.sequence_length,
+            lines.place(int(lost[0])),
+        )
+    return ends[sizes > 0]
 
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
@@ -164,15 +207,17 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     answer = "Answer."
     messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": answer}]
     try:
-        text, spans = template.spans(messages)
+        found = template.learned(Dialogue(messages))
     except ValueError:
         return None
-    start, stop = spans[-1] if spans else (0, 0)
-    place = text.find(answer, start, stop)
-    if place < 0:
+    places = (found.text.find(answer, start, stop) for start, stop in found.spans)
+    place = next((each for each in places if each >= 0), None)
+    if place is None:
         return None
-    ids, offsets = tokenizer.encode_with_offsets(text)
-    follows = _is_within(offsets, [(place + len(answer), stop)])
+    ids, offsets = tokenizer.encode_with_offsets(found.text)
+    # The token may be in another part than the content, if the template marks several parts.
+    end = place + len(answer)
+    follows = _is_within(offsets, [(max(start, end), stop) for start, stop in found.spans])
     ends = ids[follows & ~tokenizer.is_text()[ids]]
     return int(ends[0]) if len(ends) else None
 
@@ -180,33 +225,73 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
 def _encoded(
     lines: ChatLines, template: ChatTemplate, tokenizer: Tokenizer, most: int
 ) -> Iterator[np.ndarray]:
-    """Yield 2 × id + is_learned for the tokens of each conversation, at most `most`."""
-    num_cut = num_lost = 0
-    for index, dialogues in enumerate(lines):
+    """Yield 2 × id + is_learned for the tokens of each conversation, at most `most`.
+
+    The conversations of a line are empty if nothing is learned of one of them.
+    """
+    num_cut = 0
+    for rendered in _rendered(lines, template):
         found = []
         sizes = []
-        for dialogue in dialogues:
-            try:
-                text, spans = dialogue.rendered(template)
-            except ValueError as error:
-                raise ValueError(f"data.paths: {lines.place(index)}: {error}") from None
-            ids, offsets = tokenizer.encode_with_offsets(text)
+        for each in rendered:
+            ids, offsets = tokenizer.encode_with_offsets(each.text)
             sizes.append(len(ids))
-            found.append(2 * ids[:most].astype(np.int64) + _is_within(offsets[:most], spans))
+            found.append(2 * ids[:most].astype(np.int64) + _is_within(offsets[:most], each.spans))
         num_cut += max(sizes) > most
-        if all((marked[1:] & 1).any() for marked in found):
-            yield from found
-        else:
-            num_lost += 1
+        is_learned = all((marked[1:] & 1).any() for marked in found)
+        yield from found if is_learned else [np.zeros(0, np.int64)] * len(found)
     if num_cut:
         _log.warning(
-            "%d of %d lines have conversations of more than %d tokens, which are cut; %d of them "
-            "have no answer before that and are left out",
+            "%d of %d lines have conversations of more than %d tokens, which are cut",
             num_cut,
             len(lines),
             most,
-            num_lost,
         )
+
+
+def _rendered(lines: ChatLines, template: ChatTemplate) -> Iterator[list[Rendered]]:
+    """Yield the texts of each line, while a thread has the next lines rendered.
+
+    Raises:
+        ValueError: The template refuses a conversation; the message names the line.
+    """
+    with ThreadPoolExecutor(1, "chats") as thread:
+        ahead: collections.deque[tuple[range, Future[list[Rendered | ValueError]]]]
+        ahead = collections.deque()
+        for numbers in _batches(lines):
+            dialogues = [each for number in numbers for each in lines[number]]
+            ahead.append((numbers, thread.submit(template.learned_of_all, dialogues)))
+            if len(ahead) > 1:
+                yield from _of_lines(lines, *ahead.popleft())
+        for batch in ahead:
+            yield from _of_lines(lines, *batch)
+
+
+def _batches(lines: ChatLines) -> Iterator[range]:
+    """Yield the numbers of lines that are rendered together, in order."""
+    first = size = 0
+    for number in range(len(lines)):
+        size += lines.num_bytes(number)
+        if size >= _BATCH_BYTES or number - first + 1 == _BATCH_LINES:
+            yield range(first, number + 1)
+            first = number + 1
+            size = 0
+    if first < len(lines):
+        yield range(first, len(lines))
+
+
+def _of_lines(
+    lines: ChatLines, numbers: range, found: Future[list[Rendered | ValueError]]
+) -> Iterator[list[Rendered]]:
+    """Yield the results for each line, or raise the error of the first one that has one."""
+    results = iter(found.result())
+    for number in numbers:
+        rendered = []
+        for result in itertools.islice(results, lines.num_dialogues):
+            if isinstance(result, ValueError):
+                raise ValueError(f"data.paths: {lines.place(number)}: {result}")
+            rendered.append(result)
+        yield rendered
 
 
 def _is_within(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

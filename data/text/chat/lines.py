@@ -1,43 +1,21 @@
 """Lines of .jsonl files that hold conversations, each parsed and checked when it is read."""
 
 import abc
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data.config import DataConfig
-from data.text.chat.template import ChatTemplate, Span
+from data.text.chat.template import Dialogue
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
 from untrusted.messages import shortened
 
 Message = dict[str, Any]
-
-
-class Dialogue(NamedTuple):
-    """A conversation.
-
-    Attributes:
-        messages: Its messages, each with the strings `role` and `content`; see `checked_messages`.
-        num_given: How many of them, at the beginning, are not learned.
-        tools: Descriptions of functions that the assistant may call; None for none.
-    """
-
-    messages: list[Message]
-    num_given: int = 0
-    tools: list[Any] | None = None
-
-    def rendered(self, template: ChatTemplate) -> tuple[str, list[Span]]:
-        """Return the text, and the parts of it that are learned.
-
-        Raises:
-            ValueError: As for `ChatTemplate.spans`.
-        """
-        text, spans = template.spans(self.messages, tools=self.tools)
-        answers = [message["role"] == "assistant" for message in self.messages]
-        if len(spans) != sum(answers):
-            return text, spans  # the template does not mark one part for each answer
-        return text, spans[sum(answers[: self.num_given]) :]
+#: An escape sequence that may be half of a character.
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
@@ -64,12 +42,32 @@ class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
         """Return a line's JSON object, and where it is, for messages."""
         content, file, line = self._spans.read(index, self._files)
         where = f"data.paths: {file} line {line}"
-        return parse_json(content, where, allows_nan=True), where
+        record = parse_json(content, where, allows_nan=True)
+        if _SURROGATE.search(content):
+            _check_characters(record, where)
+        return record, where
+
+    def num_bytes(self, index: int) -> int:
+        """Return the size of a line."""
+        _, start, stop, _ = self._spans[index]
+        return stop - start
 
     def place(self, index: int) -> str:
         """Return the file and the line number of a line, for messages."""
         file_number, _, _, line = self._spans[index]
         return f"{self._files[file_number]} line {line}"
+
+
+def _check_characters(record: dict[str, Any], where: str) -> None:
+    """Check that a record has no half of a character, which JSON has as an escape sequence."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"{where} has the lone surrogate {shortened(half)}, which is half of a character; fix "
+            "or remove the line"
+        ) from None
 
 
 def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:

@@ -12,7 +12,8 @@ The prompt is not repeated if the answers begin with it.
 
 from typing import Any
 
-from data.text.chat.lines import ChatLines, Dialogue, Message, checked_messages, tools_of
+from data.text.chat.lines import ChatLines, Message, checked_messages, tools_of
+from data.text.chat.template import Dialogue
 
 
 class Preferences(ChatLines):

@@ -1,28 +1,27 @@
 """Chat templates: Jinja programs that turn messages into one text, as in `transformers`.
 
 A template comes with a tokenizer, as `chat_template.jinja` or in tokenizer_config.json. It runs in
-Jinja's sandbox, which has neither files nor imports. In training it has no clock either, because a
-model must not depend on the day of its training.
+Jinja's sandbox, which has neither files nor imports, and in a process with limits; see rendering.py
+about that process. In training it has neither a clock nor chance, because a model must not depend
+on the day of its training.
 
 The text of the assistant is what the model learns. A template can mark it with
 `{% generation %}…{% endgeneration %}`. For others, it is what a message adds to the text of the
 messages before it, after the prompt for an answer.
 """
 
-import datetime
-import json
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
-
+from data.text.chat import rendering
+from data.text.chat.rendering import Message, Span
 from untrusted.documents import read_json
 from untrusted.files import read_text
-from untrusted.messages import shortened
+from untrusted.limited import LimitedProcesses
+from untrusted.limited_process import Limits
+from untrusted.messages import without_surrogates
 
 #: The template `data.chat_template=roles`.
 ROLES = (
@@ -34,10 +33,6 @@ ROLES = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-#: Stand around the text of the assistant in a rendered text, until `spans` removes them.
-_BEGIN = "\0generation:begin\0"
-_END = "\0generation:end\0"
-
 TEMPLATE_FILE = "chat_template.jinja"
 #: The directory of other templates of a tokenizer, and the one for conversations with tools.
 TEMPLATES = "additional_chat_templates"
@@ -46,39 +41,38 @@ _CONFIG_FILE = "tokenizer_config.json"
 _MAX_BYTES = 2**20
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
-#: Errors of a template that runs: wrong types and keys, and endless calls.
-_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
+#: Limits of a few conversations that are learned. Most take less than 1 ms each.
+_TRAINING = LimitedProcesses(
+    rendering.render,
+    Limits(cpu_s=20, memory_bytes=2**31, wall_s=300, reply_bytes=2**28),
 )
 
-#: Names of the reasoning before an answer, in messages and in templates.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
-Message = Mapping[str, Any]
-#: First character and end of a part of a text.
-Span = tuple[int, int]
+class Dialogue(NamedTuple):
+    """A conversation.
+
+    Attributes:
+        messages: Its messages, each with the strings `role` and `content`.
+        num_given: How many of them, at the beginning, are not learned.
+        tools: Descriptions of functions that the assistant may call; None for none.
+    """
+
+    messages: Sequence[Message]
+    num_given: int = 0
+    tools: Sequence[Any] | None = None
 
 
-class _Generation(jinja2.ext.Extension):
-    """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """A conversation as text.
 
-    tags = {"generation"}
+    Attributes:
+        text: The text.
+        spans: The parts of it that are learned, which the assistant says.
+    """
 
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_marked")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
+    text: str
+    spans: list[Span]
 
 
 class ChatTemplate:
@@ -89,7 +83,9 @@ class ChatTemplate:
         source: Its file or config key, for error messages.
         tokens: Names of special tokens that it may use, such as {"bos_token": "<s>"}.
         for_tools: The template of conversations with tools; None: `text` is.
-        has_clock: Whether it may ask for the date and the time with `strftime_now`.
+        is_repeatable: Whether its text must be the same in every run; otherwise it may ask for the
+            time with `strftime_now`, and choose at random.
+        processes: Processes that call `rendering.render` with limits.
 
     Attributes:
         files: Name of a file of a tokenizer -> the template in it.
@@ -105,25 +101,28 @@ class ChatTemplate:
         tokens: Mapping[str, str],
         *,
         for_tools: str | None = None,
-        has_clock: bool = False,
+        is_repeatable: bool = True,
+        processes: LimitedProcesses = _TRAINING,
     ):
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _as_json
-        environment.globals["raise_exception"] = _raise
-        if has_clock:
-            environment.globals["strftime_now"] = _now
         self.files = {TEMPLATE_FILE: text}
         if for_tools is not None:
             self.files[TOOLS_FILE] = for_tools
         self._source = source
         self._tokens = tokens
-        try:
-            self._template = environment.from_string(text)
-            self._for_tools = environment.from_string(for_tools or text)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{source} is not a chat template ({shortened(error)})") from None
+        self._processes = processes
+        self._program = {
+            "text": text,
+            "for_tools": for_tools,
+            "source": source,
+            "tokens": tokens,
+            "is_repeatable": is_repeatable,
+        }
+        if any(_has_surrogate(each) for each in (*self.files.values(), *tokens.values())):
+            raise ValueError(
+                f"{source}, or a special token next to it, has a lone surrogate (\\ud800 to "
+                "\\udfff), which is not a character; correct it"
+            )
+        self._call([])
 
     @property
     def key(self) -> str:
@@ -138,70 +137,73 @@ class ChatTemplate:
             add_generation_prompt: Whether the text ends with the beginning of an answer.
 
         Raises:
-            ValueError: The template refuses the messages.
+            ValueError: The template refuses the messages, or exceeds the limits.
         """
-        rendered = self._rendered(messages, add_generation_prompt=add_generation_prompt)
-        return rendered.replace(_BEGIN, "").replace(_END, "")
+        (found,) = self._call([_request(messages, add_generation_prompt=add_generation_prompt)])
+        if "error" in found:
+            raise ValueError(found["error"])
+        return found["text"]
 
-    def spans(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None
-    ) -> tuple[str, list[Span]]:
-        """Return the text of messages, and the parts of it that the assistant says.
-
-        Args:
-            messages: The messages, each with `role` and `content`.
-            tools: Descriptions of functions that the assistant may call.
+    def learned(self, dialogue: Dialogue) -> Rendered:
+        """Return the text of a conversation, and what is learned of it.
 
         Raises:
-            ValueError: The template refuses the messages; or it has no tags, and renders earlier
-                messages differently when others follow, or the assistant begins.
+            ValueError: The template refuses the messages, or exceeds the limits; or it has no tags,
+                and renders earlier messages differently when others follow, or the assistant
+                begins.
         """
-        rendered = self._rendered(messages, tools)
-        if _BEGIN in rendered:
-            return _unmarked(rendered)
-        found = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if number == 0:
-                raise self._not_clear("renders no prompt before message 0, which is an answer")
-            prompt = self._rendered(messages[:number], tools, add_generation_prompt=True)
-            until = self._rendered(messages[: number + 1], tools)
-            if not (rendered.startswith(until) and until.startswith(prompt)):
-                raise self._not_clear(f"renders message {number} differently when others follow")
-            found.append((len(prompt), len(until)))
-        return rendered, found
+        (found,) = self.learned_of_all([dialogue])
+        if isinstance(found, ValueError):
+            raise found
+        return found
 
-    def _not_clear(self, problem: str) -> ValueError:
-        return ValueError(
-            f"{self._source} {problem}, so the text of the assistant is not clear; put "
-            "{% generation %} and {% endgeneration %} around it in a copy of the template, and set "
-            "data.chat_template to its path"
-        )
+    def learned_of_all(self, dialogues: Sequence[Dialogue]) -> list[Rendered | ValueError]:
+        """Return the result of `learned` for each conversation, up to the first error.
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
+        The conversations share the limits. If they exceed them, each is rendered on its own.
+
+        Returns:
+            The results; the last one may be the error that `learned` raises.
+        """
+        requests = [
+            _request(each.messages, each.tools, num_given=each.num_given) for each in dialogues
+        ]
+        found: list[Rendered | ValueError] = []
         try:
-            return (self._for_tools if tools else self._template).render(
-                messages=[_normalized(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
-            )
-        except _ERRORS as error:
-            problem = f"{self._source} refuses messages: {shortened(error)}"
-            if isinstance(error, jinja2.UndefinedError) and "strftime_now" in str(error):
-                problem += (
-                    "; training must not depend on the date, so write a date into a copy of the "
-                    "template, and set data.chat_template to its path"
-                )
-            raise ValueError(problem) from None
+            results = self._call(requests)
+        except ValueError as error:
+            if len(dialogues) == 1:
+                return [error]
+            for each in dialogues:
+                found += self.learned_of_all([each])
+                if isinstance(found[-1], ValueError):
+                    break
+            return found
+        for each in results:
+            if "error" in each:
+                return [*found, ValueError(each["error"])]
+            spans = [(start, stop) for start, stop in each["spans"]]
+            found.append(Rendered(text=each["text"], spans=spans))
+        return found
+
+    def _call(self, conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self._processes.call(self._program | {"conversations": conversations}, self._source)
+
+
+def _request(
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+    num_given: int | None = None,
+) -> dict[str, Any]:
+    """Return a conversation for `rendering.render`."""
+    return {
+        "messages": [*messages],
+        "tools": tools,
+        "add_generation_prompt": add_generation_prompt,
+        "num_given": num_given,
+    }
 
 
 def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatTemplate:
@@ -221,7 +223,7 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
 
 
 def find_template(
-    setting: str, tokenizer: Path | None, eos_token: str, *, has_clock: bool = False
+    setting: str, tokenizer: Path | None, eos_token: str, **options: Any
 ) -> ChatTemplate | None:
     """Load a chat template if there is one.
 
@@ -230,7 +232,7 @@ def find_template(
             tokenizer.
         tokenizer: The path of the tokenizer, or of its directory; None: it has no file.
         eos_token: The name of the tokenizer's end-of-document token.
-        has_clock: As for `ChatTemplate`.
+        **options: The options `is_repeatable` and `processes` of `ChatTemplate`.
 
     Returns:
         The template; None if the tokenizer has none.
@@ -250,7 +252,7 @@ def find_template(
     if text is None:
         return None
     for_tools = texts.get("tool_use")
-    return ChatTemplate(text, source, tokens, for_tools=for_tools, has_clock=has_clock)
+    return ChatTemplate(text, source, tokens, for_tools=for_tools, **options)
 
 
 def _texts_of(
@@ -280,35 +282,10 @@ def _texts_of(
     return texts, f"{directory}/{_CONFIG_FILE}"
 
 
-def _normalized(message: Message) -> Message:
-    """Return a message as templates expect it, which is as `transformers` gives it to them.
-
-    Fields that are null are left out, since templates render them or ask whether they exist. The
-    reasoning before an answer has all names that templates have for it.
-    """
-    found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[key] for key in _REASONING if key in found), None)
-    if reasoning is None:
-        return found
-    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
-
-
 def _directory_of(tokenizer: Path | None) -> Path | None:
     if tokenizer is None or tokenizer.is_dir():
         return tokenizer
     return tokenizer.parent
-
-
-def _unmarked(rendered: str) -> tuple[str, list[Span]]:
-    """Remove the marks of `{% generation %}` from a text; return it and the parts within them."""
-    first, *marked = rendered.split(_BEGIN)
-    text = first
-    found = []
-    for part in marked:
-        inside, _, outside = part.partition(_END)
-        found.append((len(text), len(text) + len(inside)))
-        text += inside + outside
-    return text, found
 
 
 def _token(value: Any) -> str | None:
@@ -325,22 +302,5 @@ def _read(file: Path) -> str:
         ) from error
 
 
-def _as_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _now(form: str) -> str:
-    """Return the local time in a format of `strftime`."""
-    return datetime.datetime.now().strftime(form)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def _has_surrogate(text: str) -> bool:
+    return without_surrogates(text) != text

@@ -14,7 +14,7 @@ from data.batches import train_batches
 from data.config import DataConfig
 from data.corpus import load_corpus
 from data.text.chat.conversations import end_of_answers
-from data.text.chat.template import ROLES, ChatTemplate, load_template
+from data.text.chat.template import ROLES, ChatTemplate, Dialogue, load_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 
 _NAMES = (
@@ -116,7 +116,8 @@ def test_texts_tokens_and_masks_are_those_of_transformers(name, messages, conten
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     ours = ChatTemplate(template, name, _TOKENS)
-    text, spans = ours.spans(messages)
+    rendered = ours.learned(Dialogue(messages))
+    text = rendered.text
     assert text == reference.apply_chat_template(messages, tokenize=False) == ours.render(messages)
     prompt = reference.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True
@@ -124,7 +125,9 @@ def test_texts_tokens_and_masks_are_those_of_transformers(name, messages, conten
     assert ours.render(messages[:-1], add_generation_prompt=True) == prompt
     ids, offsets = FileTokenizer(content, "tokenizer.json").encode_with_offsets(text)
     np.testing.assert_array_equal(ids, expected["input_ids"])
-    is_learned = [any(a < stop and b > start for start, stop in spans) for a, b in offsets.tolist()]
+    is_learned = [
+        any(a < stop and b > start for start, stop in rendered.spans) for a, b in offsets.tolist()
+    ]
     np.testing.assert_array_equal(is_learned, np.array(expected["assistant_masks"], bool))
     assert 0 < sum(is_learned) < len(is_learned)
 
@@ -134,7 +137,7 @@ def test_text_of_the_assistant_is_found_without_tags(name):
     marked = ChatTemplate(TEMPLATES[name], name, _TOKENS)
     plain = ChatTemplate(_without_tags(TEMPLATES[name]), name, _TOKENS)
     for messages in CONVERSATIONS:
-        assert plain.spans(messages) == marked.spans(messages)
+        assert plain.learned(Dialogue(messages)) == marked.learned(Dialogue(messages))
 
 
 def test_template_that_changes_earlier_messages_needs_tags():
@@ -143,7 +146,7 @@ def test_template_that_changes_earlier_messages_needs_tags():
         "{% if loop.last %}{{ '<think></think>' }}{% endif %}{{ m['content'] }}{% endfor %}"
     )
     with pytest.raises(ValueError, match=r"renders message 2 differently when others follow"):
-        ChatTemplate(template, "x.jinja", {}).spans(CONVERSATIONS[0])
+        ChatTemplate(template, "x.jinja", {}).learned(Dialogue(CONVERSATIONS[0]))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_training_has_no_clock():
     text = "{{ strftime_now('%d %b %Y') }}"
     with pytest.raises(ValueError, match=r"must not depend on the date.*data\.chat_template"):
         ChatTemplate(text, "x.jinja", {}).render(CONVERSATIONS[1])
-    shown = ChatTemplate(text, "x.jinja", {}, has_clock=True).render(CONVERSATIONS[1])
+    shown = ChatTemplate(text, "x.jinja", {}, is_repeatable=False).render(CONVERSATIONS[1])
     assert datetime.datetime.strptime(shown, "%d %b %Y").year >= 2026
     # A template that asks first whether there is a clock can be learned.
     text = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}"
@@ -269,7 +272,7 @@ def test_long_conversations_are_cut_or_left_out(tmp_path, caplog):
     lost = [{"role": "user", "content": "x" * 190}, {"role": "assistant", "content": "y"}]
     corpus = load_corpus(config_of(tmp_path, [{"messages": m} for m in (long, lost, _question(1))]))
     assert "2 of 3 lines have conversations of more than 97 tokens" in caplog.text
-    assert "1 of them have no answer before that and are left out" in caplog.text
+    assert re.search(r"1 of 3 lines are left out.*; the first is .*chats.jsonl line 2", caplog.text)
     assert len(corpus.train) == 2
     again = load_corpus(config_of(tmp_path, [{"messages": m} for m in (long, lost, _question(1))]))
     assert again.fingerprint == corpus.fingerprint

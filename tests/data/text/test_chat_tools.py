@@ -12,7 +12,7 @@ import transformers
 
 from data.corpus import load_corpus
 from data.text.chat.conversations import open_chats
-from data.text.chat.template import ROLES, ChatTemplate, load_template
+from data.text.chat.template import ROLES, ChatTemplate, Dialogue, load_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from tests.data.text.test_chat import CONVERSATIONS, chat_tokenizer, config_of
 
@@ -120,7 +120,7 @@ def test_conversations_with_tools_have_their_own_template(layout, tmp_path):
     messages = CONVERSATIONS[0]
     for tools in (None, _FUNCTIONS):
         expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
-        assert template.spans(messages, tools=tools)[0] == expected
+        assert template.learned(Dialogue(messages, tools=tools)).text == expected
     assert [*template.files.values()] == [plain, with_tools]
 
 
@@ -152,6 +152,6 @@ def test_assistant_that_begins_needs_a_template_with_marks():
     plain = "{% for m in messages %}{{ m['role'] + ': ' + m.content }}{% endfor %}"
     messages = [{"role": "assistant", "content": "Hi"}, *CONVERSATIONS[0]]
     with pytest.raises(ValueError, match=r"no prompt before message 0.*% generation %"):
-        ChatTemplate(plain, "x.jinja", {}).spans(messages)
-    text, spans = ChatTemplate(ROLES, "x.jinja", {"eos_token": "."}).spans(messages)
-    assert text[slice(*spans[0])] == "Hi."
+        ChatTemplate(plain, "x.jinja", {}).learned(Dialogue(messages))
+    found = ChatTemplate(ROLES, "x.jinja", {"eos_token": "."}).learned(Dialogue(messages))
+    assert found.text[slice(*found.spans[0])] == "Hi."

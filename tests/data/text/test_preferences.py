@@ -20,12 +20,16 @@ TEXTS = {"prompt": "2 + 2?", "chosen": "four", "rejected": "fish"}
 
 
 def config(path, **settings: Any) -> DataConfig:
-    given: dict[str, Any] = {"sequence_length": 128, "global_batch_size": 1} | settings
+    given: dict[str, Any] = {
+        "sequence_length": 128,
+        "global_batch_size": 1,
+        "chat_template": "roles",
+        **settings,
+    }
     return DataConfig(
         name="text",
         paths=(f"{path}/*.jsonl",),
         objective="preference",
-        chat_template="roles",
         tokenizer="bytes",
         cache_dir=str(path / "cache"),
         validation_fraction=0,
@@ -103,7 +107,7 @@ def test_long_pairs_are_cut_and_left_out_without_an_answer(tmp_path, caplog):
     assert (row["segment_ids"] == 1).sum() == 64
     assert set(texts(row, "targets", 1)) == {"x"} and texts(row, "targets", 2) == "fish"
     assert "2 of 3 lines have conversations of more than 65 tokens" in caplog.text
-    assert "1 of them have no answer before that and are left out" in caplog.text
+    assert "1 of 3 lines are left out" in caplog.text
 
 
 @pytest.mark.parametrize(
