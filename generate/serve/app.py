@@ -217,7 +217,7 @@ class _Server:
         try:
             async with asyncio.timeout(self._served.body_s):
                 fields = await self._fields(request)
-            wanted = await self._readers.read(read, fields, is_chat=form is _CHAT)
+            wanted = await self._readers.read(read, fields, is_chat=form is CHAT)
             answer = _Answer(wanted, self._served.codec, self._engine)
         except BadRequest as problem:
             return JSONResponse(error(str(problem), problem.status), problem.status)

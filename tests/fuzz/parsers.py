@@ -41,6 +41,7 @@ from tests.fuzz.mutations import (
     damaged_safetensors,
     damaged_yaml,
 )
+from tests.fuzz.templates import damaged_template, render_template, write_template
 from train.compile import run_for
 from train.config import deepspeed
 from train.config.config_files import load, shorten
@@ -238,6 +239,12 @@ PARSERS: dict[str, Parser] = {
     ),
     "tokenizer.json": Parser(
         file="tokenizer.json", prepare=valid.write_tokenizer, parse=_tokenize, damaged=damaged_json
+    ),
+    "chat template": Parser(
+        file="chat_template.jinja",
+        prepare=write_template,
+        parse=render_template,
+        damaged=damaged_template,
     ),
     "vocab.json": _vocab_file("vocab.json", damaged_json),
     "merges.txt": _vocab_file("merges.txt", damaged_bytes),

@@ -19,7 +19,7 @@ from tests.data.text.test_preferences import rows_of, texts
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 #: Marks the reasoning, the answer, and the end of the answer on their own, as templates do that
 #: have a branch for each.
-_PARTS = (
+PARTS = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' %}"
     "{% if m.reasoning_content %}{% generation %}({{ m.reasoning_content }}){% endgeneration %}"
@@ -43,7 +43,7 @@ def _learned(template: ChatTemplate, dialogue: Dialogue) -> list[str]:
 
 
 @pytest.mark.parametrize("messages", [*CONVERSATIONS, _THINKING])
-@pytest.mark.parametrize("text", [*TEMPLATES.values(), _PARTS], ids=[*TEMPLATES, "parts"])
+@pytest.mark.parametrize("text", [*TEMPLATES.values(), PARTS], ids=[*TEMPLATES, "parts"])
 def test_learned_parts_are_those_of_transformers(text, messages):
     tokens: Any = _TOKENS
     normalized = chat_template_utils._alias_reasoning_fields(messages)
@@ -103,12 +103,12 @@ def test_changing_marked_text_is_refused():
 
 def test_token_after_an_answer_of_several_parts_is_found():
     tokenizer = FileTokenizer(chat_tokenizer(), "tokenizer.json")
-    found = end_of_answers(ChatTemplate(_PARTS, "x.jinja", _TOKENS), tokenizer)
+    found = end_of_answers(ChatTemplate(PARTS, "x.jinja", _TOKENS), tokenizer)
     assert found == tokenizer.token_id("<|im_end|>")
 
 
 def test_shared_answers_of_several_parts_are_not_learned(tmp_path):
-    (tmp_path / "parts.jinja").write_text(_PARTS)
+    (tmp_path / "parts.jinja").write_text(PARTS)
     pair = {
         "chosen": [*_THINKING[:3], {"role": "assistant", "content": "yes"}],
         "rejected": [*_THINKING[:3], {"role": "assistant", "content": "no", "thinking": "hm"}],

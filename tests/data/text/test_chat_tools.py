@@ -16,7 +16,7 @@ from data.text.chat.template import ROLES, ChatTemplate, Dialogue, load_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from tests.data.text.test_chat import CONVERSATIONS, chat_tokenizer, config_of
 
-_TOOLS = (
+TOOLS = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m.content %}{{ m.content }}{% endif %}"
@@ -24,7 +24,7 @@ _TOOLS = (
     "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_CALLS: list[dict[str, Any]] = [
+CALLS: list[dict[str, Any]] = [
     {"role": "user", "content": "Weather in Bern?"},
     {
         "role": "assistant",
@@ -36,19 +36,19 @@ _CALLS: list[dict[str, Any]] = [
     {"role": "tool", "name": "f", "content": "21"},
     {"role": "assistant", "content": "It has 21 degrees."},
 ]
-_FUNCTIONS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+FUNCTIONS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize("tools", [_FUNCTIONS, json.dumps(_FUNCTIONS)], ids=["list", "text"])
+@pytest.mark.parametrize("tools", [FUNCTIONS, json.dumps(FUNCTIONS)], ids=["list", "text"])
 def test_conversations_may_call_tools(tools, tmp_path):
     content = chat_tokenizer()
     reference: Any = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(content), chat_template=_TOOLS
+        tokenizer_object=tokenizers.Tokenizer.from_str(content), chat_template=TOOLS
     )
-    expected = reference.apply_chat_template(_CALLS, tools=_FUNCTIONS)["input_ids"]
+    expected = reference.apply_chat_template(CALLS, tools=FUNCTIONS)["input_ids"]
     (tmp_path / "tokenizer.json").write_text(content)
-    (tmp_path / "tools.jinja").write_text(_TOOLS)
-    line = {"messages": _CALLS, "tools": tools}
+    (tmp_path / "tools.jinja").write_text(TOOLS)
+    line = {"messages": CALLS, "tools": tools}
     config = config_of(
         tmp_path,
         [line] * 4,
@@ -67,11 +67,11 @@ def test_conversations_may_call_tools(tools, tmp_path):
 
 def test_tables_have_no_arguments_that_a_call_lacks(tmp_path):
     """A table gives all objects of a column the same fields."""
-    other: Any = json.loads(json.dumps(_CALLS))
+    other: Any = json.loads(json.dumps(CALLS))
     other[1]["tool_calls"][0]["function"]["arguments"] = {"unit": "K"}
-    rows = [{"messages": messages, "tools": _FUNCTIONS} for messages in (_CALLS, other) * 2]
+    rows = [{"messages": messages, "tools": FUNCTIONS} for messages in (CALLS, other) * 2]
     (tmp_path / "tokenizer.json").write_text(chat_tokenizer())
-    (tmp_path / "tools.jinja").write_text(_TOOLS)
+    (tmp_path / "tools.jinja").write_text(TOOLS)
     settings = {
         "tokenizer": str(tmp_path / "tokenizer.json"),
         "chat_template": str(tmp_path / "tools.jinja"),
@@ -93,7 +93,7 @@ def test_there_may_be_no_tools(tools, tmp_path):
 
 
 def test_tools_must_be_a_list(tmp_path):
-    config = config_of(tmp_path, [{"messages": _CALLS, "tools": {"name": "f"}}] * 4)
+    config = config_of(tmp_path, [{"messages": CALLS, "tools": {"name": "f"}}] * 4)
     with pytest.raises(ValueError, match=r"line 1: 'tools' is .* must be a list of functions"):
         load_corpus(config)
 
@@ -118,7 +118,7 @@ def test_conversations_with_tools_have_their_own_template(layout, tmp_path):
         )
     template = load_template("", tmp_path, "</s>")
     messages = CONVERSATIONS[0]
-    for tools in (None, _FUNCTIONS):
+    for tools in (None, FUNCTIONS):
         expected = reference.apply_chat_template(messages, tools=tools, tokenize=False)
         assert template.learned(Dialogue(messages, tools=tools)).text == expected
     assert [*template.files.values()] == [plain, with_tools]
