@@ -254,6 +254,8 @@ class _Process:
             return f"takes more than {self._limits.memory_bytes // 2**20:,} MiB of memory"
         if code == TOO_LONG:
             return f"has a result of more than {self._limits.reply_bytes // 2**20:,} MiB"
+        if -code == signal.SIGKILL:
+            return "needs a process that was killed, as happens if a computer runs out of memory"
         try:
             cause = signal.Signals(-code).name
         except ValueError:

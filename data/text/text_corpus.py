@@ -180,8 +180,10 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     train, validation = (rows(chats, config.sequence_length) for chats in encoded)
     if not len(train):
         raise ValueError(
-            f"data.sequence_length={config.sequence_length} is too short for the answers of all "
-            "conversations; increase it"
+            f"data.paths: none of the {len(splits['train'])} lines for training has a token that "
+            f"is learned, beginning with {splits['train'].place(0)}; increase "
+            f"data.sequence_length={config.sequence_length} if it cuts off the answers, add the "
+            "answers that are missing, or let {% generation %} in data.chat_template contain them"
         )
     keyed = " ".join([*(chats.digest for chats in encoded), tokenizer.fingerprint])
     return TextCorpus(

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -31,6 +32,8 @@ def act(action: Any) -> Any:
             os.abort()
         case "crash":
             ctypes.string_at(0)
+        case "be killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "exit":
             os._exit(0)
         case "long reply":

@@ -47,6 +47,7 @@ def test_values_return_as_they_are(processes):
         ("long reply", "has a result of more than 1 MiB"),
         ("abort", r"crashes the process that reads it \(SIGABRT\)"),
         ("crash", r"crashes the process that reads it \(SIGSEGV\)"),
+        ("be killed", "needs a process that was killed, as happens if .* runs out of memory"),
         ("exit", r"crashes the process that reads it \(exit code 0\)"),
     ],
 )

@@ -135,8 +135,7 @@ def encode(
         config: The config section `data`.
 
     Raises:
-        ValueError: A conversation is not valid, the template refuses it, or nothing is learned of
-            any conversation.
+        ValueError: A conversation is not valid, or the template refuses it.
     """
     digest = hashlib.sha256(f"{_REVISION} {config.sequence_length}\0".encode())
     for part in (template.key, tokenizer.fingerprint, *map(repr, lines)):
@@ -167,19 +166,9 @@ def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.
         ends: int64[number of conversations], ends of all conversations.
         lines: The lines of the conversations.
         config: The config section `data`.
-
-    Raises:
-        ValueError: All are left out.
     """
     sizes = np.diff(ends, prepend=0)
     lost = np.flatnonzero(sizes[:: lines.num_dialogues] == 0)
-    if len(lost) and len(lost) == len(lines):
-        raise ValueError(
-            f"data.paths: none of {len(lines)} lines has a token that is learned, beginning with "
-            f"{lines.place(0)}; increase data.sequence_length={config.sequence_length} if answers "
-            "begin after it, add the answers that are missing, or let {% generation %} of "
-            "data.chat_template contain them"
-        )
     if len(lost):
         _log.warning(
             "%d of %d lines are left out, because no token of an answer is learned: it is empty, "

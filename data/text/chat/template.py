@@ -19,7 +19,7 @@ from data.text.chat import rendering
 from data.text.chat.rendering import Message, Span
 from untrusted.documents import read_json
 from untrusted.files import read_text
-from untrusted.limited import LimitedProcesses
+from untrusted.limited import LimitedProcesses, LimitExceeded
 from untrusted.limited_process import Limits
 from untrusted.messages import without_surrogates
 
@@ -187,7 +187,11 @@ class ChatTemplate:
         return found
 
     def _call(self, conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return self._processes.call(self._program | {"conversations": conversations}, self._source)
+        request = self._program | {"conversations": conversations}
+        try:
+            return self._processes.call(request, self._source)
+        except LimitExceeded as error:
+            raise LimitExceeded(f"{error}; correct or replace the chat template") from None
 
 
 def _request(

@@ -163,7 +163,7 @@ def test_lines_of_which_nothing_is_learned_are_counted_and_named(tmp_path, caplo
 def test_data_of_which_nothing_is_learned_is_refused(tmp_path):
     (tmp_path / "bare.jinja").write_text(_BARE)
     config = config_of(tmp_path, [_line("a", "")] * 3, chat_template=str(tmp_path / "bare.jinja"))
-    with pytest.raises(ValueError, match=r"none of 3 lines has a token.*chats.jsonl line 1; inc"):
+    with pytest.raises(ValueError, match=r"none of the 3 lines for .*chats.jsonl line 1; inc"):
         load_corpus(config)
 
 

@@ -36,7 +36,7 @@ def test_chats_that_never_end_hold_up_no_others(tmp_path, monkeypatch):
         for each in hostile:
             assert each.result().status_code == 400
             problem = each.result().json()["error"]["message"]
-            assert problem.endswith("chat_template.jinja takes more than 0.2 s of processor time")
+            assert "chat_template.jinja takes more than 0.2 s of processor time" in problem
 
 
 def test_chats_wait_no_longer_than_an_answer(monkeypatch):
