@@ -16,11 +16,12 @@ from data.examples import BrokenExample, Corpus
 from train.config.config_files import as_yaml
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
+from train.lifecycle.agreement import DelayedAllReduce, Timer, wait_for_all
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
 from train.lifecycle.restore import RestoredRun, identity_of, roll_back
-from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer, wait_for_all
+from train.lifecycle.stop_signals import StopSignals
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress

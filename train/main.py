@@ -5,6 +5,15 @@ builds a run, restores it, and evaluates it once. Every error before the first s
 one sentence, on all processes.
 """
 
+from train.lifecycle.stop_signals import SIGNALS, StopSignals
+from untrusted.streams import protect_output
+
+if __name__ == "__main__":
+    # First, because the imports below take seconds, in which a signal may arrive.
+    protect_output()
+    stop_signals = StopSignals()
+    stop_signals.watch()
+
 import argparse
 import contextlib
 import dataclasses
@@ -35,7 +44,6 @@ from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
 from train.lifecycle.restore import RestoredRun, restore_or_initialize
-from train.lifecycle.stop_signals import SIGNALS, StopSignals
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
@@ -43,7 +51,6 @@ from train.references import add_references
 from train.run.run import Run
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of
-from untrusted.streams import protect_output
 
 _log = logging.getLogger("train.main")  # also when this file is the program
 
@@ -241,9 +248,6 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    protect_output()
-    stop_signals = StopSignals()
-    stop_signals.watch_start()
     try:
         exit_code = main(signals=stop_signals)
     except Exception:

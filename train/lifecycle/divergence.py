@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from train.config.train_config import TrainConfig
-from train.lifecycle.stop_signals import wait_for_all
+from train.lifecycle.agreement import wait_for_all
 from untrusted.files import write_with
 
 #: Rollbacks per start of a run, with train.on_nonfinite="rollback". A run that needs more will not

@@ -1,8 +1,9 @@
 """Exit codes of a training process, which tell launchers whether to start it again.
 
-`launch/train.sbatch` and `launch.local` always restart after STOPPED, and never after FINISHED,
-REFUSED, DIVERGED or UNSAVED. After any other code, which means a crash, they restart a limited
-number of times.
+After STOPPED, `launch/train.sbatch` requeues its job, and `launch.local` ends, because somebody
+asked it to. Neither restarts after FINISHED, REFUSED, DIVERGED or UNSAVED. After any other code,
+which means a crash, they restart a limited number of times. A process that a signal of
+train/lifecycle/stop_signals.py ends before it handles signals counts as STOPPED.
 """
 
 FINISHED = 0
@@ -14,7 +15,8 @@ REFUSED = 2
 DIVERGED = 70
 #: The last step, or the step at which a signal arrived, could not be saved. EX_IOERR of sysexits.h.
 UNSAVED = 74
-#: A signal arrived before the last step, and the run saved; the next start resumes. EX_TEMPFAIL.
+#: A signal arrived before the last step, and the run saved, or had nothing to save; the next start
+#: resumes. EX_TEMPFAIL.
 STOPPED = 75
 #: A step, or a wait for data or another process, took longer than train.failure_timeout_s.
 HUNG = 76

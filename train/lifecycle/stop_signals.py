@@ -1,8 +1,11 @@
-"""Stops a run on a signal, on all processes after the same step.
+"""Signals that ask a run to stop, and what they do to its process.
 
-A signal reaches the processes at different times, or only some of them. So at every step each
-process tells the others in a small collective whether it wants to stop, and all act on the result
-of the previous step's collective. No process has to wait for an answer.
+This module imports only the standard library, so that a command can watch for signals before it
+loads jax, which takes seconds.
+
+    until `defer`   there is nothing to save: a signal ends the process immediately
+    from `defer` on the first signal is recorded, and the training loop stops after its step;
+                    further ones change nothing, except for a second Ctrl-C, which ends the process
 """
 
 import contextlib
@@ -10,58 +13,67 @@ import logging
 import os
 import signal
 import threading
-import time
 from types import FrameType
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from typing import Any, NoReturn
 
 from train.lifecycle.exit_codes import STOPPED
 
-#: Sent by SLURM and Kubernetes; often chosen with sbatch's --signal; Ctrl-C.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+#: Sent by SLURM and Kubernetes; often chosen with sbatch's --signal; Ctrl-C; a closed terminal.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 
 _log = logging.getLogger(__name__)
+
+
+def heeded_signals() -> list[signal.Signals]:
+    """Return those of SIGNALS that this process reacts to.
+
+    Under nohup SIGHUP is ignored, and must stay so. SIGINT is handled even if it is ignored, as it
+    is in the background jobs of a shell script.
+    """
+    is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [name for name in SIGNALS if not (is_nohup and name == signal.SIGHUP)]
+
+
+def is_stopped(code: int) -> bool:
+    """Return whether a signal asked a process to stop, according to its exit code.
+
+    A process that cannot handle signals yet, or stops without saving, has the signal as its code.
+
+    Args:
+        code: STOPPED, the negative number of a signal, 128 + the number, or any other code.
+    """
+    return code == STOPPED or -code in SIGNALS or code - 128 in SIGNALS
 
 
 class StopSignals:
     """A context manager that records signals that ask this process to stop, after `defer`.
 
-    Before `defer` there is nothing to save, and a signal ends the process. Afterwards the first
-    signal is recorded and further ones are ignored, except for a second Ctrl-C, which raises
-    KeyboardInterrupt.
+    Attributes:
+        received: the first signal that was received, or None.
     """
 
     def __init__(self):
         self.received: signal.Signals | None = None
         self._before: dict[signal.Signals, Any] = {}
         self._is_deferred = False
+        self._is_watched = False
+        self._num_interrupts = 0
 
-    def watch_start(self) -> None:
-        """Until `defer`, let SIGTERM and SIGUSR1 end the process immediately with code STOPPED.
+    def watch(self) -> None:
+        """End the process immediately on a signal until `defer`, and afterwards on a second Ctrl-C.
 
         Python runs signal handlers only between two instructions of the main thread, which may be
-        compiling for minutes. So a thread waits for the signals.
+        compiling, or waiting for another process, for minutes. So a thread waits for the signals.
         """
+        self._is_watched = True
         receiving, sending = os.pipe()
         os.set_blocking(sending, False)
         signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-        for name in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(name, lambda number, frame: None)
-
-        def wait() -> None:
-            while number := os.read(receiving, 1):
-                if not self._is_deferred and number[0] in (signal.SIGTERM, signal.SIGUSR1):
-                    name = signal.Signals(number[0]).name
-                    with contextlib.suppress(OSError):
-                        os.write(2, f"{name}: stopping before the first step\n".encode())
-                    os._exit(STOPPED)
-
-        threading.Thread(target=wait, daemon=True, name="signals").start()
+        threading.Thread(target=self._wait, args=(receiving,), daemon=True, name="signals").start()
+        # The same handlers before and after `defer`, so that no signal is lost in between.
+        self._set_handlers()
 
     def __enter__(self) -> "StopSignals":
         return self
@@ -78,71 +90,39 @@ class StopSignals:
     def defer(self) -> None:
         """Record signals from now on, instead of ending the process."""
         self._is_deferred = True
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            self._before = {name: signal.signal(name, self._on_signal) for name in SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._is_watched:  # only the main thread may set handlers
+            self._set_handlers()
+
+    def _set_handlers(self) -> None:
+        self._before = {name: signal.signal(name, self._on_signal) for name in heeded_signals()}
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number)
         if self.received is None:
             self.received = name
-            _log.warning("%s: finishing this step, saving, and stopping", name.name)
-        elif name == self.received == signal.SIGINT:
-            raise KeyboardInterrupt
+            if self._is_deferred:  # otherwise, the watching thread is ending the process
+                _log.warning("%s: finishing this step, saving, and stopping", name.name)
+        if not self._is_watched:
+            self._num_interrupts += name == signal.SIGINT
+            if self._num_interrupts > 1:
+                raise KeyboardInterrupt
+
+    def _wait(self, receiving: int) -> None:
+        while number := os.read(receiving, 1):
+            if number[0] not in SIGNALS:
+                continue
+            name = signal.Signals(number[0])
+            if not self._is_deferred:
+                _end_process(f"{name.name}: stopping now, as there is nothing to save yet", STOPPED)
+            self._num_interrupts += name == signal.SIGINT
+            if self._num_interrupts > 1:
+                _end_process("SIGINT again: stopping now, without saving", 128 + name)
 
 
-class DelayedAllReduce:
-    """The maximum over processes of some integers, exchanged at every step without waiting.
-
-    Every process must call `max` equally often, and with the same number of values.
-    """
-
-    def __init__(self, mesh: jax.sharding.Mesh):
-        self._mesh = mesh
-        self._pending = None
-        self._by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        self._max = jax.jit(lambda values: jnp.max(values, axis=0), out_shardings=everywhere)
-
-    def max(self, *values: int) -> tuple[int, ...]:
-        """Return, for each value, the maximum over all processes at the previous call.
-
-        This blocks until the computations that were started before the previous call are done. The
-        first call returns zeros.
-
-        Args:
-            values: this process's values.
-        """
-        own = np.asarray([values], np.int32)  # one row for each of this process's devices
-        shape = (self._mesh.size, len(values))
-        by_device = jax.make_array_from_callback(shape, self._by_device, lambda _: own)
-        answer = self._pending
-        self._pending = self._max(by_device)
-        if answer is None:
-            return (0,) * len(values)
-        return tuple(int(value) for value in np.asarray(answer.addressable_data(0)))
-
-
-class Timer:
-    """Tells when a number of minutes has passed, by a monotonic clock."""
-
-    def __init__(self, minutes: float | None):
-        self._minutes = minutes
-        self.restart()
-
-    def restart(self) -> None:
-        """Start the interval again."""
-        self._start_s = time.monotonic()
-
-    def is_due(self) -> bool:
-        """Whether the interval is over; always False if no interval is set."""
-        return self._minutes is not None and time.monotonic() - self._start_s >= 60 * self._minutes
-
-
-def wait_for_all(what: str) -> None:
-    """Block until all processes have called this function.
-
-    Args:
-        what: name of this barrier, the same on all processes.
-    """
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+def _end_process(message: str, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):
+        if os.isatty(1):
+            os.write(1, _SHOW_CURSOR)
+        os.write(2, f"{message}\n".encode())
+    os._exit(code)

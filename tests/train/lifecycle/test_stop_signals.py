@@ -7,15 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
-from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import ROOT, TINY
 from tests.train.test_resume import CUBE, command, finish
 from train.lifecycle.exit_codes import HUNG, STOPPED
-from train.lifecycle.stop_signals import DelayedAllReduce, StopSignals, Timer
+from train.lifecycle.stop_signals import StopSignals
 from train.reporting.metrics import read_metrics
 
 STEPS = 60
@@ -95,11 +93,12 @@ def test_signal_before_the_first_step_is_a_preemption(overrides, tmp_path):
     assert process.stdout
     while "model   GPT2" not in process.stdout.readline():
         assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     sent = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == STOPPED, output
-    assert "SIGTERM: stopping before the first step" in output
+    assert output.endswith("SIGINT: stopping now, as there is nothing to save yet\n")
+    assert "Traceback" not in output
     assert time.monotonic() - sent < 5, "the signal waited for the compiler"
     assert not list(tmp_path.glob("checkpoints/*"))
 
@@ -208,11 +207,75 @@ def test_process_with_a_full_log_ends_when_its_peer_is_killed(killed, overrides,
             process.wait()
 
 
-def test_delayed_all_reduce_returns_the_maximum_of_the_previous_call():
-    all_reduce = DelayedAllReduce(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
-    assert all_reduce.max(1, 0) == (0, 0)
-    assert all_reduce.max(False, 7) == (1, 0)
-    assert all_reduce.max(0, 0) == (0, 7)
+def watching(before: str = "", after: str = "") -> subprocess.Popen:
+    """Start a program that watches for signals, and return once it does so."""
+    code = f"""
+import hashlib, signal
+from train.lifecycle.stop_signals import StopSignals
+{before}
+signals = StopSignals()
+signals.watch()
+{after}
+print("ready", flush=True)
+# Handlers in Python do not run before this function returns, in about a minute.
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(
+    "name", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP], ids=str
+)
+def test_signal_with_nothing_to_save_ends_a_busy_process_at_once(name):
+    process = watching()
+    process.send_signal(name)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == STOPPED
+    assert errors == f"{name.name}: stopping now, as there is nothing to save yet\n"
+
+
+def test_second_ctrl_c_ends_a_busy_process_without_saving():
+    process = watching(after="signals.defer()")
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(name)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.endswith("SIGINT again: stopping now, without saving\n")
+    assert "Traceback" not in errors
+
+
+def test_hangup_under_nohup_is_ignored():
+    process = watching(before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == STOPPED
+
+
+def test_ctrl_c_while_modules_are_loading_is_one_line():
+    process = start([sys.executable, "-m", "train.main", "--config=none.py"])
+    status = Path(f"/proc/{process.pid}/status")
+    deadline = time.monotonic() + 60
+    # A bit of SigCgt for each signal that the process handles.
+    while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> 9 & 1:
+        assert process.poll() is None and time.monotonic() < deadline
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == STOPPED
+    assert output == "SIGINT: stopping now, as there is nothing to save yet\n"
 
 
 def test_handlers_are_restored_and_a_second_interrupt_ends_immediately():
@@ -225,15 +288,3 @@ def test_handlers_are_restored_and_a_second_interrupt_ends_immediately():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_timer_is_due_after_its_minutes(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    timer = Timer(0.5)
-    now += 29
-    assert not timer.is_due()
-    now += 2
-    assert timer.is_due()
-    timer.restart()
-    assert not timer.is_due() and not Timer(None).is_due()
