@@ -9,8 +9,10 @@ If a process fails, the launcher stops the others and prints which one failed an
 is that process's exit code, or 128 + the number of the signal that killed it. With
 `--max_restarts=N` it restarts all processes instead, up to N times.
 
-If the launcher receives Ctrl-C or SIGTERM, it stops all processes. A training run then saves a
-checkpoint and exits with code 75; the same command resumes it.
+If the launcher or one of the processes is asked to stop, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, the
+launcher stops all processes. A training run then saves a checkpoint and exits with code 75; the
+same command resumes it. A second signal changes nothing, except for a second Ctrl-C, which kills
+all processes.
 """
 
 import argparse
@@ -25,16 +27,17 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from launch import environment
 from launch.processes import Event, Processes
-from train.lifecycle.exit_codes import FINAL, STOPPED
+from train.lifecycle.exit_codes import FINAL, FINISHED, STOPPED
+from train.lifecycle.stop_signals import heeded_signals, is_stopped
 from untrusted.streams import exit_process, open_missing_streams
 
 #: Largest number of processes, and of devices of a process: more could end a machine.
 _MAX_COUNT = 512
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -167,11 +170,44 @@ def environments(
     return result
 
 
-def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
-    """Wait until all processes have ended, and stop them all if one of them fails.
+class StopRequests:
+    """Signals that asked the launcher to stop, from the creation of this object on.
+
+    Each of them is also an event, which wakes up the thread that waits for events.
+
+    Attributes:
+        first: the first of them, or None.
+    """
+
+    def __init__(self, events: "queue.SimpleQueue[Event]"):
+        self.first: signal.Signals | None = None
+        self._num_interrupts = 0
+        # SimpleQueue.put is reentrant: the signal handler may interrupt a `get` of this queue.
+        self._events = events
+        for name in heeded_signals():
+            signal.signal(name, self._on_signal)
+
+    def is_urgent(self) -> bool:
+        """Whether Ctrl-C was pressed again, because the processes take too long to save."""
+        return self._num_interrupts > 1
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number)
+        self.first = self.first or name
+        self._num_interrupts += name == signal.SIGINT
+        self._events.put((None, -number))
+
+
+def run(processes: Processes, requests: StopRequests, grace_s: float) -> tuple[int, bool]:
+    """Wait until all processes have ended; stop the others if one of them fails or was stopped.
+
+    A process that ends with STOPPED either has agreed on it with the others, which then end by
+    themselves and ignore SIGTERM; or it had not connected to all of them yet, and they would wait
+    for it.
 
     Args:
         processes: the processes of the run.
+        requests: signals to the launcher, which stop all processes.
         grace_s: seconds between SIGTERM and SIGKILL.
 
     Returns:
@@ -180,38 +216,44 @@ def run(processes: Processes, grace_s: float) -> tuple[int, bool]:
     """
     while processes.running:
         event = processes.next_event()
-        # When processes exit with STOPPED, all of them have agreed to stop. Leave the remaining
-        # ones alone: one may still be completing the checkpoint for all.
-        if event is None or event[1] in (0, STOPPED):
+        if event is None or event[1] == FINISHED:
             continue
         who, code = event
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        what = f"received {signal.Signals(-code).name}" if who is None else f"process {who} {how}"
-        left = len(processes.running)
-        rest = f"; stopping the {left} still running" if left else ""
-        # On a terminal, this keeps process 0's last progress bar readable above this line.
-        start = "\n" if sys.stderr.isatty() else ""
-        with contextlib.suppress(OSError):  # stop the processes even if stderr is closed
-            print(f"{start}launch.local: {what}{rest}", file=sys.stderr, flush=True)
-        processes.stop(grace_s)
-        # A process that had not yet started to handle SIGTERM was killed by it.
-        codes = set(processes.codes.values())
-        if who is None and STOPPED in codes and codes <= {STOPPED, -signal.SIGTERM}:
-            return STOPPED, False
-        return code if code > 0 else 128 - code, who is not None and code not in FINAL
-    return max(processes.codes.values()), False
+        if code != STOPPED:
+            how = f"killed by {_name(code)}" if code < 0 else f"exited with code {code}"
+            what = f"received {_name(code)}" if who is None else f"process {who} {how}"
+            left = len(processes.running)
+            _say(what + (f"; stopping the {left} still running" if left else ""))
+        processes.stop(grace_s, requests.is_urgent)
+        codes = processes.codes.values()
+        if is_stopped(code):
+            errors = [each for each in codes if each in FINAL and each != FINISHED]
+            if errors or STOPPED in codes:
+                return max(errors, default=STOPPED), False
+        can_restart = who is not None and not is_stopped(code) and code not in FINAL
+        return code if code > 0 else 128 - code, can_restart
+    return FINISHED, False
+
+
+def _name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
+
+
+def _say(message: str) -> None:
+    # On a terminal, this keeps process 0's last progress bar readable above this line.
+    start = "\n" if sys.stderr.isatty() else ""
+    with contextlib.suppress(OSError):  # stop the processes even if stderr is closed
+        print(f"{start}launch.local: {message}", file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
     """Start the processes that the arguments ask for, and return the launcher's exit code."""
     options, command = parse_arguments(argv)
-    # SimpleQueue.put is reentrant: the signal handler below may interrupt a `get` of this queue.
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    for number in _STOPPING:
-        # Under nohup SIGHUP is ignored, and must stay so. SIGINT is handled even if it is ignored,
-        # as it is in the background jobs of a shell script.
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: events.put((None, -number)))
+    requests = StopRequests(events)
     for restarts_left in reversed(range(options.max_restarts + 1)):
         with private_directory() as directory:
             try:
@@ -223,12 +265,15 @@ def main(argv: Sequence[str]) -> int:
                 return 2
             processes = Processes(command, variables, events)
             try:
-                code, has_failed = run(processes, options.grace_s)
+                code, can_restart = run(processes, requests, options.grace_s)
             finally:
                 processes.stop(options.grace_s)
-        if not has_failed or not restarts_left:
+        if not can_restart or not restarts_left:
             break
-        print(f"launch.local: restarting ({restarts_left} left)", file=sys.stderr, flush=True)
+        if requests.first is not None:
+            _say(f"received {requests.first.name}; not restarting")
+            break
+        _say(f"restarting ({restarts_left} left)")
     return code
 
 

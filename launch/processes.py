@@ -91,18 +91,17 @@ class Processes:
             self.codes[event[0]] = event[1]
         return event
 
-    def stop(self, grace_s: float) -> None:
+    def stop(self, grace_s: float, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Stop all processes: send SIGTERM, and SIGKILL to those that remain.
 
         Args:
-            grace_s: seconds between the two signals. Another signal to the launcher ends the wait
-                early.
+            grace_s: seconds between the two signals.
+            is_urgent: whether to end the wait early; called after every event.
         """
         self._signal_all(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while self.running:
-            event = self.next_event(max(0.0, deadline - time.monotonic()))
-            if event is None or event[0] is None:
+        while self.running and not is_urgent():
+            if self.next_event(max(0.0, deadline - time.monotonic())) is None:
                 break
         self._signal_all(signal.SIGKILL)
         while self.running:

@@ -4,77 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from pathlib import Path
 
 import pytest
 
 from launch import local
-
-REPOSITORY = Path(__file__).parents[2]
-
-# Prepended to every script that these tests launch; `rank` is the process number.
-PROLOGUE = """
-import os, signal, subprocess, sys, time
-rank = int(os.environ["TAIBAI_PROCESS_ID"])
-def wait_for(path):
-    while not os.path.exists(path):
-        time.sleep(0.01)
-"""
-
-
-def command(tmp_path, script, *options):
-    """Return the launcher's command line for a script."""
-    path = tmp_path / "child.py"
-    path.write_text(PROLOGUE + textwrap.dedent(script))
-    start = [sys.executable, "-m", "launch.local", *options]
-    return [*start, "--", "python", str(path)]
-
-
-def variables(**changes):
-    """Return this process's environment, cleared of variables that affect the launcher."""
-    steering = ("TAIBAI_", "XLA_", "PYTHONUNBUFFERED")
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(steering)}
-    return clean | {"JAX_PLATFORMS": "cpu"} | changes
-
-
-def launch(tmp_path, script, *options, **changes):
-    return subprocess.run(
-        command(tmp_path, script, *options),
-        cwd=REPOSITORY,
-        env=variables(**changes),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def is_alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # An orphan that has ended remains a zombie until its new parent waits for it.
-    status = Path(f"/proc/{pid}/stat")
-    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")
-
-
-def wait_until_gone(pids):
-    deadline = time.monotonic() + 10
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"still running: {alive}"
-        time.sleep(0.02)
-
-
-def read_pids(tmp_path, names):
-    """Wait until the children have written their process ids to files, and return them."""
-    deadline = time.monotonic() + 30
-    paths = [tmp_path / name for name in names]
-    while not all(path.exists() and path.read_text().endswith("\n") for path in paths):
-        assert time.monotonic() < deadline, f"no {names} in {list(tmp_path.iterdir())}"
-        time.sleep(0.02)
-    return [int(path.read_text()) for path in paths]
+from tests.launch.launcher import REPOSITORY, command, launch, read_pids, variables, wait_until_gone
 
 
 def test_run_succeeds_and_numbers_the_lines_of_all_but_process_0(tmp_path):
@@ -205,31 +140,6 @@ def test_run_ends_children_of_a_finished_process(tmp_path):
     wait_until_gone(read_pids(tmp_path, ["helper"]))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_run_stops_all_processes_when_the_launcher_is_stopped(tmp_path, number):
-    script = f"""
-    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    for name, pid in (("helper", helper.pid), ("leader", os.getpid())):
-        with open(f"{str(tmp_path)}/{{name}}{{rank}}", "w") as file:
-            file.write(f"{{pid}}\\n")
-    time.sleep(600)
-    """
-    with subprocess.Popen(
-        command(tmp_path, script, "--processes=2"),
-        cwd=REPOSITORY,
-        env=variables(),
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as launcher:
-        pids = read_pids(tmp_path, ["helper0", "leader0", "helper1", "leader1"])
-        launcher.send_signal(number)
-        _, errors = launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + number
-    message = f"launch.local: received {number.name}; stopping the 2 still running\n"
-    assert message in errors
-    wait_until_gone(pids)
-
-
 def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
     script = f"""
     with open(f"{str(tmp_path)}/leader{{rank}}", "w") as file:
@@ -244,13 +154,6 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
     since = time.monotonic()
     wait_until_gone(pids)
     assert time.monotonic() - since < 5
-
-
-def test_run_reports_that_it_waits_for_stopping_processes(tmp_path):
-    script = "time.sleep(2 * rank); print('saved'); sys.exit(75)"
-    done = launch(tmp_path, script, "--processes=2", "--grace_s=0")
-    assert done.returncode == 75
-    assert "[1] saved" in done.stdout and "launch.local" not in done.stderr
 
 
 def test_run_restarts_all_processes_only_after_a_failure(tmp_path):
