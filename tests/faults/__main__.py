@@ -2,14 +2,16 @@
 
     python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json
     python -m tests.faults --kills=100 --out=benchmarks/results/cpu_faults.json --add --seed=1
+    python -m tests.faults --kinds='kill*,read errors*' --kills=10
 
-The second command adds another 100 kills to the results of the first one.
+The second command adds another 100 kills to the results of the first one. The last one selects
+kinds of faults by patterns.
 
 A tiny GPT-2 with dropout trains on a simulated 2×2×2 mesh, in one process and in two. Faults hit it
 in random order and at random moments: kills, signals, frozen processes, damaged checkpoints and
-caches, a full disk, a log that cannot be written, a lost launcher, a learning rate that ruins the
-parameters, a clock that jumps. After each fault, the same command restarts the run, until it
-finishes.
+caches, reads that fail, hard links in the place of files, a full disk, a log that cannot be
+written, a lost launcher, a learning rate that ruins the parameters, a clock that jumps. After each
+fault, the same command restarts the run, until it finishes.
 
 Each run must keep these promises. If one is broken, the exit code is 1 and the run's directory is
 kept:
@@ -17,12 +19,15 @@ kept:
 - Losses, gradient norms and evaluations equal the undisturbed run's, and each is logged once.
 - Every checkpoint that passes verification loads, and equals the undisturbed run's.
 - A kill damages no checkpoint, and a finished run leaves no half-written files behind.
+- A checkpoint that cannot be read is neither skipped nor lost.
+- A file outside of the run is not written through a hard link.
 - Exit codes are as documented in train/lifecycle/exit_codes.py, and no process outlives its
   launcher.
 """
 
 import argparse
 import dataclasses
+import fnmatch
 import json
 import shlex
 import shutil
@@ -36,8 +41,8 @@ import jax
 
 from benchmarks.harness import report
 from sharding.distributed import startup
-from tests.faults.campaign import Results, no_small_disk, run_all, summary
-from tests.faults.kinds import DISK_FULL, KINDS
+from tests.faults.campaign import Results, impossible_kinds, run_all, summary
+from tests.faults.kinds import KINDS
 from tests.faults.restart_overhead import restart_overhead
 from tests.faults.runs import MESH, NUM_STEPS, OVERRIDES, prepare
 from tests.faults.start import say
@@ -48,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, 1 if a promise was broken, or 2 after an error."""
     args = _parser().parse_args(argv)
     arguments = sys.argv[1:] if argv is None else argv
-    kinds = [name for name in args.kinds.split(",") if name]
     try:
-        before = _checked(args, kinds)
+        kinds = chosen_kinds(args.kinds)
+        before = _checked(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -59,11 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="taibai_faults_"))
     begin_s = time.monotonic()
     setting = prepare(scratch)
-    skipped = {}
-    if DISK_FULL in kinds and (reason := no_small_disk(scratch)):
-        kinds.remove(DISK_FULL)
-        skipped[DISK_FULL] = reason
-        say(f"{DISK_FULL}: skipped, because no small file system can be mounted: {reason}")
+    skipped = impossible_kinds(setting, kinds)
+    kinds = [kind for kind in kinds if kind not in skipped]
+    for kind, reason in skipped.items():
+        say(f"{kind}: skipped, because {reason}")
     overhead = restart_overhead(setting) if args.overhead else None
     results = Results.from_json(before["results"]) if before else Results()
 
@@ -98,14 +102,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _checked(args: argparse.Namespace, kinds: list[str]) -> dict[str, Any]:
+def chosen_kinds(text: str) -> list[str]:
+    """Return the kinds of faults that match one of the patterns, such as `kill*`, in `--kinds`."""
+    patterns = [pattern for pattern in text.split(",") if pattern]
+    for pattern in patterns:
+        if not fnmatch.filter(KINDS, pattern):
+            raise ValueError(
+                f"--kinds={text}: {pattern!r} matches none of the kinds {', '.join(KINDS)}"
+            )
+    return [kind for kind in KINDS if any(fnmatch.fnmatchcase(kind, each) for each in patterns)]
+
+
+def _checked(args: argparse.Namespace) -> dict[str, Any]:
     """Check the arguments, and return the figures that a campaign adds to, which may be empty."""
-    unknown = [name for name in kinds if name not in KINDS]
-    if args.kills < 1 or unknown:
-        raise ValueError(
-            f"--kills={args.kills} must be at least 1, and --kinds must name only "
-            f"{', '.join(KINDS)}"
-        )
+    if args.kills < 1:
+        raise ValueError(f"--kills={args.kills} must be at least 1")
     if not args.add:
         return {}
     if not (args.out and args.out.is_file()):
@@ -126,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), help="kinds of faults, separated by commas"
+        "--kinds", default="*", help="kinds of faults or patterns of them, separated by commas"
     )
     parser.add_argument(
         "--overhead",

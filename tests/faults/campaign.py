@@ -19,13 +19,14 @@ from typing import Any
 
 from checkpoint.layout import steps_in
 from tests.faults.hits import Hit
-from tests.faults.kinds import DISK_FULL, KINDS, draw
+from tests.faults.kinds import DISK_FULL, KINDS, NEEDS_READ_ERRORS, draw
 from tests.faults.results import compare, load, trajectory
 from tests.faults.runs import DisturbedRun, Reference, Setting
 from tests.faults.start import Broken, Missed, say
+from tests.faults.storage import build_read_errors
 from train.lifecycle.exit_codes import FINISHED
 
-FAULTS_PER_RUN = 5
+FAULTS_PER_RUN = 8
 TMPFS_BYTES = 64 * 2**20
 
 
@@ -221,7 +222,18 @@ def _mount(path: Path) -> None:
     subprocess.run(["mount", *options], check=True, capture_output=True, text=True)
 
 
-def no_small_disk(scratch: Path) -> str | None:
+def impossible_kinds(setting: Setting, kinds: Sequence[str]) -> dict[str, str]:
+    """Return which of the kinds of faults this machine cannot produce -> why."""
+    reasons = {}
+    if DISK_FULL in kinds and (reason := _no_small_disk(setting.scratch)):
+        reasons[DISK_FULL] = f"no small file system can be mounted: {reason}"
+    of_reads = [kind for kind in kinds if kind in NEEDS_READ_ERRORS]
+    if of_reads and (reason := build_read_errors(setting)):
+        reasons |= dict.fromkeys(of_reads, f"there is no C compiler: {reason}")
+    return reasons
+
+
+def _no_small_disk(scratch: Path) -> str | None:
     """Return why no tmpfs can be mounted, or None if one can."""
     path = scratch / "mounted"
     path.mkdir()

@@ -1,5 +1,6 @@
 """Code that the kinds of faults share: a fault that hit, and killing, stopping, damaging a run."""
 
+import contextlib
 import os
 import random
 import signal
@@ -54,30 +55,49 @@ def kill(start: Attempt) -> Hit:
     return Hit(kind=IN_SAVE if start.is_saving() else IN_STEP)
 
 
-def stop(run: DisturbedRun, start: Attempt, *later_s: float) -> None:
-    """Stop a run with SIGTERM, and check its exit code and that it saved its last step.
+def stop(
+    run: DisturbedRun,
+    start: Attempt,
+    rng: random.Random,
+    *names: signal.Signals,
+    pid: int | None = None,
+) -> None:
+    """Stop a run with signals, and check its exit code and that it saved its last step.
 
     Args:
         run: the run.
         start: its last start, which has logged a step.
-        later_s: seconds to wait before each further SIGTERM.
+        rng: source of the times between the signals, of at most 0.2 s.
+        names: the signals, of which at most one is SIGINT.
+        pid: the process that receives them; by default the one that was started.
 
     Raises:
         Missed: the run finished first.
         Broken: it exited with another code, or did not save its last step.
     """
-    for wait_s in (0.0, *later_s):
-        start.sleep(wait_s)
-        start.process.send_signal(signal.SIGTERM)
+    for name in names:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid or start.process.pid, name)
+        start.sleep(rng.uniform(0, 0.2))
     code = start.end()
     if code == FINISHED:
         raise Missed
+    shown = " and ".join(name.name for name in names)
     if code != STOPPED:
-        raise Broken(f"after SIGTERM, it exited with code {code}, not {STOPPED}:\n{start.tail()}")
+        raise Broken(f"after {shown}, it exited with code {code}, not {STOPPED}:\n{start.tail()}")
+    check_saved(run)
+
+
+def check_saved(run: DisturbedRun) -> None:
+    """Check that a run that was asked to stop has saved its last step.
+
+    Raises:
+        Broken: it has not.
+    """
     newest = max(steps_in(run.checkpoints), default=0)
     logged = run.last_logged()
     if newest != logged:
-        raise Broken(f"after SIGTERM, step {newest} is saved, but the last step was {logged}")
+        raise Broken(f"after a signal, step {newest} is saved, but the last step was {logged}")
 
 
 def hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: float) -> float:

@@ -28,10 +28,11 @@ from tests.faults.hits import (
     flip_byte,
     hit_process,
     kill,
-    stop,
     truncate,
 )
 from tests.faults.runs import CLOCK_SEED, DisturbedRun
+from tests.faults.signals import in_compilation, in_save, in_start, in_step, interrupt_twice, stops
+from tests.faults.storage import READ_ERRORS, READ_ERRORS_IN_1, link_file
 from train.lifecycle.exit_codes import UNSAVED
 
 CLOCK = "clock jumps"
@@ -60,22 +61,6 @@ def kill_in_save(run: DisturbedRun, rng: random.Random) -> Hit:
     start.wait_until(start.is_saving, "a save")
     start.sleep(rng.uniform(0, run.reference.save_s))
     return kill(start)
-
-
-def terminate(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM once."""
-    start = run.start()
-    start.wait_for_step(rng.randint(1, MOST_STEPS))
-    stop(run, start)
-    return Hit(kind="SIGTERM")
-
-
-def terminate_twice(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM twice, at most 0.2 s apart."""
-    start = run.start()
-    start.wait_for_step(rng.randint(1, MOST_STEPS))
-    stop(run, start, rng.uniform(0, 0.2))
-    return Hit(kind="SIGTERM twice")
 
 
 def _damages(kind: str, how: Callable[[Path, random.Random], None]) -> Fault:
@@ -167,14 +152,6 @@ def freeze(run: DisturbedRun, rng: random.Random) -> Hit:
     return Hit(kind="freeze 1 process of 2", noticed_s=noticed_s)
 
 
-def terminate_launcher(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM to the launcher of a run with several processes."""
-    start = run.start()
-    start.wait_for_step(rng.randint(1, MOST_STEPS))
-    stop(run, start)
-    return Hit(kind="SIGTERM to the launcher")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A kind of fault, as planned.
@@ -187,13 +164,32 @@ class Kind:
     num_processes: int = 1  # of the runs that it disturbs
 
 
+def _stop_kinds(
+    *kinds: str, shares: tuple[int, int, int], hits_one: bool = False
+) -> dict[str, Kind]:
+    """Return three kinds: signals in the start-up, in a step and in a save."""
+    moments = (in_start, in_step, in_save)
+    return {
+        kind: Kind(
+            fault=stops(kind, moment, hits_one=hits_one, late_kind=kinds[max(1, i)]),
+            share=share,
+            num_processes=2 if hits_one else 1,
+        )
+        for i, (kind, moment, share) in enumerate(zip(kinds, moments, shares, strict=True))
+    }
+
+
+_TERM = (signal.SIGTERM,)
+
 #: Name -> kind of fault. The shares of the five kinds of kills add up to 100.
 KINDS = {
     IN_START: Kind(fault=kill_in_start, share=27),
     IN_STEP: Kind(fault=kill_in_step, share=30),
     IN_SAVE: Kind(fault=kill_in_save, share=27),
-    "SIGTERM": Kind(fault=terminate, share=8),
-    "SIGTERM twice": Kind(fault=terminate_twice, share=4),
+    "SIGTERM": Kind(fault=stops("SIGTERM", in_step, choices=_TERM), share=8),
+    "SIGTERM twice": Kind(
+        fault=stops("SIGTERM twice", in_step, choices=_TERM, num_signals=2), share=4
+    ),
     "byte flipped": Kind(fault=_damages("byte flipped", flip_byte), share=8),
     "file truncated": Kind(fault=_damages("file truncated", truncate), share=4),
     "file deleted": Kind(fault=_damages("file deleted", delete), share=4),
@@ -202,16 +198,69 @@ KINDS = {
     "log full or closed": Kind(fault=surroundings.lose_log, share=6),
     "cache damaged": Kind(fault=surroundings.damage_cache, share=8),
     "divergence": Kind(fault=surroundings.diverge, share=5),
-    "SIGTERM in start-up": Kind(fault=surroundings.terminate_in_start, share=6),
+    "SIGTERM in start-up": Kind(
+        fault=stops(
+            "SIGTERM in start-up",
+            in_compilation,
+            choices=_TERM,
+            overrides=("train.compilation_cache=False",),
+            late_kind="SIGTERM",
+        ),
+        share=6,
+    ),
     "kill process 0 of 2": Kind(fault=_kills_process(0), share=8, num_processes=2),
     "kill process 1 of 2": Kind(fault=_kills_process(1), share=8, num_processes=2),
     "freeze 1 process of 2": Kind(fault=freeze, share=4, num_processes=2),
-    "SIGTERM to the launcher": Kind(fault=terminate_launcher, share=3, num_processes=2),
+    "SIGTERM to the launcher": Kind(
+        fault=stops("SIGTERM to the launcher", in_step, choices=_TERM), share=3, num_processes=2
+    ),
     "launcher killed": Kind(fault=surroundings.kill_launcher, share=4, num_processes=2),
     "log full and 1 of 2 killed": Kind(
         fault=surroundings.lose_log_and_process, share=3, num_processes=2
     ),
+    # The signals of the following kinds are random: SIGTERM, SIGUSR1, SIGINT or SIGHUP.
+    **_stop_kinds("signal in start-up", "signal in a step", "signal in a save", shares=(8, 6, 8)),
+    **_stop_kinds(
+        "signal to 1 of 2 in start-up",
+        "signal to 1 of 2 in a step",
+        "signal to 1 of 2 in a save",
+        shares=(10, 5, 6),
+        hits_one=True,
+    ),
+    "two signals": Kind(fault=stops("two signals", in_step, num_signals=2), share=4),
+    "two signals in a save": Kind(
+        fault=stops("two signals in a save", in_save, num_signals=2), share=6
+    ),
+    "two signals to 1 of 2": Kind(
+        fault=stops("two signals to 1 of 2", in_step, num_signals=2, hits_one=True),
+        share=2,
+        num_processes=2,
+    ),
+    "two signals to the launcher": Kind(
+        fault=stops("two signals to the launcher", in_step, num_signals=2),
+        share=2,
+        num_processes=2,
+    ),
+    "two signals to the launcher in a save": Kind(
+        fault=stops("two signals to the launcher in a save", in_save, num_signals=2),
+        share=2,
+        num_processes=2,
+    ),
+    "Ctrl-C twice": Kind(fault=interrupt_twice("Ctrl-C twice"), share=6),
+    "Ctrl-C twice to the launcher": Kind(
+        fault=interrupt_twice("Ctrl-C twice to the launcher"), share=2, num_processes=2
+    ),
+    **{kind: Kind(fault=fault, share=9) for kind, fault in READ_ERRORS.items()},
+    **{
+        kind: Kind(fault=fault, share=2, num_processes=2)
+        for kind, fault in READ_ERRORS_IN_1.items()
+    },
+    "hard link": Kind(fault=link_file, share=12),
 }
+
+
+#: Kinds that need a library of tests/faults/storage.py, which must be compiled.
+NEEDS_READ_ERRORS = (*READ_ERRORS, *READ_ERRORS_IN_1)
 
 
 def draw(kinds: Sequence[str], num_kills: int, rng: random.Random) -> list[str]:

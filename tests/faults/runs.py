@@ -49,6 +49,8 @@ SAVE_TIMEOUT_S = 30
 #: The launcher's time between SIGTERM and SIGKILL.
 GRACE_S = 10
 
+CHECKPOINT_DIRECTORY = "checkpoints"
+
 CLOCK_SEED = "TAIBAI_FAULTS_CLOCK_SEED"
 #: A sitecustomize.py, which Python runs at its start. It replaces time.time by a clock that runs at
 #: the right speed, but on one call in ten jumps to a random offset of up to 28 hours either way.
@@ -139,6 +141,11 @@ class Setting:
         """Directory of the sitecustomize.py that makes the clock jump."""
         return self.scratch / "clock"
 
+    @property
+    def read_errors(self) -> Path:
+        """Library that makes reads of checkpoints fail."""
+        return self.scratch / "read_errors.so"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
@@ -172,7 +179,7 @@ class DisturbedRun:
         self.reference = reference
         self.directory = directory
         self.workdir = directory / "run"
-        self.checkpoints = self.workdir / "checkpoints"
+        self.checkpoints = self.workdir / CHECKPOINT_DIRECTORY
         self.num_starts = 0
         self.last: Attempt | None = None
         #: Steps of the checkpoints that were damaged on purpose and still exist.

@@ -168,6 +168,10 @@ class Attempt:
             raise Broken(f"processes {left} outlived their launcher:\n{self.tail()}")
         return code
 
+    def age_s(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self.began_s
+
     def kill(self) -> None:
         """Kill the process, and all processes of a launcher."""
         pids = self.pids()

@@ -19,7 +19,7 @@ from tests.faults.hits import (
 )
 from tests.faults.runs import DisturbedRun
 from tests.faults.start import Broken, Missed, is_alive
-from train.lifecycle.exit_codes import DIVERGED, STOPPED
+from train.lifecycle.exit_codes import DIVERGED
 
 #: A device on which every write fails as on a full disk.
 FULL_DEVICE = "/dev/full"
@@ -27,8 +27,6 @@ FULL_DEVICE = "/dev/full"
 LAUNCHER_BOUND_S = 5.0
 #: Steps that must be left for a divergence to be noticed: its first step, and those after it.
 DIVERGING_STEPS = 10
-#: Seconds in which a run must react to a signal while it starts.
-SIGNAL_BOUND_S = 15.0
 
 
 def lose_log(run: DisturbedRun, rng: random.Random) -> Hit:
@@ -46,7 +44,7 @@ def lose_log(run: DisturbedRun, rng: random.Random) -> Hit:
         finally:
             os.close(reader)
         start.sleep(rng.uniform(0, 0.2))
-    stop(run, start)
+    stop(run, start, rng, signal.SIGTERM)
     return Hit(kind="log full or closed")
 
 
@@ -105,19 +103,3 @@ def diverge(run: DisturbedRun, rng: random.Random) -> Hit:
     if code != DIVERGED:
         raise Broken(f"with a ruinous learning rate, it exited with code {code}:\n{start.tail()}")
     return Hit(kind="divergence")
-
-
-def terminate_in_start(run: DisturbedRun, rng: random.Random) -> Hit:
-    """Send SIGTERM between the first line of the log and the first step, which is recompiled."""
-    start = run.start(None, "train.compilation_cache=False")
-    start.wait_until(lambda: "model   GPT2" in start.log, "the name of the model")
-    start.sleep(rng.uniform(0, run.reference.start_s))
-    if start.first_step_s is not None:
-        stop(run, start)
-        return Hit(kind="SIGTERM")
-    start.process.send_signal(signal.SIGTERM)
-    hit_s = time.monotonic()
-    code = start.end(SIGNAL_BOUND_S)
-    if code != STOPPED:
-        raise Broken(f"SIGTERM in start-up ended it with code {code}:\n{start.tail()}")
-    return Hit(kind="SIGTERM in start-up", noticed_s=time.monotonic() - hit_s)
