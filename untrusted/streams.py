@@ -18,6 +18,8 @@ from typing import Any, NoReturn, TextIO
 
 #: Exit code of a command whose reader has left: a shell's code of programs that SIGPIPE has ended.
 READER_LEFT = 128 + 13
+#: Exit code of a command that Ctrl-C has ended: a shell's code of programs that SIGINT has ended.
+INTERRUPTED = 128 + 2
 
 
 class SafeStream:
@@ -76,7 +78,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     """Run the main function of a command, and end the process.
 
     If standard output cannot be written, the command ends: without a message if its reader, such
-    as `head`, has left, and otherwise with an error of one sentence.
+    as `head`, has left, and otherwise with an error of one sentence. Ctrl-C ends it, too.
 
     Args:
         main: Returns the exit code; None is 0.
@@ -85,10 +87,19 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     sys.stdout = EndingStream(sys.stdout)
     sys.stderr = SafeStream(sys.stderr)
     try:
-        code = main()
+        code = code_of(main)
     finally:
         sys.stdout.flush()  # also after `--help`
-    exit_process(code or 0)
+    exit_process(code)
+
+
+def code_of(main: Callable[[], int | None]) -> int:
+    """Call the main function of a program, and return its exit code, also if Ctrl-C ends it."""
+    try:
+        return main() or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def exit_process(code: int) -> NoReturn:

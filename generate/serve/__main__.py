@@ -30,7 +30,7 @@ from generate.serve.requests import Limits
 from generate.serve.slots import Slots
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
-from untrusted.streams import protect_output
+from untrusted.streams import code_of, protect_output
 
 try:
     from generate.serve.app import Served, make_app
@@ -185,4 +185,4 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
 
 if __name__ == "__main__":
     protect_output()
-    sys.exit(main())
+    sys.exit(code_of(main))

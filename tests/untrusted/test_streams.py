@@ -121,6 +121,20 @@ def test_command_whose_output_is_on_a_full_disk_ends_with_one_sentence():
     assert (done.returncode, done.stderr) == (1, error)
 
 
+def test_command_that_is_interrupted_ends_with_one_line_after_cleaning_up():
+    program = """
+import contextlib, os, signal
+from untrusted.streams import run_command
+def main():
+    with contextlib.ExitStack() as stack:
+        stack.callback(print, "cleaned up")
+        os.kill(os.getpid(), signal.SIGINT)
+run_command(main)
+"""
+    done = piped([sys.executable, "-c", program], "cat")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned up\n", "interrupted\n")
+
+
 @pytest.mark.parametrize("code", [0, 2, None])
 def test_command_ends_with_the_code_of_its_main_function(code):
     program = f"from untrusted.streams import run_command; run_command(lambda: {code})"
