@@ -16,8 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from checkpoint.arrays import open_arrays
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage, find_missing
-from checkpoint.layout import TMP_SUFFIX, best_steps, read_data_state, read_metrics, steps_in
+from checkpoint.errors import ReadError
+from checkpoint.layout import (
+    DAMAGED_SUFFIX,
+    DIVERGED_SUFFIX,
+    TMP_SUFFIX,
+    best_steps,
+    read_data_state,
+    read_metrics,
+    steps_in,
+)
+from checkpoint.paths import check_path
 from fields.paths import local_path
 from untrusted.messages import sentence_of, shortened
 from untrusted.streams import run_command
@@ -71,11 +82,16 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
         print("  ".join(cells).rstrip())
     for path in sorted(directory.glob(f"*{TMP_SUFFIX}*")):
         print(f"{path.name} is being written, or was left behind by a process that was killed")
+    for suffix, reason in ((DAMAGED_SUFFIX, "damaged"), (DIVERGED_SUFFIX, "not finite")):
+        for path in sorted(directory.glob(f"*{suffix}")):
+            print(f"{path.name} was found {reason} and set aside; delete it to free its space")
     return 0
 
 
 def verify(directory: Path, step: int | None) -> int:
-    """Compare the files of checkpoints with their checksums, and print one line per checkpoint.
+    """Check that checkpoints can be restored, and print one line per checkpoint.
+
+    This compares their files with the checksums, and opens all arrays.
 
     Args:
         directory: contains the checkpoints.
@@ -112,26 +128,28 @@ def show(directory: Path, step: int | None) -> int:
     Raises:
         ValueError: the checkpoint cannot be read.
     """
-    # Imported here because it loads JAX and Orbax, which ls and verify do not need.
-    from checkpoint.lazy import stored_arrays
-
     number = _chosen_step(directory, step)
     path = directory / str(number)
     try:
-        arrays = stored_arrays(path)
+        check_path(path)
+        arrays = open_arrays(path)
         data_state = read_data_state(path)
-    except (OSError, ValueError, KeyError) as error:
+    except ReadError:
+        raise
+    except (OSError, ValueError) as error:
         reason = shortened(error)
         raise ValueError(
             f"step {number} cannot be read ({reason}); run `verify` to find the damaged file"
         ) from error
     width = max((len(name) for name in arrays), default=0)
+    total_bytes = 0
     for name, array in arrays.items():
+        num_bytes = array.size * array.dtype.numpy_dtype.itemsize
+        total_bytes += num_bytes
         shape = f"{array.dtype.name}{list(array.shape)}"
-        print(f"{name:<{width}}  {shape:<28}  {array.nbytes:>15,} bytes".rstrip())
+        print(f"{name:<{width}}  {shape:<28}  {num_bytes:>15,} bytes".rstrip())
     num_params = sum(array.size for array in arrays.values())
-    num_bytes = sum(array.nbytes for array in arrays.values())
-    print(f"{len(arrays)} arrays, {num_params:,} numbers, {_format_bytes(num_bytes)}")
+    print(f"{len(arrays)} arrays, {num_params:,} numbers, {_format_bytes(total_bytes)}")
     print(f"data_state: {json.dumps(data_state)}")
     return 0
 
@@ -193,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--best_is_max", action="store_true", help="large values of the metric are good"
     )
     for name, function, text, default in (
-        ("verify", verify, "compare every file with its checksum", "all"),
+        ("verify", verify, "compare every file with its checksum, and open every array", "all"),
         ("show", show, "list the arrays of a checkpoint", "the newest"),
     ):
         subparser = command(name, function, text)

@@ -11,8 +11,16 @@ from pathlib import Path
 
 from checkpoint.checksums import write_checksums
 from checkpoint.config import CheckpointConfig
-from checkpoint.layout import DIVERGED_SUFFIX, STATE, TMP_SUFFIX, best_steps, read_metrics, steps_in
-from checkpoint.save_errors import WRITE_ERRORS, reason_of
+from checkpoint.errors import WRITE_ERRORS, reason_of
+from checkpoint.layout import (
+    DAMAGED_SUFFIX,
+    STATE,
+    TMP_SUFFIX,
+    best_steps,
+    read_metrics,
+    steps_in,
+)
+from checkpoint.paths import check_path
 from checkpoint.state_files import StateFiles
 from untrusted.files import write_text
 
@@ -49,7 +57,12 @@ class CheckpointDirectory:
 
         Returns:
             The value of best_metric of each checkpoint, or None, as pairs `(step, score)`.
+
+        Raises:
+            ValueError: checkpoints cannot be stored there; see `check_path`.
+            OSError: the directory cannot be created or read.
         """
+        check_path(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
         name = self._config.best_metric
         steps = steps_in(self.path)
@@ -75,7 +88,9 @@ class CheckpointDirectory:
             step: the step of the checkpoint.
             temporary: its temporary directory.
             texts: contents of the text files by name.
-            damaged: steps of damaged checkpoints, which are deleted before the rename.
+            damaged: steps of damaged checkpoints, which are set aside before the rename. They are
+                not deleted, because a file that was missing or altered may have been so only on
+                one host or for a moment.
             problem: the processes' errors, or None if all of them wrote their part.
 
         Raises:
@@ -88,8 +103,7 @@ class CheckpointDirectory:
             for name, text in texts.items():
                 _write_file(temporary / name, text)
             write_checksums(temporary)
-            for damaged_step in damaged:
-                self._delete(damaged_step)
+            self.set_aside(damaged, DAMAGED_SUFFIX)
             temporary.rename(self.path / str(step))
         except WRITE_ERRORS as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -120,12 +134,19 @@ class CheckpointDirectory:
                 kept |= {step} if path.exists() else set()
         return [(step, scores[step]) for step in sorted(kept)]
 
-    def set_aside(self, steps: Collection[int]) -> None:
-        """Rename checkpoints, so that no start resumes from them."""
+    def set_aside(self, steps: Collection[int], suffix: str) -> None:
+        """Rename checkpoints, so that no start resumes from them.
+
+        Args:
+            steps: their steps; those that no longer exist are ignored.
+            suffix: DIVERGED_SUFFIX or DAMAGED_SUFFIX.
+        """
         for step in steps:
-            aside = self.path / f"{step}{DIVERGED_SUFFIX}"
-            shutil.rmtree(aside, ignore_errors=True)  # left by an earlier divergence
-            (self.path / str(step)).rename(aside)
+            path = self.path / str(step)
+            if path.exists():
+                aside = path.with_name(f"{step}{suffix}")
+                shutil.rmtree(aside, ignore_errors=True)  # from an earlier start
+                path.rename(aside)
 
     def remove_half_written(self) -> None:
         """Remove directories that are half-written or half-deleted."""

@@ -10,19 +10,26 @@ A checkpoint is a directory named by its step:
 """
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from checkpoint.errors import ReadError, read_patiently
 from untrusted.documents import read_json
 
 STATE = "state"
+STRUCTURE = "state/_METADATA"
+MANIFEST = "state/manifest.ocdbt"
 DATA_STATE = "data_state/metadata"
 METRICS = "metrics/metrics"
 CONFIG = "config.yaml"
 
 #: End of the name of a checkpoint whose parameters led to nonfinite steps.
 DIVERGED_SUFFIX = ".diverged"
+
+#: End of the name of a checkpoint that was found damaged, once a newer one has been saved.
+DAMAGED_SUFFIX = ".damaged"
 
 #: Part of the name of every directory that is being written or deleted.
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
@@ -33,9 +40,21 @@ def steps_in(directory: Path) -> list[int]:
 
     Damaged checkpoints are included. If `directory` does not exist or is not a directory, the
     list is empty.
+
+    Raises:
+        ReadError: the directory cannot be read.
     """
-    names = [path.name for path in directory.glob("*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
+
+    def names() -> list[str]:
+        # Not Path.glob, which takes a directory that cannot be read for an empty one.
+        try:
+            with os.scandir(directory) as entries:
+                return [entry.name for entry in entries if entry.is_dir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    found = read_patiently(directory, names)
+    return sorted(int(name) for name in found if name.isdecimal() and str(int(name)) == name)
 
 
 def read_data_state(step: Path) -> dict[str, Any]:
@@ -43,8 +62,13 @@ def read_data_state(step: Path) -> dict[str, Any]:
 
     Args:
         step: the directory of the checkpoint.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: there is no such file, or it cannot be read.
     """
-    return read_json(step / DATA_STATE, within=step)
+    file = step / DATA_STATE
+    return read_patiently(file, lambda: read_json(file, within=step))
 
 
 def read_metrics(step: Path) -> dict[str, float]:
@@ -55,10 +79,17 @@ def read_metrics(step: Path) -> dict[str, float]:
 
     Returns:
         The metrics, empty if the state was not evaluated or the file is damaged.
+
+    Raises:
+        ReadError: the file cannot be read. Without its metrics, the best checkpoint would not be
+            among those to keep.
     """
+    file = step / METRICS
     try:
-        metrics = read_json(step / METRICS, within=step, allows_nan=True)
+        metrics = read_patiently(file, lambda: read_json(file, within=step, allows_nan=True))
         return {str(name): float(value) for name, value in metrics.items()}
+    except ReadError:
+        raise
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

@@ -13,22 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
-from etils import epath
 
-from checkpoint.layout import STATE
-from checkpoint.structure import leaf_name
-from untrusted.messages import shortened
+from checkpoint.arrays import open_arrays
+from checkpoint.errors import read_patiently
+from checkpoint.paths import check_path
 
 #: Larger arrays are stored in chunks of at most this size. Reading any element of a chunk reads
 #: the whole chunk.
 CHUNK_BYTES = 32 * 2**20
-
-# TensorStore keeps this much of recently read chunks in memory.
-_CACHE_BYTES = 64 * 2**20
 
 Index = tuple[slice, ...]
 
@@ -137,14 +132,20 @@ def blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
 class StoredArray(LazyArray):
     """An array in a checkpoint on disk."""
 
-    def __init__(self, store: ts.TensorStore):
+    def __init__(self, store: ts.TensorStore, step: Path):
         self._store = store
+        self._step = step
         self.shape = tuple(store.shape)
         self.dtype = store.dtype.numpy_dtype
 
     def read(self, index: Index) -> np.ndarray:
-        """Read a part of the array from disk."""
-        return self._store[index].read().result()
+        """Read a part of the array from disk.
+
+        Raises:
+            ValueError: its file is damaged.
+            ReadError: its file cannot be read.
+        """
+        return read_patiently(self._step, lambda: self._store[index].read().result())
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
@@ -162,31 +163,17 @@ def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
         The arrays by name, such as `params.decoder.layers.norm.scale`.
 
     Raises:
-        ValueError: The checkpoint is damaged.
+        ValueError: the checkpoint is damaged.
+        ReadError: a file cannot be read.
     """
-    state = Path(directory).absolute() / STATE
-    # With pinned host transfer enabled, Orbax would initialize JAX's devices.
-    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, enable_pinned_host_transfer=False)
-    context = ts.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    step = Path(directory)
+    check_path(step)
     try:
-        tree = handler.metadata(epath.Path(state)).tree
-        leaves, _ = jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=lambda x: hasattr(x, "shape")
-        )
-        names = [leaf_name(path) for path, _ in leaves]
-        return {name: StoredArray(_open(state, name, context)) for name in names}
-    except Exception as error:  # Orbax raises many types for a damaged file.
-        raise ValueError(
-            f"checkpoint {directory} is damaged: its arrays cannot be found ({shortened(error)})"
-        ) from error
+        return {name: StoredArray(store, step) for name, store in open_arrays(step).items()}
+    except ValueError as error:
+        raise ValueError(f"checkpoint {directory} is damaged: {error}") from error
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
     shape: Any = store.chunk_layout.read_chunk.shape
     return tuple(shape or ())
-
-
-def _open(state: Path, name: str, context: ts.Context) -> ts.TensorStore:
-    kvstore = {"driver": "ocdbt", "base": f"{state.as_uri()}/", "path": f"{name}/"}
-    spec = {"driver": "zarr3", "kvstore": kvstore}
-    return ts.open(spec, open=True, read=True, context=context).result()

@@ -46,9 +46,9 @@ import jax
 from checkpoint.checksums import find_damage
 from checkpoint.config import CheckpointConfig
 from checkpoint.directory import CheckpointDirectory
-from checkpoint.layout import CONFIG, DATA_STATE, METRICS, read_data_state
+from checkpoint.errors import WRITE_ERRORS, SaveError, first_error, reason_of
+from checkpoint.layout import CONFIG, DATA_STATE, DIVERGED_SUFFIX, METRICS, read_data_state
 from checkpoint.quiet import keep_quiet
-from checkpoint.save_errors import WRITE_ERRORS, SaveError, first_error, reason_of
 from checkpoint.state_files import StateFiles
 from sharding.distributed.messages import Exchange
 
@@ -71,6 +71,10 @@ class Checkpoints:
         Args:
             directory: the directory, usually `WORKDIR/checkpoints`.
             config: when to save and how many checkpoints to keep.
+
+        Raises:
+            ValueError: checkpoints cannot be stored there; see `checkpoint.paths.check_path`.
+            OSError: the directory cannot be created or read.
         """
         keep_quiet()
         self._config = config
@@ -81,7 +85,7 @@ class Checkpoints:
         self._being_saved: Future | None = None
         self._failure: SaveError | None = None  # of the newest save
         self._has_failed = False  # any save
-        self._skipped: list[int] = []  # damaged checkpoints, deleted by the next complete save
+        self._skipped: list[int] = []  # damaged checkpoints, set aside by the next save
         #: Value of best_metric by step, for each existing checkpoint; None if it has none.
         self._scores = dict(self._exchange.on_first(self._directory.read_scores))
 
@@ -152,8 +156,9 @@ class Checkpoints:
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """Restore the newest intact checkpoint.
 
-        A damaged checkpoint is skipped with a warning that names it and the reason. It is deleted
-        when the next `save` is complete.
+        A damaged checkpoint is skipped with a warning that names it and the reason. It is renamed
+        to `<step>.damaged` when the next `save` is complete. A checkpoint that cannot be read is
+        not skipped, because it may be intact.
 
         Args:
             abstract_state: the state as a pytree of jax.ShapeDtypeStruct, with the shardings of
@@ -169,7 +174,7 @@ class Checkpoints:
         Raises:
             ValueError: all checkpoints are damaged, or the newest intact one has other names,
                 shapes or dtypes than `abstract_state`.
-            OSError: a process does not report whether its part of the files is intact.
+            OSError: a process could not read its part, or does not report whether it is intact.
         """
         self._finish()
         for step in reversed(self.all_steps()):
@@ -181,8 +186,12 @@ class Checkpoints:
                 logger.warning("Skipping checkpoint %s: %s.", path, damage)
                 self._skipped.append(step)
                 continue
-            state = self._state_files.read(path, abstract_state, may_lack)
-            return step, state, read_data_state(path)
+
+            def read(path: Path = path) -> tuple[Any, dict[str, Any]]:
+                state = self._state_files.read(path, abstract_state, may_lack)
+                return state, read_data_state(path)
+
+            return step, *self._exchange.on_all(read)
         if self._skipped and not self.all_steps():
             steps = ", ".join(map(str, sorted(self._skipped)))
             raise ValueError(
@@ -223,7 +232,7 @@ class Checkpoints:
         """
         self._finish()
         ruined = [step for step in self.all_steps() if step >= from_step]
-        self._exchange.on_first(lambda: self._directory.set_aside(ruined))
+        self._exchange.on_first(lambda: self._directory.set_aside(ruined, DIVERGED_SUFFIX))
         for step in ruined:
             logger.warning("Checkpoint %s led to nonfinite steps; it is set aside.", step)
             del self._scores[step]
@@ -335,4 +344,5 @@ class Checkpoints:
         """Verify a checkpoint; the processes share the reading and all return the same result."""
         process = jax.process_index()
         num_processes = jax.process_count()
-        return self._exchange.agree(find_damage(path, part=process, num_parts=num_processes))
+        damage = self._exchange.on_all(lambda: find_damage(path, process, num_processes))
+        return self._exchange.agree(damage)

@@ -1,18 +1,19 @@
 """Writes and reads the arrays of a training state with Orbax."""
 
 import asyncio
-import contextlib
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 
+from checkpoint.arrays import DESCRIPTIONS, find_damage_of_arrays
+from checkpoint.errors import read_patiently
 from checkpoint.layout import STATE
 from checkpoint.lazy import LazyArray, LazyHandler, save_args
-from checkpoint.structure import check_same_structure
+from checkpoint.paths import check_path
+from checkpoint.structure import check_same_structure, describe
 from untrusted.messages import shortened
 
 T = TypeVar("T")
@@ -34,17 +35,28 @@ class StateFiles:
         Returns:
             Futures of the writes of this process.
         """
-        args = ocp.args.PyTreeSave(state, save_args=jax.tree.map(save_args, state))
+        args = ocp.args.PyTreeSave(
+            state,
+            save_args=jax.tree.map(save_args, state),
+            custom_metadata={DESCRIPTIONS: {**describe(state)}},
+        )
         # Returns as soon as the arrays are copied. Orbax writes them in its own threads.
-        return _run(self._handler.async_save(epath.Path(path / STATE), args=args)) or []
+        return _run(self._handler.async_save(_orbax_path(path), args=args)) or []
 
     def finalize(self, path: Path) -> None:
         """Complete the files, once all processes have written theirs; runs on the first process.
 
         Args:
             path: the directory of the checkpoint.
+
+        Raises:
+            OSError: the arrays are not complete. Orbax only logs a warning if it does not find the
+                files of a process.
         """
-        self._handler.finalize(epath.Path(path / STATE))
+        self._handler.finalize(_orbax_path(path))
+        damage = find_damage_of_arrays(path)
+        if damage is not None:
+            raise OSError(damage)
 
     def read(self, path: Path, abstract_state: Any, may_lack: Collection[str]) -> Any:
         """Read the arrays of a checkpoint; each device reads its own shard.
@@ -59,10 +71,10 @@ class StateFiles:
 
         Raises:
             ValueError: other names, shapes or dtypes differ, or somebody has changed the files.
+            ReadError: a file cannot be read.
         """
-        directory = epath.Path(path / STATE)
-        with _readable(path):
-            saved_tree = self._handler.metadata(directory).tree
+        directory = _orbax_path(path)
+        saved_tree = _read(path, lambda: self._handler.metadata(directory).tree)
         present = check_same_structure(path, saved_tree, abstract_state, may_lack)
         args = ocp.args.PyTreeRestore(
             present,
@@ -70,22 +82,25 @@ class StateFiles:
             # The checkpoint may have more fields; the check above requires them in may_lack.
             partial_restore=True,
         )
-        with _readable(path):
-            return self._handler.restore(directory, args=args)
+        return _read(path, lambda: self._handler.restore(directory, args=args))
 
     def close(self) -> None:
         """Free the threads."""
         self._handler.close()
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn Orbax's errors about a checkpoint into a ValueError that names it.
+def _orbax_path(path: Path) -> Any:
+    """Return the directory of a checkpoint's arrays, for methods that expect an `epath.Path`."""
+    return check_path(path / STATE)
+
+
+def _read(path: Path, read: Callable[[], T]) -> T:
+    """Read with Orbax, and turn its errors about a checkpoint into a ValueError that names it.
 
     The checksums are right at this point, so somebody has changed the files on purpose.
     """
     try:
-        yield
+        return read_patiently(path, read)
     except (OSError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # the disk, or too little memory
     except Exception as error:  # Orbax raises many types for files that it does not expect.

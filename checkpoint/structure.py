@@ -25,8 +25,8 @@ def check_same_structure(
     Raises:
         ValueError: other names, shapes or dtypes differ.
     """
-    saved = _describe(saved_tree)
-    wanted = _describe(abstract_state)
+    saved = describe(saved_tree)
+    wanted = describe(abstract_state)
     differences = [
         f"{name} is {saved.get(name, 'missing')} in the checkpoint and "
         f"{wanted.get(name, 'missing')} in this run"
@@ -69,7 +69,7 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def _describe(tree: Any) -> dict[str, str]:
+def describe(tree: Any) -> dict[str, str]:
     """Return dtypes and shapes by name, as in `{'params.layer.kernel': 'float32[4, 8]'}`.
 
     Args:

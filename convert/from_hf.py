@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
+from checkpoint.paths import check_path
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from convert.command import run
 from convert.files import preprocessor
@@ -152,8 +153,9 @@ def convert(
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
-            or `dst` already exists and is not empty.
+            or `dst` already exists and is not empty, or cannot contain a checkpoint.
     """
+    check_path(dst)
     with new_directory(dst) as directory:
         source = read_source(src, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
         if source.hf_files != src and not (src / ADAPTER_CONFIG_FILE).exists():

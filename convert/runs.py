@@ -6,14 +6,16 @@ The model of a checkpoint is named by the config in the checkpoint, which its ch
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from checkpoint.checksums import find_damage
+from checkpoint.errors import read_patiently
 from checkpoint.layout import CONFIG, STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.model_on_disk import Shapes, Source, check_known, read_config
@@ -41,6 +43,8 @@ _AVERAGE = re.compile(r"opt_state\.\d+\.average\.(.+)")
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 def newest_checkpoint(path: Path) -> Path:
     """Find the newest intact checkpoint.
@@ -53,6 +57,7 @@ def newest_checkpoint(path: Path) -> Path:
 
     Raises:
         ValueError: There is no intact checkpoint, or a link in it leads out of the run.
+        ReadError: A checkpoint cannot be read, though it may be intact.
     """
     if path.name.isdigit() and (path / STATE).is_dir():
         candidates = [path]
@@ -117,10 +122,11 @@ def open_run(
     Raises:
         ValueError: The checkpoint has no valid config, or its model class may not or cannot be
             imported, or `hf/` is a link that leads out of the run.
+        OSError: A file cannot be read.
     """
     workdir = step.parent.parent
     file = config_of(step)
-    config = read_yaml(file, within=workdir)
+    config = read_patiently(file, lambda: read_yaml(file, within=workdir))
     check_fields(config, {"model": dict[str, Any]}, file)
     fields = config["model"]
     check_fields(fields, {"name": str}, f"{file}: model")
@@ -134,10 +140,10 @@ def open_run(
     check_types(model_class.Config, fields, f"{file}: model", tuples=True)
     files = workdir / HF_FILES
     check_link(files, workdir)
-    has_config = (files / "config.json").exists()
-    hf = read_config(files / "config.json", within=workdir) if has_config else None
+    hf_file = files / "config.json"
     dtypes_file = files / DTYPES_FILE
-    dtypes = read_json(dtypes_file, within=workdir) if dtypes_file.exists() else {}
+    hf = _read_optional(hf_file, lambda: read_config(hf_file, within=workdir))
+    dtypes = _read_optional(dtypes_file, lambda: read_json(dtypes_file, within=workdir)) or {}
     check(dtypes, dict[str, str], dtypes_file)
     adapters = config.get("lora", {})
     check_fields(adapters, {}, f"{file}: lora")
@@ -159,6 +165,14 @@ def open_run(
         init_from=init_from,
     )
     return source
+
+
+def _read_optional(file: Path, read: Callable[[], T]) -> T | None:
+    """Read a file that may be absent; then the result is None."""
+    try:
+        return read_patiently(file, read)
+    except FileNotFoundError:
+        return None
 
 
 class _PaddedArray(LazyArray):
@@ -208,6 +222,12 @@ def _open_checkpoint(
     arrays: dict[str, LazyArray] = {}
     for name, shape in shapes.items():
         array = arrays[name] = stored[name]
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(
+                f"checkpoint {step} is damaged: the parameter {name} is stored as "
+                f"{array.dtype.name}, but parameters are floating-point numbers; use another "
+                "checkpoint"
+            )
         if array.shape == shape:
             continue
         holds_vocab = name in _vocab_params(source) and shape[0] >= source.config.vocab_size

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from checkpoint.paths import check_path
 from convert.source import Source
 from convert.to_hf import export_problem
 from data.corpus import load_corpus
@@ -17,7 +18,7 @@ from data.examples import Corpus
 from sharding.analysis.targets import Target, target_of
 from sharding.compilation_cache import use_compilation_cache
 from sharding.distributed import startup
-from sharding.distributed.messages import Exchange
+from sharding.distributed.messages import LONGEST_START_S, Exchange
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config import config_files, deepspeed
@@ -35,9 +36,6 @@ from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run
 from train.run.summary import describe
-
-#: Hosts may take very different times to tokenize, compile and read. jax detects lost hosts.
-LONGEST_START_S = 24 * 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -91,15 +89,18 @@ def build_run(options: RunOptions) -> BuiltRun:
     """Build the run that a command line describes, and print its summary.
 
     Raises:
-        ValueError: the config, the mesh, the model or the data are wrong or incompatible.
+        ValueError: the config, the mesh, the model or the data are wrong or incompatible, or no
+            checkpoint can be stored in the workdir.
         OSError: a file cannot be read.
     """
+    check_path(options.workdir)
     config, source, fixed = _load_config(options)
     mesh = _start_devices(config, options, fixed)
     if not config.mesh.auto:
         config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
     if options.is_evaluation and config.memory.placement == AUTO:
-        config = dataclasses.replace(config, memory=workdir.planned_memory(options.workdir))
+        memory = Exchange().on_all(lambda: workdir.planned_memory(options.workdir))
+        config = dataclasses.replace(config, memory=memory)
 
     corpus = Exchange(LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
     if options.is_evaluation and not len(corpus.validation):
@@ -113,7 +114,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     )
     if config.mesh.auto:
         devices = _plan_devices(config, mesh, budget, assemble)
-        saved = workdir.saved_config(options.workdir)
+        saved = Exchange(LONGEST_START_S).on_all(lambda: workdir.saved_config(options.workdir))
         config = planned(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
         mesh = make_mesh(config.mesh, [*mesh.devices.flat])
     assemble = partial(assemble, mesh=mesh)
@@ -127,7 +128,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         planner.check_estimate(run)  # traces the training step
     check_tokenizer(run.config, run.model_config, corpus)
     workdir.check_processes_agree(run, corpus)
-    workdir.check(options.workdir, run)
+    Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
     problem = export_problem(run.config.model.name, run.model_config, source)
     if problem is not None and jax.process_index() == 0 and not options.is_evaluation:

@@ -30,14 +30,15 @@ from typing import NoReturn
 
 import jax
 
+from checkpoint.errors import ReadError
 from data.examples import BrokenExample
 from fields.paths import check_local
 from fields.types import check_no_nul
 from sharding.compiler_options import describe_options
 from sharding.distributed import startup
-from sharding.distributed.messages import Exchange, may_pass
+from sharding.distributed.messages import LONGEST_START_S, Exchange, may_pass
 from train import evaluation, loop
-from train.build import LONGEST_START_S, BuiltRun, RunOptions, build_run
+from train.build import BuiltRun, RunOptions, build_run
 from train.config import config_files, reference
 from train.config.overrides import parse_overrides
 from train.lifecycle.divergence import Diverged
@@ -175,7 +176,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 phases=phases,
                 signals=signals,
             )
-        except (Diverged, BrokenExample) as error:
+        except (Diverged, BrokenExample, ReadError) as error:
             print(f"error: {sentence_of(error)}", file=sys.stderr)
             return DIVERGED if isinstance(error, Diverged) else FAILED
 

@@ -23,6 +23,10 @@ from untrusted.messages import LASTING, sentence_of
 #: Seconds without an answer after which a process counts as failed.
 TIMEOUT_S = 1200.0
 
+#: The same during the start of a run. Hosts may take very different times to tokenize, compile and
+#: read. jax detects lost hosts.
+LONGEST_START_S = 24 * 3600.0
+
 _NO_ANSWER = "no answer"
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Damaged and half-written checkpoints are detected, skipped, and deleted after the next save."""
+"""Damaged and half-written checkpoints are detected, skipped, and set aside by the next save."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.save_errors import SaveError
+from checkpoint.errors import SaveError
 from tests.checkpoint.states import abstract, assert_same_bits, make_state
 
 
@@ -104,10 +104,10 @@ def test_restore_with_all_damaged_raises_an_error_with_the_directory(
             checkpoints.restore(abstract(make_state(0)))
 
 
-def test_damaged_checkpoint_is_deleted_once_another_is_complete(
+def test_damaged_checkpoint_is_set_aside_once_another_is_complete(
     damaged_copy, open_checkpoints, monkeypatch
 ):
-    """It is kept until then, because a file that cannot be read now may be readable later."""
+    """It is not deleted, because a file may be missing or altered for a moment only."""
     directory = damaged_copy()
     flip_a_bit(directory / "2" / "data_state" / "metadata")
     checkpoints = open_checkpoints(directory)
@@ -126,7 +126,7 @@ def test_damaged_checkpoint_is_deleted_once_another_is_complete(
     checkpoints.save(3, make_state(3), {})
     checkpoints.wait()
     assert checkpoints.all_steps() == [1, 3]
-    assert sorted(path.name for path in directory.iterdir()) == ["1", "3"]
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2.damaged", "3"]
 
 
 def test_tidy_removes_leftovers_of_a_killed_process(damaged_copy, open_checkpoints):

@@ -17,9 +17,9 @@ import pytest
 
 from checkpoint import directory as checkpoint_directory
 from checkpoint.config import CheckpointConfig
+from checkpoint.errors import SaveError
 from checkpoint.lazy import LazyArray
 from checkpoint.manager import Checkpoints
-from checkpoint.save_errors import SaveError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = CheckpointConfig(every_steps=1, max_to_keep=2)
@@ -164,7 +164,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
-from checkpoint.save_errors import SaveError
+from checkpoint.errors import SaveError
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, P("data", "model"))

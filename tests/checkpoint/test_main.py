@@ -63,11 +63,13 @@ def test_ls_shows_incomplete_checkpoints(copy, capsys):
     (directory / "20" / "checksums.sha256").write_text("")
     (directory / "120").mkdir()
     (directory / "130.orbax-checkpoint-tmp-1").mkdir()
+    (directory / "90.damaged").mkdir()
     assert main(["ls", str(copy)]) == 0
     output = capsys.readouterr().out
     assert "incomplete: state/_METADATA is missing" in output
-    assert output.count("incomplete: checksums.sha256 is missing or cannot be read") == 2
+    assert output.count("incomplete: checksums.sha256 is missing or not a list") == 2
     assert "130.orbax-checkpoint-tmp-1 is being written" in output
+    assert "90.damaged was found damaged and set aside" in output
     assert (directory / "130.orbax-checkpoint-tmp-1").exists()
 
 
@@ -140,12 +142,10 @@ def test_errors_are_reported_in_one_sentence(run_directory, capsys, arguments, m
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
-def test_commands_do_not_initialize_devices(run_directory, command):
+def test_commands_do_not_import_jax(run_directory, command):
     program = (
         "import sys; from checkpoint.__main__ import main; code = main(sys.argv[1:])\n"
-        "if 'jax' in sys.modules:\n"
-        "    from jax._src import xla_bridge\n"
-        "    assert sys.argv[1] == 'show' and not xla_bridge.backends_are_initialized()\n"
+        "assert 'jax' not in sys.modules\n"
         "sys.exit(code)"
     )
     done = subprocess.run(

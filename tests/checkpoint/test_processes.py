@@ -29,7 +29,7 @@ import numpy as np
 from checkpoint.checksums import write_checksums
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
-from checkpoint.save_errors import SaveError
+from checkpoint.errors import SaveError
 
 checkpoints = Checkpoints(sys.argv[1], CheckpointConfig(every_steps=1, max_to_keep=2))
 step = checkpoints.latest_step() or 0
@@ -81,9 +81,10 @@ def test_kill_during_a_save_leaves_an_intact_checkpoint(tmp_path, open_checkpoin
     assert not list(tmp_path.glob("*tmp*")), "half-written checkpoints were left behind"
 
 
-# Two processes with two devices each save checkpoints, damage a file that the second process
-# verifies, and restore.
+# Two processes with two devices each save checkpoints. The second one cannot read its part for a
+# while, and then a file is damaged that it verifies.
 TWO_PROCESSES = """
+import errno
 import sys
 import jax
 directory, port, process = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -91,13 +92,15 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
 import numpy as np
+import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from pathlib import Path
-from checkpoint.checksums import write_checksums
+from checkpoint import errors
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
-from checkpoint.save_errors import SaveError
+from sharding.distributed.messages import may_pass
+from tests.checkpoint.read_errors import fail_to_read
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 sharding = NamedSharding(mesh, P("data", "model"))
@@ -108,12 +111,25 @@ for step in (1, 2):
     state = {"w": jax.make_array_from_callback((8, 8), sharding, lambda i: values[i] + step)}
     checkpoints.save(step, state, {"position": step})
 checkpoints.wait()
+wanted = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)}
+
+# One process cannot read its part for a while: no process skips the checkpoint.
+errors.DELAYS_S = (0.0,)
+with pytest.MonkeyPatch.context() as patch:
+    if process == 1:
+        fail_to_read(patch, Path(directory), errno.EIO)
+    try:
+        checkpoints.restore(wanted)
+        raise AssertionError("a checkpoint was restored that process 1 could not read")
+    except OSError as error:
+        assert may_pass(error) and "cannot be read (Input/output error)" in str(error), error
+assert checkpoints.restore(wanted)[0] == 2
+
 if process == 0:
     names = sorted(p for p in Path(directory, "2").rglob("*") if p.parent.name != "2")
     names = [p for p in names if p.is_file()]
     names[1].write_bytes(b"garbage")
 multihost_utils.sync_global_devices("damaged")
-wanted = {"w": jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding)}
 step, state, data_state = checkpoints.restore(wanted)
 assert (step, data_state) == (1, {"position": 1}), (step, data_state)
 for shard in state["w"].addressable_shards:
@@ -124,7 +140,7 @@ print("restored")
 """
 
 
-def test_two_processes_agree_on_damaged_checkpoints(tmp_path, open_checkpoints):
+def test_two_processes_agree_on_unreadable_and_damaged_checkpoints(tmp_path, open_checkpoints):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

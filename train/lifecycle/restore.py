@@ -57,6 +57,7 @@ def restore_or_initialize(
     Raises:
         ValueError: there are checkpoints but none is intact, or they belong to another model or to
             other data, or somebody has changed them.
+        OSError: a checkpoint cannot be read, though it may be intact.
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     try:
@@ -155,6 +156,7 @@ def roll_back(
 
     Raises:
         Diverged: there is no such checkpoint.
+        OSError: a checkpoint cannot be read, though it may be intact.
     """
     step = int(state.step)
     sharding = state.step.sharding

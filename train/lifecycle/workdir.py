@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from checkpoint.checksums import find_damage_of_config
+from checkpoint.errors import read_patiently
 from checkpoint.layout import CONFIG, steps_in
 from convert.files.tokenizer_files import add_stop_token
 from convert.from_hf import keep_hf_files
@@ -73,6 +74,7 @@ def check(workdir: Path, run: Run) -> None:
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
             keys that differ; or their config is missing or damaged; or a link in it leads outside.
+        ReadError: a file of a checkpoint cannot be read.
     """
     check_links(workdir)
     if not has_checkpoint(workdir):
@@ -160,7 +162,10 @@ def write_run_files(
 def planned_memory(workdir: Path) -> MemoryConfig:
     """Return the memory settings that a run with memory.placement=auto chose; else the default."""
     path = workdir / CONFIG_FILE
-    saved = load_data(path) if path.exists() else {}
+    try:
+        saved = _load(path)
+    except FileNotFoundError:
+        saved = {}
     return build_section(MemoryConfig, saved.get("memory", {}), f"{path}: memory")
 
 
@@ -169,6 +174,7 @@ def saved_config(workdir: Path) -> dict[str, Any] | None:
 
     Raises:
         ValueError: there are checkpoints, but none contains an intact config.
+        ReadError: a file of a checkpoint cannot be read.
     """
     check_links(workdir)
     return _saved_config(workdir) if has_checkpoint(workdir) else None
@@ -180,7 +186,12 @@ def has_checkpoint(workdir: Path) -> bool:
 
 
 def _saved_config(workdir: Path) -> dict[str, Any]:
-    """Return the config of the newest checkpoint whose config is intact."""
+    """Return the config of the newest checkpoint whose config is intact.
+
+    Raises:
+        ValueError: there is none.
+        ReadError: a file cannot be read; an older config would say what another checkpoint is.
+    """
     checkpoints = workdir / CHECKPOINTS
     damages = []
     has_older = False  # whether a checkpoint was written before they had a checksum of the config
@@ -190,21 +201,25 @@ def _saved_config(workdir: Path) -> dict[str, Any]:
         if damage is not None:  # the checkpoint will be skipped
             damages.append(f"{directory}: {damage}")
             continue
-        if (directory / CONFIG).exists():
-            with contextlib.suppress(ValueError, OSError):
-                return load_data(directory / CONFIG)
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            return _load(directory / CONFIG)
         has_older = True
     if not has_older:
         raise ValueError(
             f"no checkpoint of {workdir} has an intact {CONFIG}, which says what the checkpoint is "
             f"({damages[0]}); copy an intact checkpoint there, or choose another --workdir"
         )
-    if (workdir / CONFIG_FILE).exists():
-        return load_data(workdir / CONFIG_FILE)
-    raise ValueError(
-        f"{workdir} has checkpoints, but {CONFIG_FILE} is missing, which says what they are; put "
-        "it back, or choose another --workdir"
-    )
+    try:
+        return _load(workdir / CONFIG_FILE)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{workdir} has checkpoints, but {CONFIG_FILE} is missing, which says what they are; "
+            "put it back, or choose another --workdir"
+        ) from None
+
+
+def _load(file: Path) -> dict[str, Any]:
+    return read_patiently(file, lambda: load_data(file))
 
 
 def _completed(saved: Mapping[str, Any], run: Run) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from convert.source import Source, load_params
 from models.adapters import is_adapter
 from models.layers.lora import norms
 from models.vision.common import resized_positions
+from sharding.distributed.messages import LONGEST_START_S, Exchange
 from sharding.memory import in_device_memory, to_device
 from train.run.run import Run
 
@@ -51,6 +52,7 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
 
     Raises:
         ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
+        OSError: a file of it cannot be read.
     """
     if run.config.lora.rank is None:
         source = merged(source)
@@ -72,7 +74,11 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     for path in _paths_with(_RESIZED, origins):
         wide = jnp.promote_types(wanted[path].dtype, jnp.float32)
         requested[path] = jax.ShapeDtypeStruct(stored[path].shape, wide, sharding=whole)
-    params = _flat(load_params(source, nnx.traversals.unflatten_mapping(requested)))
+    # If a process cannot read its part, all of them must know before they compute together.
+    loaded = Exchange(LONGEST_START_S).on_all(
+        lambda: load_params(source, nnx.traversals.unflatten_mapping(requested))
+    )
+    params = _flat(loaded)
     for path in _paths_with(_RESIZED, origins):
         params[path] = _resized(params[path], wanted[path])
     for path in _paths_with(_REORDERED, origins):

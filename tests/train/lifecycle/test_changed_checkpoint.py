@@ -40,9 +40,9 @@ def position(**changes) -> dict:
         (POSITION, position(batches={"next_index": 2**63}), "next_index must not be 92"),
         (POSITION, position(batches={"next_index": 2, "x": 1}), "x must not be 1"),
         (POSITION, [1], "must contain a JSON object"),
-        (STRUCTURE, {}, "cannot be read"),
-        (STRUCTURE, [1], "cannot be read"),
-        (STRUCTURE, {"tree_metadata": 3}, "cannot be read"),
+        (STRUCTURE, {}, "are damaged (steps 2;"),
+        (STRUCTURE, [1], "are damaged (steps 2;"),
+        (STRUCTURE, {"tree_metadata": 3}, "are damaged (steps 2;"),
     ],
 )
 def test_changed_checkpoint_is_refused(file, content, reason, trained, tmp_path, capsys):
