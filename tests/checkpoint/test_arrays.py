@@ -1,42 +1,22 @@
 """A checkpoint whose arrays cannot be restored is damaged, even if its checksums are right."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-import tensorstore as ts
 
 from checkpoint.__main__ import main
 from checkpoint.checksums import CHECKSUMS_FILE, write_checksums
 from checkpoint.errors import SaveError
+from tests.checkpoint.edits import edit_list, edit_metadata, edit_store
 from tests.checkpoint.states import abstract, make_state
 
 ROOT = Path(__file__).parents[2]
 TABLE = "params.embed.table"
-
-
-def edit_store(step: Path, key: str, edit: Callable[[bytes], bytes | None]) -> None:
-    """Change or delete a value of the store that contains the arrays."""
-    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{step}/state/"}}
-    store = ts.KvStore.open(spec).result()
-    store.write(key, edit(store.read(key).result().value)).result()
-
-
-def edit_metadata(step: Path, **changes) -> None:
-    edit_store(
-        step, f"{TABLE}/zarr.json", lambda text: json.dumps(json.loads(text) | changes).encode()
-    )
-
-
-def edit_list(step: Path, **changes) -> None:
-    file = step / "state" / "_METADATA"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 GRID = {"name": "regular", "configuration": {"chunk_shape": [16, 8]}}
@@ -46,14 +26,14 @@ CHANGES = {
     "empty list": (lambda step: edit_list(step, tree_metadata={}), "different names"),
     "list of numbers": (lambda step: edit_list(step, tree_metadata=3), "tree_metadata is 3"),
     "another dtype": (
-        lambda step: edit_metadata(step, data_type="int32", fill_value=0),
+        lambda step: edit_metadata(step, TABLE, data_type="int32", fill_value=0),
         f"{TABLE} is int32[32, 8], but float32[32, 8] in the list",
     ),
     "another shape": (
-        lambda step: edit_metadata(step, shape=[31, 8]),
+        lambda step: edit_metadata(step, TABLE, shape=[31, 8]),
         f"{TABLE} is float32[31, 8]",
     ),
-    "another chunk grid": (lambda step: edit_metadata(step, chunk_grid=GRID), "chunk"),
+    "another chunk grid": (lambda step: edit_metadata(step, TABLE, chunk_grid=GRID), "chunk"),
     "garbage as metadata": (
         lambda step: edit_store(step, f"{TABLE}/zarr.json", lambda _: b"{"),
         TABLE,
@@ -103,7 +83,7 @@ def test_checkpoint_of_an_older_version_is_intact(damaged_copy, open_checkpoints
     write_checksums(directory / "2")
     assert main(["verify", str(directory)]) == 0
     assert open_checkpoints(directory).restore(abstract(make_state(0)))[0] == 2
-    edit_metadata(directory / "2", data_type="int32", fill_value=0)
+    edit_metadata(directory / "2", TABLE, data_type="int32", fill_value=0)
     write_checksums(directory / "2")
     with pytest.raises(ValueError, match=rf"{TABLE} is int32\[32, 8\] in the checkpoint"):
         open_checkpoints(directory).restore(abstract(make_state(0)))

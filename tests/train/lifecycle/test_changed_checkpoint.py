@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint.checksums import write_checksums
+from checkpoint.lazy import stored_arrays
+from convert.source import read_source
+from tests.checkpoint.edits import edit_list, edit_metadata
 from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
 from train.main import main
@@ -55,3 +58,16 @@ def test_changed_checkpoint_is_refused(file, content, reason, trained, tmp_path,
     write_checksums(step)
     error = refusal(tmp_path, overrides, capsys)
     assert reason in error and str(tmp_path) in error
+
+
+def test_parameters_of_another_dtype_are_not_converted(trained, tmp_path):
+    """Checkpoints of older versions do not list dtypes, so that only the model shows the change."""
+    shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)
+    step = tmp_path / "checkpoints" / "2"
+    name = next(name for name in stored_arrays(step) if name.startswith("params."))
+    edit_list(step, custom_metadata=None)
+    edit_metadata(step, name, data_type="int32", fill_value=0)
+    write_checksums(step)
+    source = read_source(tmp_path)
+    with pytest.raises(ValueError, match=f"{name.removeprefix('params.')} is stored as int32"):
+        source.open(source.shapes())
