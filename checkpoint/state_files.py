@@ -104,8 +104,9 @@ def _read(path: Path, read: Callable[[], T]) -> T:
     except (OSError, MemoryError, jax.errors.JaxRuntimeError):
         raise  # the disk, or too little memory
     except Exception as error:  # Orbax raises many types for files that it does not expect.
+        reason = shortened(error.__cause__ or error)  # Orbax wraps TensorStore's errors.
         raise ValueError(
-            f"checkpoint {path} cannot be read ({shortened(error)}); restore the original, or "
+            f"checkpoint {path} cannot be read ({reason}); restore the original, or "
             "delete it to use an older one"
         ) from error
 

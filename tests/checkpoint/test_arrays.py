@@ -12,7 +12,7 @@ import pytest
 from checkpoint.__main__ import main
 from checkpoint.checksums import CHECKSUMS_FILE, write_checksums
 from checkpoint.errors import SaveError
-from tests.checkpoint.edits import edit_list, edit_metadata, edit_store
+from tests.checkpoint.faults import edit_list, edit_metadata, edit_store
 from tests.checkpoint.states import abstract, make_state
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 from checkpoint.checksums import write_checksums
 from checkpoint.lazy import stored_arrays
 from convert.source import read_source
-from tests.checkpoint.edits import edit_list, edit_metadata
+from tests.checkpoint.faults import edit_list, edit_metadata
 from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
 from train.main import main

@@ -8,7 +8,7 @@ import pytest
 
 from checkpoint import errors
 from convert import to_hf
-from tests.checkpoint.read_errors import fail_to_read
+from tests.checkpoint.faults import fail_to_read
 from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
 from train.lifecycle.exit_codes import FAILED, FINISHED

@@ -1,12 +1,14 @@
-"""Makes reads fail, for tests: our own by a patch, those of TensorStore by a limit."""
+"""Faults for tests: reads that fail, and arrays that are changed on purpose."""
 
 import contextlib
+import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tensorstore as ts
 
 from untrusted import documents, files
 
@@ -37,3 +39,28 @@ def no_files_can_be_opened() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def edit_store(step: Path, key: str, edit: Callable[[bytes], bytes | None]) -> None:
+    """Change or delete a value of the store that contains the arrays.
+
+    `write_checksums` makes the checksums right afterwards.
+    """
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{step}/state/"}}
+    store = ts.KvStore.open(spec).result()
+    store.write(key, edit(store.read(key).result().value)).result()
+
+
+def edit_metadata(step: Path, array: str, **changes) -> None:
+    """Change the zarr metadata of an array."""
+
+    def edit(text: bytes) -> bytes:
+        return json.dumps(json.loads(text) | changes).encode()
+
+    edit_store(step, f"{array}/zarr.json", edit)
+
+
+def edit_list(step: Path, **changes) -> None:
+    """Change the list of arrays."""
+    file = step / "state" / "_METADATA"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
