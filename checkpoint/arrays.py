@@ -1,4 +1,4 @@
-"""Opens the arrays of a checkpoint, and checks that they are what its list of arrays says.
+"""Opens the arrays of a checkpoint, and compares them with its list of arrays.
 
 Orbax stores arrays in three layers, all in `state/`:
 
@@ -30,7 +30,7 @@ from untrusted.schema import check_fields
 # TensorStore keeps this much of recently read chunks in memory.
 _CACHE_BYTES = 64 * 2**20
 
-#: Key of the shapes and dtypes by name, in what Orbax calls custom metadata.
+#: Key of the shapes and dtypes by name in the custom metadata of `_METADATA`.
 DESCRIPTIONS = "arrays"
 
 _LEAF = dict[str, Any]
@@ -44,7 +44,7 @@ def find_damage_of_arrays(step: Path) -> str | None:
         step: the directory of the checkpoint.
 
     Returns:
-        One sentence that names what is damaged, or None.
+        One sentence that describes the first damage, or None.
 
     Raises:
         ValueError: no checkpoint can be stored in this directory; see `check_path`.

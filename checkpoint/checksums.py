@@ -139,7 +139,7 @@ def _read_list(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by name.
 
     Raises:
-        _Damaged: the list is missing or damaged, or does not list what every checkpoint has.
+        _Damaged: the list is missing, damaged or incomplete.
         ReadError: the list cannot be read.
     """
     file = directory / CHECKSUMS_FILE

@@ -26,8 +26,7 @@ WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 #: Seconds to wait before each further attempt to read a file.
 DELAYS_S = (0.5, 1.0, 2.0)
 
-#: Errors that say what is at a path: nothing, or something other than a file. The last two are due
-#: to names in a damaged list.
+#: Errors which mean that no file has this path. The last two are due to names in a damaged list.
 _NOT_A_FILE = (
     errno.ENOENT,
     errno.ENOTDIR,

@@ -32,7 +32,7 @@ def fail_to_read(
 
 @contextlib.contextmanager
 def no_files_can_be_opened() -> Iterator[None]:
-    """Let every attempt to open a file fail with EMFILE, also those of TensorStore."""
+    """Let every attempt to open a file fail with EMFILE, including attempts of TensorStore."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:

@@ -190,7 +190,7 @@ def _saved_config(workdir: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: there is none.
-        ReadError: a file cannot be read; an older config would say what another checkpoint is.
+        ReadError: a file cannot be read; an older config may differ from it.
     """
     checkpoints = workdir / CHECKPOINTS
     damages = []
