@@ -25,13 +25,7 @@ from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.evaluation.scoring import Scorer
 from generate.generator import Generator
-from generate.prompts import (
-    TextCodec,
-    end_token_of,
-    first_token_of,
-    stop_tokens_of,
-    tokenizer_of,
-)
+from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
 from generate.sampling import Sampling
 from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
@@ -273,8 +267,8 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     model = TaskModel(
         load_model(source, dtype=args.dtype),
         tokenizer,
-        first_token=first_token_of(source, tokenizer),
-        end_token=end_token_of(source, tokenizer),
+        first_token=tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id,
+        end_token=tokenizer.eos_id,
         stop=stop_tokens_of(source, tokenizer),
         batch_size=args.batch_size,
     )

@@ -110,34 +110,6 @@ def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | Non
     return found
 
 
-def end_token_of(source: Source, tokenizer: FileTokenizer) -> int:
-    """Return the id of the end-of-text token.
-
-    It is the `eos_token` of tokenizer_config.json, or else the one that training uses.
-    """
-    token = _token_of(source, tokenizer, "eos_token")
-    return tokenizer.eos_id if token is None else token
-
-
-def first_token_of(source: Source, tokenizer: FileTokenizer) -> int:
-    """Return the id of the token that a text begins with where it needs one.
-
-    It is the `bos_token` of tokenizer_config.json, or else the end-of-text token.
-    """
-    token = _token_of(source, tokenizer, "bos_token")
-    return end_token_of(source, tokenizer) if token is None else token
-
-
-def _token_of(source: Source, tokenizer: FileTokenizer, name: str) -> int | None:
-    """Return the id of a special token that tokenizer_config.json names; None if it does not."""
-    file = source.hf_file("tokenizer_config.json")
-    if file is None:
-        return None
-    found = read_json(file, within=file.parent).get(name)
-    content = found.get("content") if isinstance(found, dict) else found
-    return tokenizer.token_id(content) if isinstance(content, str) else None
-
-
 def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:
     """Return whether two tokenizers have the same tokens, with the same ids."""
     first, second = (
@@ -148,16 +120,24 @@ def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:
 
 def _setting(source: Source, key: str, type_: Any) -> Any:
     """Return a value of generation_config.json, or else of config.json; None if neither has it."""
-    configs: list[tuple[object, dict[str, Any]]] = []
-    file = source.hf_file("generation_config.json")
-    if file is not None:
-        configs.append((file, read_json(file, within=file.parent)))
-    configs.append((source.path / "config.json", source.hf_config or {}))
-    for where, config in configs:
+    for name, config in (
+        ("generation_config.json", generation_config_of(source)),
+        ("config.json", source.hf_config or {}),
+    ):
         if config.get(key) is not None:
-            check(config[key], type_, f"{where}: {key}")
+            check(config[key], type_, f"{source.path / name}: {key}")
             return config[key]
     return None
+
+
+def generation_config_of(source: Source) -> dict[str, Any]:
+    """Return the content of generation_config.json; empty without such a file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    file = source.hf_file("generation_config.json")
+    return {} if file is None else read_json(file, within=file.parent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

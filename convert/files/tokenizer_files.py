@@ -18,6 +18,8 @@ import tokenizers
 from convert.architecture import Architecture
 from convert.model_on_disk import Source
 from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
+from data.text.tokenization.settings import CONFIG_FILE
+from data.text.tokenization.tokenizer import Tokenizer
 from untrusted.documents import read_json
 from untrusted.files import write_text
 
@@ -43,7 +45,7 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
     tokenizer = load_tokenizer_file(str(source.tokenizer))
     ids = _special_ids(tokenizer, architecture)
     write_text(directory / "tokenizer.json", _with_template(tokenizer, architecture, ids))
-    _write_json(directory / "tokenizer_config.json", _config(tokenizer, source, architecture, ids))
+    _write_json(directory / CONFIG_FILE, _config(tokenizer, source, architecture, ids))
     keys = {f"{use}_token_id": ids[use] for use in ("bos", "eos", "pad")}
     if architecture.is_generative:
         if _has_decoder(source):
@@ -52,6 +54,17 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
         own = read_json(given, within=directory) if given.exists() else {}
         _write_json(given, keys | own)
     return keys
+
+
+def keep_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the tokenizer that a run trains with, and the names of its special tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        directory: The directory to write to.
+    """
+    write_text(directory / "tokenizer.json", tokenizer.content)
+    _write_json(directory / CONFIG_FILE, dict(tokenizer.token_names))
 
 
 def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
@@ -77,7 +90,8 @@ def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
 def _special_ids(tokenizer: FileTokenizer, architecture: Architecture) -> dict[str, int]:
     """Return use -> id of the special tokens that the architecture uses."""
     end = tokenizer.eos_id
-    ids = {"bos": end, "eos": end, "pad": end, **tokenizer.special_ids}
+    first = end if tokenizer.bos_id is None else tokenizer.bos_id
+    ids = {"bos": first, "eos": end, "pad": end, **tokenizer.special_ids}
     if "{cls}" not in architecture.template:
         return {use: i for use, i in ids.items() if use in ("bos", "eos", "pad")}
     return {**ids, "bos": ids.get("cls", end), "eos": ids.get("sep", end)}

@@ -23,7 +23,7 @@ from convert.source import read_source
 from data.text.chat.template import ChatTemplate, find_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.command import add_model_options, mesh_of, run
-from generate.prompts import TextCodec, end_token_of, stop_tokens_of, tokenizer_of
+from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
 from generate.serve.readers import template_processes
 from generate.serve.requests import Limits
@@ -112,7 +112,7 @@ def _default_length(source: Source) -> int:
 
 def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
     """Return the chat template of a model, or of its adapter; None if neither has one."""
-    end = tokenizer.decode([end_token_of(source, tokenizer)])
+    end = tokenizer.decode([tokenizer.eos_id])
     directories = [source.adapter_files, source.hf_files]
     processes = template_processes()
     found = (

@@ -248,7 +248,17 @@ PARSERS: dict[str, Parser] = {
     ),
     "vocab.json": _vocab_file("vocab.json", damaged_json),
     "merges.txt": _vocab_file("merges.txt", damaged_bytes),
+    "vocab.txt": Parser(
+        file="vocab.txt", prepare=valid.write_vocab_txt, parse=_tokenize, damaged=damaged_bytes
+    ),
     "special_tokens_map.json": _vocab_file("special_tokens_map.json", damaged_json),
+    "added_tokens.json": _vocab_file("added_tokens.json", damaged_json),
+    "tokenizer_config.json": Parser(
+        file="tokenizer_config.json",
+        prepare=valid.write_tokenizer_config,
+        parse=_tokenize,
+        damaged=damaged_json,
+    ),
     "config.yaml of a text run": _run_config(valid.write_config, "h100:1x8"),
     "config.yaml of an image run": _run_config(valid.write_image_config, "h100:1x1"),
     "config.yaml of a run to convert": _run_file("config.yaml", damaged_yaml),

@@ -19,6 +19,7 @@ from sharding.analysis.targets import TARGETS, parse_target
 from sharding.distributed.handshake import Process
 from tests.convert import cases
 from tests.data.corpora import word_piece
+from tests.data.text.tokenizer_folders import KINDS
 from tests.runs import TINY, make_run, write_corpus
 from train.config.config_files import as_yaml, load
 from train.lifecycle.restore import identity_of, restore_or_initialize
@@ -55,6 +56,16 @@ def write_vocab(directory: Path) -> None:
     (directory / "merges.txt").write_text("#version: 0.2\nt h\nth e\nĠ the\n")
     named = {"eos_token": "</s>", "cls_token": {"content": "<s>"}, "add_prefix_space": False}
     (directory / "special_tokens_map.json").write_text(json.dumps(named))
+    added = {"<new>": len(vocab), "  ": len(vocab) + 1}
+    (directory / "added_tokens.json").write_text(json.dumps(added))
+
+
+def write_vocab_txt(directory: Path) -> None:
+    KINDS["bert"](directory)
+
+
+def write_tokenizer_config(directory: Path) -> None:
+    KINDS["qwen2"](directory)
 
 
 def write_run(directory: Path) -> None:

@@ -14,7 +14,7 @@ import jax
 from checkpoint.checksums import find_damage_of_config
 from checkpoint.errors import read_patiently
 from checkpoint.layout import CONFIG, steps_in
-from convert.files.tokenizer_files import add_stop_token
+from convert.files.tokenizer_files import add_stop_token, keep_tokenizer
 from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
@@ -147,7 +147,7 @@ def write_run_files(
     if source is not None:
         keep_hf_files(source, workdir)
     elif isinstance(corpus, TextCorpus):
-        write_text(hf / "tokenizer.json", corpus.tokenizer.content)
+        keep_tokenizer(corpus.tokenizer, hf)
     if isinstance(corpus, TextCorpus) and corpus.chat_templates:
         (hf / TOOLS_FILE).unlink(missing_ok=True)  # of the source, if the run has another template
         for name, text in corpus.chat_templates.items():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from data.text.chat import rendering
 from data.text.chat.rendering import Message, Span
-from untrusted.documents import read_json
+from data.text.tokenization.settings import CONFIG_FILE, read_settings
 from untrusted.files import read_text
 from untrusted.limited import LimitedProcesses, LimitExceeded
 from untrusted.limited_process import Limits
@@ -37,9 +37,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 #: The directory of other templates of a tokenizer, and the one for conversations with tools.
 TEMPLATES = "additional_chat_templates"
 TOOLS_FILE = f"{TEMPLATES}/tool_use.jinja"
-_CONFIG_FILE = "tokenizer_config.json"
 _MAX_BYTES = 2**20
-_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 
 #: Limits of a few conversations that are learned. Most take less than 1 ms each.
 _TRAINING = LimitedProcesses(
@@ -245,12 +243,12 @@ def find_template(
         ValueError: The template cannot be read.
     """
     directory = _directory_of(tokenizer)
-    config: dict[str, Any] = {}
-    if directory is not None and (directory / _CONFIG_FILE).is_file():
-        config = read_json(directory / _CONFIG_FILE, within=directory)
-    tokens = {"eos_token": eos_token} | {
-        name: token for name in _TOKENS if (token := _token(config.get(name))) is not None
-    }
+    config: Mapping[str, Any] = {}
+    tokens = {"eos_token": eos_token}
+    if directory is not None:
+        settings = read_settings(directory, within=directory)
+        config = settings.options
+        tokens |= {f"{use}_token": token.content for use, token in settings.named.items()}
     texts, source = _texts_of(setting, directory, config)
     text = texts.get("default")
     if text is None:
@@ -283,18 +281,13 @@ def _texts_of(
         given = [{"name": "default", "template": given}]
     named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
     texts = {str(name): text for name, text in named.items() if isinstance(text, str)}
-    return texts, f"{directory}/{_CONFIG_FILE}"
+    return texts, f"{directory}/{CONFIG_FILE}"
 
 
 def _directory_of(tokenizer: Path | None) -> Path | None:
     if tokenizer is None or tokenizer.is_dir():
         return tokenizer
     return tokenizer.parent
-
-
-def _token(value: Any) -> str | None:
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
 
 
 def _read(file: Path) -> str:

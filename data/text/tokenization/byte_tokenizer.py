@@ -22,6 +22,7 @@ class ByteTokenizer:
 
     eos_id = 256
     fingerprint = source = "bytes"
+    token_names: Mapping[str, str] = {"eos_token": END_OF_TEXT}
     has_token_types = True
 
     def __init__(self, *, has_special_tokens: bool = False):

@@ -1,29 +1,29 @@
-"""A tokenizer of the `tokenizers` library: a tokenizer.json, or vocab.json and merges.txt."""
+"""A tokenizer of the `tokenizers` library: a tokenizer.json, or the files of older models."""
 
-import contextlib
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+from data.text.tokenization.older_files import (
+    MAX_FILE_BYTES,
+    MAX_VOCAB_SIZE,
+    build_tokenizer,
+    has_older_files,
+)
+from data.text.tokenization.refusing import refusing
+from data.text.tokenization.settings import TokenizerSettings, add_tokens, read_settings
 from data.text.tokenization.special_tokens import (
-    END_OF_TEXT,
     EOS_NAMES,
+    NAMES,
     find_sentinel_ids,
     find_special_ids,
 )
-from untrusted.documents import read_json
 from untrusted.files import check_link, read_text
-from untrusted.messages import shortened
-from untrusted.schema import check
-
-# The largest tokenizer.json that is read. Large vocabularies need 35 MB.
-MAX_FILE_BYTES = 2**28
-# Real vocabularies have at most a few hundred thousand tokens; arrays are as long as a vocabulary.
-_MAX_VOCAB_SIZE = 2**24
 
 # The first character of tokens that begin a word: a space, newline, tab or carriage return as they
 # are written in byte-level vocabularies, and the "▁" of SentencePiece.
@@ -36,23 +36,68 @@ class FileTokenizer:
     Args:
         content: The content of a tokenizer.json.
         source: The path of the file, as in `data.tokenizer`.
+        settings: What the files next to it say.
+
+    Attributes:
+        bos_id: The id of the token that begins a text; None if the tokenizer has none.
 
     Raises:
-        ValueError: The JSON is not a tokenizer, or has no end-of-document token.
+        ValueError: The JSON is not a tokenizer, has no end-of-document token, or does not fit the
+            other files.
     """
 
-    def __init__(self, content: str, source: str):
-        with _refusing(
+    def __init__(self, content: str, source: str, settings: TokenizerSettings | None = None):
+        settings = settings or TokenizerSettings()
+        with refusing(
             f"data.tokenizer={source!r} is not a readable tokenizer.json",
             remedy="replace the file, or set data.tokenizer to 'bpe' or 'bytes'",
         ):
             self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        with refusing(
+            f"data.tokenizer={source!r} does not fit the files next to it", remedy="correct them"
+        ):
+            if add_tokens(self._tokenizer, settings):
+                content = self._tokenizer.to_str()
         # A file saved for a classifier may truncate or pad. A corpus needs exactly its tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # If a text contains the name of a special token, encode that name as text: it must not end
         # the document.
         self._tokenizer.encode_special_tokens = True
+        self.source = source
+        self.content = content
+        token_to_id = self._tokenizer.token_to_id
+        named = {use: token_to_id(token.content) for use, token in settings.named.items()}
+        known = {use: i for use, i in named.items() if i is not None}
+        usual_eos = self._usual_eos()
+        usual_ids = find_special_ids(token_to_id)
+        self.bos_id: int | None = known.get("bos")
+        self.eos_id = self._find_eos(known, settings.end_ids, usual_eos)
+        self.special_ids: Mapping[str, int] = usual_ids | {
+            use: i for use, i in known.items() if use in NAMES
+        }
+        self.token_names: Mapping[str, str] = {
+            **{f"{use}_token": settings.named[use].content for use in known},
+            "eos_token": str(self._tokenizer.id_to_token(self.eos_id)),
+        }
+        self.sentinel_ids = find_sentinel_ids(token_to_id)
+        # RoBERTa encodes a pair as CLS A SEP SEP B SEP, with 4 special tokens; BERT needs only 3.
+        self.has_token_types = self._tokenizer.num_special_tokens_to_add(is_pair=True) != 4
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"data.tokenizer={source!r} has the token id {self.vocab_size - 1:,}, but ids must "
+                f"be less than {MAX_VOCAB_SIZE:,}; replace the file"
+            )
+        # The content alone decides most tokenizers. Their fingerprints must not change, because
+        # runs could not be resumed.
+        keyed = content
+        if (self.eos_id, self.special_ids) != (usual_eos, usual_ids):
+            keyed += json.dumps({**self.special_ids, "eos": self.eos_id}, sort_keys=True)
+        self.fingerprint = hashlib.sha256(keyed.encode()).hexdigest()
+
+    def _usual_eos(self) -> int | None:
+        """Return the id of the end-of-document token by its usual names; None without one."""
         token_to_id = self._tokenizer.token_to_id
         found = [name for name in EOS_NAMES if token_to_id(name) is not None]
         # RoBERTa and OPT have GPT-2's end-of-document token as an ordinary token, and a special
@@ -60,38 +105,33 @@ class FileTokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
         found.sort(key=lambda name: name not in special)
-        if not found:
-            raise ValueError(
-                f"data.tokenizer={source!r} has none of the end-of-document tokens "
-                f"{list(EOS_NAMES)}; add one of them to the file as a special token"
-            )
-        self.eos_id: int = token_to_id(found[0])  # pyright: ignore
-        self.special_ids: Mapping[str, int] = find_special_ids(token_to_id)
-        self.sentinel_ids = find_sentinel_ids(token_to_id)
-        # RoBERTa encodes a pair as CLS A SEP SEP B SEP, with 4 special tokens; BERT needs only 3.
-        self.has_token_types = self._tokenizer.num_special_tokens_to_add(is_pair=True) != 4
-        self.source = source
-        self.content = content
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        if self.vocab_size > _MAX_VOCAB_SIZE:
-            raise ValueError(
-                f"data.tokenizer={source!r} has the token id {self.vocab_size - 1:,}, but ids must "
-                f"be less than {_MAX_VOCAB_SIZE:,}; replace the file"
-            )
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        return token_to_id(found[0]) if found else None
+
+    def _find_eos(self, named: Mapping[str, int], end_ids: Sequence[int], usual: int | None) -> int:
+        """Return the id of the end-of-document token.
+
+        Args:
+            named: Use -> id of the special tokens that files name.
+            end_ids: Ids of the tokens that end a text in generation.
+            usual: The id by the usual names.
+        """
+        in_generation = [i for i in end_ids if self._tokenizer.id_to_token(i) is not None]
+        for found in (named.get("eos"), *in_generation, named.get("sep"), usual):
+            if found is not None:
+                return found
+        raise ValueError(
+            f"data.tokenizer={self.source!r} has none of the end-of-document tokens "
+            f"{list(EOS_NAMES)}; name its own as eos_token in a tokenizer_config.json next to it"
+        )
 
     @property
     def unknown_token(self) -> str | None:
         """The token of words that the vocabulary lacks, or None if every text can be encoded."""
         return getattr(self._tokenizer.model, "unk_token", None)
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token; None if the vocabulary lacks it."""
-        return self._tokenizer.token_to_id(token)
-
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
-        with _refusing(
+        with refusing(
             f"data.tokenizer={self.source!r} cannot encode a text", remedy="replace the file"
         ):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -147,7 +187,7 @@ class FileTokenizer:
 
 
 def load_tokenizer_file(path: str) -> FileTokenizer:
-    """Load a tokenizer.json, or the vocab.json and merges.txt of older models.
+    """Load a tokenizer.json, or the files of older models, with the files next to them.
 
     Args:
         path: The path of the file, or of a directory that contains these files.
@@ -164,9 +204,13 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
     file = file / "tokenizer.json" if file.is_dir() else file
     try:
         if find_tokenizer(directory) == directory:
-            content = _byte_level_bpe(directory)
+            built, settings = build_tokenizer(directory)
+            content = built.to_str()
         else:
             content = read_text(file, max_bytes=MAX_FILE_BYTES)
+            # In the cache of Hugging Face, all files are links that lead out of their directory.
+            is_link = file.resolve().parent != file.parent.resolve()
+            settings = read_settings(file.parent, within=None if is_link else file.parent)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "
@@ -177,25 +221,7 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
             f"data.tokenizer={path!r} cannot be read as a tokenizer.json: {error}; "
             "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
         ) from error
-    return FileTokenizer(content, path)
-
-
-@contextlib.contextmanager
-def _refusing(problem: str, *, remedy: str) -> Iterator[None]:
-    """Turn every error of the `tokenizers` library into a ValueError.
-
-    Args:
-        problem: The beginning of the sentence, which names the file.
-        remedy: The end of the sentence.
-    """
-    try:
-        yield
-    except BaseException as error:
-        # The library raises plain Exception. A failed assertion of its Rust code is a BaseException
-        # whose type cannot be imported.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"{problem} ({shortened(error)}); {remedy}") from error
+    return FileTokenizer(content, path, settings)
 
 
 def find_tokenizer(directory: Path) -> Path | None:
@@ -207,39 +233,4 @@ def find_tokenizer(directory: Path) -> Path | None:
     check_link(directory / "tokenizer.json", directory)
     if (directory / "tokenizer.json").exists():
         return directory / "tokenizer.json"
-    older = (directory / "vocab.json", directory / "merges.txt")
-    return directory if all(file.is_file() for file in older) else None
-
-
-def _byte_level_bpe(directory: Path) -> str:
-    """Return the tokenizer.json of a byte-level BPE that is given as vocab.json and merges.txt.
-
-    Raises:
-        ValueError: A file is damaged, or leads out of the directory.
-        OSError: A file cannot be read.
-    """
-    vocab = read_json(directory / "vocab.json", within=directory, max_bytes=MAX_FILE_BYTES)
-    text = read_text(directory / "merges.txt", within=directory, max_bytes=MAX_FILE_BYTES)
-    lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
-    config: dict = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (directory / name).is_file():
-            config |= read_json(directory / name, within=directory)
-    named = [each.get("content") if isinstance(each, dict) else each for each in config.values()]
-    special = [each for each in named if isinstance(each, str) and each in vocab] or [END_OF_TEXT]
-    check(vocab, dict[str, int], "vocab.json")
-    if not all(0 <= i < _MAX_VOCAB_SIZE for i in vocab.values()):
-        raise ValueError(f"vocab.json has token ids that are not from 0 to {_MAX_VOCAB_SIZE - 1:,}")
-    with _refusing("vocab.json and merges.txt do not fit each other", remedy="replace both"):
-        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=config.get("add_prefix_space") is True
-    )
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens([each for each in dict.fromkeys(special) if each in vocab])
-    if "cls_token" in config and {"<s>", "</s>"} <= vocab.keys():  # two separators, as in RoBERTa
-        tokenizer.post_processor = tokenizers.processors.RobertaProcessing(
-            ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
-        )
-    return tokenizer.to_str()
+    return directory if has_older_files(directory) else None

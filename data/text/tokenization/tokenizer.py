@@ -14,6 +14,8 @@ class Tokenizer(Protocol):
         eos_id: The id of the end-of-document token; no text encodes to it.
         fingerprint: A string that changes whenever the ids of a text may change.
         source: The value of `data.tokenizer` that loads this tokenizer.
+        token_names: The names of the special tokens, by their keys in tokenizer_config.json, such
+            as "eos_token".
         special_ids: Use -> id, for the uses in special_tokens.NAMES that the tokenizer has.
         sentinel_ids: The ids of sentinels 0, 1, ..., which stand for removed spans.
         has_token_types: Whether token types distinguish the two texts of a row, as in BERT. RoBERTa
@@ -24,6 +26,7 @@ class Tokenizer(Protocol):
     eos_id: int
     fingerprint: str
     source: str
+    token_names: Mapping[str, str]
     special_ids: Mapping[str, int]
     sentinel_ids: tuple[int, ...]
     has_token_types: bool

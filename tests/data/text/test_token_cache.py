@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from data.text.text_corpus import load_text
-from tests.data.corpora import documents, jsonl_config
+from tests.data.corpora import documents, jsonl_config, tokens_of
+from tests.data.text.tokenizer_folders import KINDS, save_json
 
 
 @pytest.mark.parametrize("is_at", ["final", "temporary"])
@@ -35,6 +36,18 @@ def test_anything_at_the_place_of_the_cache_is_replaced(kind, is_at, tmp_path):
     assert load_text(config).fingerprint == fingerprint
     assert store.is_dir() and not store.is_symlink()
     assert (victim / "meta.json").exists()
+
+
+def test_tokens_of_another_end_of_text_are_not_reused(tmp_path):
+    directory = tmp_path / "tokenizer"
+    KINDS["opt"](directory)
+    ends = []
+    for name in ("</s>", "<pad>"):
+        save_json(directory, special_tokens_map={"bos_token": name, "eos_token": name})
+        corpus = load_text(jsonl_config(tmp_path, documents(), tokenizer=str(directory)))
+        ends.append((tokens_of(corpus.train)[0], corpus.tokenizer.eos_id, corpus.fingerprint))
+    assert [end[:2] for end in ends] == [(2, 2), (1, 1)]
+    assert ends[0][2] != ends[1][2]
 
 
 @pytest.mark.parametrize("suffix", ["", ".sha256"])

@@ -1,16 +1,21 @@
 """Tokenizers: decoding restores the encoded text, and broken tokenizer files are refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
 
+from convert.files.tokenizer_files import keep_tokenizer
+from data.text.chat.template import load_template
 from data.text.tokenization.bpe import load_bpe
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
+from generate.prompts import TextCodec
 from tests.data.corpora import byte_level, sentence_piece, word_piece
+from tests.data.text.tokenizer_folders import KINDS, save_bpe, save_json, vocab_size
 
 TEXTS = ["def f(x):\n    return x\n", "naïve — 数据 🙂\n\n\t", "", "<|endoftext|> is only text"]
 
@@ -163,43 +168,134 @@ def test_special_tokens_of_published_kinds_are_found(
     assert starts[1:].sum() == 4 and starts[0] == (make is not byte_level), pieces
 
 
-def save_bpe(directory, special, **files):
-    """Write the vocab.json and the merges.txt of a byte-level BPE, and further JSON files."""
-    trainer = tokenizers.ByteLevelBPETokenizer()
-    texts = ["the cat sat on the mat", "naïve café — 数学 " * 3, "1234 5678 the the"] * 5
-    trainer.train_from_iterator(texts, vocab_size=340, special_tokens=special, show_progress=False)
-    directory.mkdir()
-    trainer.save_model(str(directory))
-    for name, content in files.items():
-        (directory / f"{name}.json").write_text(json.dumps(content))
+#: Texts with added tokens, runs of spaces, numbers, and two forms of é.
+PUBLISHED = [
+    "the cat",
+    " the  naïve 数学!",
+    "",
+    "1234  the\n\ncafé      x\t\ty cafe\u0301",
+    "a</s> b<s> x <mask> y [MASK] [SEP]<extra_id_3> <|im_end|> <tool_call>the cats catsx",
+    "THE <think> <|user|> <｜end▁of▁sentence｜>I'm we'LL",
+]
 
 
-#: Model -> special tokens in the order of their ids, and the files that name them.
-OLDER = {
-    "gpt2": (["<|endoftext|>"], {}),
-    "opt": (
-        ["<s>", "<pad>", "</s>", "<unk>"],
-        {"special_tokens_map": {"bos_token": {"content": "</s>"}, "eos_token": "</s>"}},
-    ),
-    "roberta": (
-        ["<s>", "<pad>", "</s>", "<unk>", "<mask>"],
-        {"special_tokens_map": {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>"}},
-    ),
-}
+@pytest.fixture(scope="module", params=KINDS)
+def published(request, tmp_path_factory):
+    """A folder of a published kind, and its tokenizer in transformers."""
+    directory = tmp_path_factory.mktemp(request.param)
+    KINDS[request.param](directory)
+    return directory, transformers.AutoTokenizer.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("model", OLDER)
-def test_vocab_and_merges_give_the_ids_of_transformers(model, tmp_path):
-    special, files = OLDER[model]
-    save_bpe(tmp_path / "t", special, **files, config={"model_type": model})
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
-    ours = load_tokenizer_file(str(tmp_path / "t"))
-    texts = ["the cat", " the naïve 数学!", "", "1234  the\n\ncafé"]
-    for text, ids in zip(texts, ours.encode_batch(texts), strict=True):
-        assert ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours.decode(ids) == text
-    assert ours.eos_id == special.index("</s>" if "</s>" in special else "<|endoftext|>")
-    assert ours.has_token_types == (model != "roberta")
+def test_tokenizer_folders_give_the_ids_of_transformers(published):
+    directory, theirs = published
+    ours = load_tokenizer_file(str(directory))
+    codec = TextCodec(ours)
+    for text in PUBLISHED:
+        ids = theirs(text)["input_ids"]
+        assert codec.encode(text) == ids, text
+        plain = theirs(text, add_special_tokens=False)["input_ids"]
+        assert codec.encode(text, has_special_tokens=False) == plain, text
+        for skips in (True, False):
+            expected = theirs.decode(ids, skip_special_tokens=skips)
+            assert codec.decode(ids, has_special_tokens=not skips) == expected, text
+        # In a corpus, the name of a special token is text.
+        plain = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert ours.encode_batch([text])[0].tolist() == plain, text
+
+
+def test_tokenizer_folders_give_the_special_tokens_of_transformers(published):
+    directory, theirs = published
+    ours = load_tokenizer_file(str(directory))
+    end = theirs.sep_token_id if theirs.eos_token_id is None else theirs.eos_token_id
+    assert (ours.eos_id, ours.bos_id) == (end, theirs.bos_token_id)
+    for use in ("pad", "cls", "sep", "mask"):
+        if (expected := getattr(theirs, f"{use}_token_id")) is not None:
+            assert ours.special_ids[use] == expected, use
+    names = {name: str(token) for name, token in theirs.special_tokens_map.items()}
+    names.pop("extra_special_tokens", None)
+    assert ours.token_names == {"eos_token": ours.decode([end]), **names}
+    assert not ours.is_text()[[i for i in theirs.all_special_ids if i < ours.vocab_size]].any()
+    assert ours.has_token_types == (theirs.num_special_tokens_to_add(pair=True) != 4)
+
+
+def test_chat_templates_get_the_special_tokens_of_transformers(published):
+    directory, theirs = published
+    names = [name for name in ("bos_token", "eos_token", "pad_token") if getattr(theirs, name)]
+    text = "|".join(f"{{{{ {name} }}}}" for name in names)
+    (directory / "own.jinja").write_text(text)
+    ours = load_tokenizer_file(str(directory))
+    template = load_template(str(directory / "own.jinja"), directory, ours.decode([ours.eos_id]))
+    chat = [{"role": "user", "content": "Hello"}]
+    expected = theirs.apply_chat_template(chat, chat_template=text, tokenize=False)
+    assert template.render(chat) == expected
+
+
+def test_tokenizer_kept_by_a_run_has_the_same_special_tokens(published, tmp_path):
+    directory, _ = published
+    ours = load_tokenizer_file(str(directory))
+    keep_tokenizer(ours, tmp_path)
+    kept = load_tokenizer_file(str(tmp_path))
+    for name in ("eos_id", "bos_id", "special_ids", "token_names", "content", "fingerprint"):
+        assert getattr(kept, name) == getattr(ours, name), name
+
+
+def test_tokenizer_in_a_cache_of_links_has_its_special_tokens(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    KINDS["deepseek"](tmp_path / "blobs")
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    tokenizer = load_tokenizer_file(str(tmp_path / "snapshot" / "tokenizer.json"))
+    assert tokenizer.decode([tokenizer.eos_id]) == "<｜end▁of▁sentence｜>"
+    # Only a tokenizer that is itself a link may have links that lead elsewhere next to it.
+    (tmp_path / "snapshot" / "tokenizer.json").unlink()
+    shutil.copy(tmp_path / "blobs" / "tokenizer.json", tmp_path / "snapshot")
+    with pytest.raises(ValueError, match=r"data\.tokenizer=.*config\.json is a link"):
+        load_tokenizer_file(str(tmp_path / "snapshot"))
+
+
+@pytest.mark.parametrize(
+    "files, eos",
+    [
+        ({"tokenizer_config": {"eos_token": "b"}, "config": {"eos_token_id": 1}}, 4),
+        ({"special_tokens_map": {"eos_token": "b"}, "tokenizer_config": {"eos_token": "a"}}, 4),
+        ({"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": 4}}, 4),
+        ({"generation_config": {"eos_token_id": [4, 1]}, "config": {"eos_token_id": 3}}, 4),
+        ({"config": {"text_config": {"eos_token_id": 4}}}, 4),
+        ({"config": {"eos_token_id": 99}}, 1),  # not in the vocabulary
+        ({}, 1),
+    ],
+)
+def test_end_of_text_is_looked_up_in_the_order_of_transformers(files, eos, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(word_level("</s>", "<pad>"))
+    save_json(tmp_path, **files)
+    tokenizer = load_tokenizer_file(str(tmp_path))
+    assert tokenizer.eos_id == eos
+    assert tokenizer.token_names["eos_token"] == tokenizer.decode([eos])
+    alone = FileTokenizer(word_level("</s>", "<pad>"), "x")
+    # Tokens are cached under the fingerprint, and the separator of documents is one of them.
+    assert (tokenizer.fingerprint == alone.fingerprint) == (eos == alone.eos_id)
+
+
+def test_older_tokenizer_of_unknown_class_is_refused(tmp_path):
+    KINDS["gpt2"](tmp_path)
+    save_json(tmp_path, tokenizer_config={"tokenizer_class": "WhisperTokenizer"})
+    with pytest.raises(
+        ValueError, match=r"'WhisperTokenizer' in .* cannot be read from vocab\.json"
+    ):
+        load_tokenizer_file(str(tmp_path))
+
+
+@pytest.mark.parametrize("first", [0, 1, 1000])
+def test_added_tokens_must_follow_the_vocabulary(first, tmp_path):
+    KINDS["gpt2"](tmp_path)
+    save_json(tmp_path, added_tokens={"<new>": vocab_size(tmp_path) + first})
+    if not first:
+        assert load_tokenizer_file(str(tmp_path)).decode([vocab_size(tmp_path)]) == "<new>"
+        return
+    with pytest.raises(ValueError, match=r"the added token '<new>' has the id \d+, but would get"):
+        load_tokenizer_file(str(tmp_path))
 
 
 @pytest.mark.parametrize(
