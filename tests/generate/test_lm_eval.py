@@ -1,5 +1,6 @@
 """Tasks of lm-eval have the same metrics as with its own backend for Hugging Face models."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,20 @@ import pytest
 import torch
 import transformers as hf
 import yaml
+from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from convert.from_hf import load_model
+from convert.source import read_source
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from data.text.tokenization.file_tokenizer import load_tokenizer_file
+from generate.evaluation.task_model import TaskModel
+from generate.evaluation.task_options import applied_settings, task_options
 from generate.lm_eval import main
+from generate.prompts import stop_tokens_of
+from generate.sampling import Sampling
 
 TASKS = ("choose", "perplexity", "continue", "search")
 POSITIONS = 64
@@ -22,15 +31,22 @@ POSITIONS = 64
 
 @pytest.fixture(scope="module", params=["plain", "bos", "own end"])
 def directory(tmp_path_factory, request):
-    """A Hugging Face model with a tokenizer of bytes, which may begin each text with a token.
+    """A Hugging Face model with a tokenizer of bytes, of one of the kinds of `save_model`."""
+    return save_model(tmp_path_factory.mktemp("model"), request.param)
 
-    Or it ends texts with a token of its own, as tokenizers of chat models do.
+
+def save_model(path: Path, kind: str) -> Path:
+    """Save a Hugging Face model with a tokenizer of bytes; return its path.
+
+    Args:
+        path: where to save it.
+        kind: "plain"; "bos", whose texts begin with a token; or "own end", whose texts end with a
+            token of their own, as those of chat models do.
     """
-    path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     tokenizer = ByteTokenizer(has_special_tokens=True)
     config = hf.GPT2Config(
-        vocab_size=tokenizer.vocab_size + (request.param == "own end"),
+        vocab_size=tokenizer.vocab_size + (kind == "own end"),
         n_positions=POSITIONS,
         n_layer=2,
         n_head=2,
@@ -47,7 +63,7 @@ def directory(tmp_path_factory, request):
     names = {token["id"]: token["content"] for token in content["added_tokens"]}
     end = names[tokenizer.eos_id]
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    if request.param == "bos":
+    if kind == "bos":
         first = {"id": end, "ids": [tokenizer.eos_id], "tokens": [end]}
         text = {"Sequence": {"id": "A", "type_id": 0}}
         content["post_processor"] = {
@@ -57,7 +73,7 @@ def directory(tmp_path_factory, request):
             "special_tokens": {end: first},
         }
         values["bos_token"] = end
-    if request.param == "own end":
+    if kind == "own end":
         last = content["added_tokens"][-1]
         own = last | {"id": tokenizer.vocab_size, "content": "<|turn_end|>"}
         content["added_tokens"].append(own)
@@ -151,6 +167,157 @@ def test_metrics_equal_those_of_the_hugging_face_backend(mesh, directory, tasks,
     for name in expected.keys() - stderrs:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
         assert name.split("/")[0] in table
+
+
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    """Return requests of lm-eval with these arguments."""
+    return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]  # type: ignore
+
+
+@dataclasses.dataclass
+class Backends:
+    """A model in our backend and in lm-eval's own, with the same generation settings."""
+
+    ours: TaskModel
+    theirs: Any
+    generation: dict[str, Any]
+
+    def set_generation(self, **values: Any) -> None:
+        """Set what generation_config.json says, apart from special tokens."""
+        self.generation.clear()
+        self.generation.update(values)
+        original = self.theirs.model.generation_config
+        ids = {"eos_token_id": original.eos_token_id, "pad_token_id": original.pad_token_id}
+        self.theirs.model.generation_config = hf.GenerationConfig(**ids, **values)
+
+
+@pytest.fixture(scope="module")
+def backends(directory):
+    source = read_source(directory)
+    tokenizer = load_tokenizer_file(str(directory))
+    generation: dict[str, Any] = {}
+    ours = TaskModel(
+        load_model(source),
+        tokenizer,
+        stop=stop_tokens_of(source, tokenizer),
+        batch_size=4,
+        generation=generation,
+    )
+    settings: Any = {"pretrained": str(directory), "device": "cpu", "dtype": "float32"}
+    return Backends(ours, HFLM(**settings), generation)
+
+
+def test_log_probabilities_equal_those_of_the_hugging_face_backend(backends):
+    pairs = [
+        ("abc", " de"),
+        ("abc  ", "de"),  # spaces that belong to the continuation
+        ("", "abc"),
+        ("", "<|endoftext|>abc"),  # may begin with the token that an empty context consists of
+        ("<|endoftext|>ab", "c"),
+        ("a" * 100, "bcd"),
+        ("ab", "c" * POSITIONS),
+    ]
+    found = backends.ours.loglikelihood(requests("loglikelihood", *pairs))
+    # One at a time: its cache of contexts confuses pairs with the same tokens.
+    expected = [
+        backends.theirs.loglikelihood(requests("loglikelihood", pair), disable_tqdm=True)[0]
+        for pair in pairs
+    ]
+    # float32 sums in another order
+    np.testing.assert_allclose([x for x, _ in found], [x for x, _ in expected], rtol=1e-4)
+    assert [x for _, x in found] == [x for _, x in expected]
+
+    texts = [("abc",), ("",), ("abcdefg " * 30,), ("<|endoftext|>abc",)]
+    rolling = requests("loglikelihood_rolling", *texts)
+    found = backends.ours.loglikelihood_rolling(rolling)
+    expected = backends.theirs.loglikelihood_rolling(rolling, disable_tqdm=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_empty_continuation_has_the_log_probability_of_the_hugging_face_backend(backends):
+    # Its own backend scores one only if a continuation of one token has the same context.
+    pairs = requests("loglikelihood", ("ab", "c"), ("ab", ""))
+    found = backends.ours.loglikelihood(pairs)
+    expected = backends.theirs.loglikelihood(pairs, disable_tqdm=True)
+    assert found[1] == expected[1] == (0.0, True)
+    assert found[0][0] == pytest.approx(expected[0][0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "context, continuation, message",
+    [
+        ("ab", "c" * (POSITIONS + 1), "'ccc.* has 65 tokens, but the model has 64 positions"),
+        ("  ", "c", "the context of the continuation 'c' has no tokens"),
+        ("", "", "the context and the continuation of the continuation '' has no tokens"),
+    ],
+)
+@pytest.mark.parametrize("directory", ["plain"], indirect=True)
+def test_requests_that_the_hugging_face_backend_fails_for_are_refused(
+    context, continuation, message, backends
+):
+    request = requests("loglikelihood", (context, continuation))
+    with pytest.raises((AssertionError, IndexError)):
+        backends.theirs.loglikelihood(request, disable_tqdm=True)
+    with pytest.raises(ValueError, match=message):
+        backends.ours.loglikelihood(request)
+
+
+def assert_equal_texts(backends, **options):
+    contexts = ["abc", "<|endoftext|>ab", "abcdefgh " * 12, "d"]
+    options = {"until": ["\n"], "max_gen_toks": 12, **options}
+    asked = requests("generate_until", *((context, options) for context in contexts))
+    found = backends.ours.generate_until(asked)
+    assert found == backends.theirs.generate_until(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("until", [["q"], ["<extra_id_0>", "[MASK]", "<|turn_end|>"]])
+def test_texts_equal_those_of_the_hugging_face_backend(until, backends):
+    backends.set_generation()
+    assert_equal_texts(backends, until=until, max_gen_toks=40)
+
+
+@pytest.mark.parametrize(
+    "generation, options",
+    [
+        ({"repetition_penalty": 1.7}, {}),
+        ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.2}),
+        ({"suppress_tokens": [*range(97, 105)]}, {}),
+        ({"num_beams": 3, "length_penalty": 0.3}, {}),
+        ({"max_new_tokens": 5, "temperature": 0.3, "do_sample": True, "top_k": 2}, {}),
+    ],
+)
+@pytest.mark.parametrize("directory", ["plain"], indirect=True)
+def test_generation_settings_apply_as_in_the_hugging_face_backend(generation, options, backends):
+    backends.set_generation(**generation)
+    assert_equal_texts(backends, **options)
+
+
+@pytest.mark.parametrize(
+    "generation, options, message",
+    [
+        ({"no_repeat_ngram_size": 2}, {}, r"generation_config\.json has .*no_repeat_ngram_size"),
+        ({"typical_p": 0.5}, {"temperature": 0.5}, r"generation_config\.json has .*typical_p"),
+        ({"repetition_penalty": "much"}, {}, "repetition_penalty is 'much', but must be"),
+        ({"num_beams": 2, "repetition_penalty": 1.2}, {}, "num_beams=2 with do_sample"),
+        ({}, {"do_sample": True}, "have do_sample without a temperature"),
+        ({}, {"best_of": 2}, r"generation_kwargs have \['best_of'\]"),
+    ],
+)
+def test_generation_settings_that_are_not_supported_are_refused(generation, options, message):
+    with pytest.raises(ValueError, match=message):
+        task_options(options, generation)
+
+
+def test_generation_settings_have_the_defaults_of_transformers():
+    harmless = {"no_repeat_ngram_size": 0, "typical_p": 0.5, "bad_words_ids": None, "unknown": 1}
+    found = task_options({"temperature": 0.5}, {"top_p": 0.8})
+    assert found.search == Sampling(temperature=0.5, top_k=50, top_p=0.8)
+    found = task_options({"max_gen_toks": 3}, harmless | {"top_p": 0.8, "max_new_tokens": 9})
+    assert found.search == Sampling(temperature=0.0)
+    assert (found.num_reserved, found.max_new_tokens) == (3, 9)
+    assert applied_settings(harmless | {"top_p": 0.8, "repetition_penalty": 1.1}) == {
+        "repetition_penalty": 1.1
+    }
 
 
 @pytest.mark.parametrize(
