@@ -268,12 +268,22 @@ def assert_equal_texts(backends, **options):
     asked = requests("generate_until", *((context, options) for context in contexts))
     found = backends.ours.generate_until(asked)
     assert found == backends.theirs.generate_until(asked, disable_tqdm=True)
+    return found
 
 
-@pytest.mark.parametrize("until", [["q"], ["<extra_id_0>", "[MASK]", "<|turn_end|>"]])
-def test_texts_equal_those_of_the_hugging_face_backend(until, backends):
+def test_texts_equal_those_of_the_hugging_face_backend(backends):
     backends.set_generation()
-    assert_equal_texts(backends, until=until, max_gen_toks=40)
+    assert_equal_texts(backends, until=["q"], max_gen_toks=40)
+
+
+@pytest.mark.parametrize("stop, penalty", [("[CLS]", 1.0), ("[SEP]", 30.0)])
+@pytest.mark.parametrize("directory", ["plain"], indirect=True)
+def test_special_tokens_stop_texts_as_in_the_hugging_face_backend(stop, penalty, backends):
+    # It chooses among two letters and four special tokens, which texts do not show.
+    others = set(range(361)) - {97, 98, 258, 259, 359, 360}
+    backends.set_generation(suppress_tokens=[*others], repetition_penalty=penalty)
+    stopped = assert_equal_texts(backends, until=[stop], max_gen_toks=30)
+    assert stopped != assert_equal_texts(backends, until=[], max_gen_toks=30)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +291,7 @@ def test_texts_equal_those_of_the_hugging_face_backend(until, backends):
     [
         ({"repetition_penalty": 1.7}, {}),
         ({"repetition_penalty": 1.7}, {"repetition_penalty": 1.2}),
-        ({"suppress_tokens": [*range(97, 105)]}, {}),
+        ({"suppress_tokens": [46, 56]}, {}),  # which it would choose
         ({"num_beams": 3, "length_penalty": 0.3}, {}),
         ({"max_new_tokens": 5, "temperature": 0.3, "do_sample": True, "top_k": 2}, {}),
     ],
