@@ -159,13 +159,15 @@ def read_chat(
     """
     if template is None:
         raise BadRequest("the model has no chat template; use /v1/completions")
-    known = _Fields(fields, ("messages", "max_tokens", "max_completion_tokens"))
+    names = ("messages", "max_tokens", "max_completion_tokens", "chat_template_kwargs")
+    known = _Fields(fields, names)
     messages = known.get("messages", None)
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list of at least one message")
     checked = [_message(number, message) for number, message in enumerate(messages)]
+    variables = _variables(known.get("chat_template_kwargs", {}))
     try:
-        text = template.render(checked, add_generation_prompt=True)
+        text = template.render(checked, add_generation_prompt=True, variables=variables)
     except ValueError as error:
         raise BadRequest(str(error)) from error
     tokens = codec.encode(text, has_special_tokens=False)
@@ -293,6 +295,16 @@ def _tokens(prompt: Any, codec: TextCodec, vocab_size: int) -> list[int]:
     if not 0 <= min(tokens) <= max(tokens) < vocab_size:
         raise BadRequest(f"token ids must be from 0 to {vocab_size - 1}")
     return tokens
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    """Return vLLM's `chat_template_kwargs`, such as {"enable_thinking": false}."""
+    if not isinstance(given, dict):
+        raise BadRequest("chat_template_kwargs must be an object")
+    for name in ("messages", "tools", "documents", "add_generation_prompt"):
+        if name in given:
+            raise BadRequest(f"chat_template_kwargs must not have {name!r}; leave it out")
+    return given
 
 
 def _message(number: int, message: Any) -> dict[str, str]:

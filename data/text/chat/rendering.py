@@ -13,6 +13,7 @@ them, and the texts must be the same apart from the marks:
 """
 
 import secrets
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ def render(request: dict[str, Any]) -> list[dict[str, Any]]:
             messages: the messages, each with `role` and `content`
             tools: descriptions of functions that the assistant may call, or null
             add_generation_prompt: whether the text ends with the beginning of an answer
+            variables: further variables of the template by name
             num_given: how many messages at the beginning are not learned; null if only the text is
                 needed
 
@@ -107,11 +109,12 @@ class _Program:
         messages: list[Message],
         tools: list[Any] | None,
         add_generation_prompt: bool,
+        variables: dict[str, Any],
         num_given: int | None,
     ) -> dict[str, Any]:
         """Return a result of `render`."""
         if num_given is None:
-            return {"text": self._run(messages, tools, add_generation_prompt)}
+            return {"text": self._run(messages, tools, add_generation_prompt, variables=variables)}
         text, spans = self._spans(messages, tools, num_given)
         try:
             text.encode()
@@ -195,16 +198,20 @@ class _Program:
         tools: list[Any] | None,
         add_generation_prompt: bool = False,
         *,
+        variables: Mapping[str, Any] = types.MappingProxyType({}),
         marks: Marks = NO_MARKS,
     ) -> str:
         Generation.marks = marks
         try:
             return (self._for_tools if tools else self._template).render(
-                messages=[_normalized(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._tokens,
+                {
+                    **variables,
+                    "messages": [_normalized(message) for message in messages],
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    **self._tokens,
+                }
             )
         except MemoryError:
             raise

@@ -127,17 +127,25 @@ class ChatTemplate:
         """A string that changes whenever the texts may change."""
         return repr((sorted(self.files.items()), sorted(self._tokens.items())))
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of messages.
 
         Args:
             messages: The messages, each with `role` and `content`.
             add_generation_prompt: Whether the text ends with the beginning of an answer.
+            variables: Further variables of the template by name, such as `enable_thinking`.
 
         Raises:
             ValueError: The template refuses the messages, or exceeds the limits.
         """
-        (found,) = self._call([_request(messages, add_generation_prompt=add_generation_prompt)])
+        request = _request(messages, add_generation_prompt=add_generation_prompt)
+        (found,) = self._call([request | {"variables": dict(variables or {})}])
         if "error" in found:
             raise ValueError(found["error"])
         return found["text"]
@@ -204,6 +212,7 @@ def _request(
         "messages": [*messages],
         "tools": tools,
         "add_generation_prompt": add_generation_prompt,
+        "variables": {},
         "num_given": num_given,
     }
 

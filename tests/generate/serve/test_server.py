@@ -31,7 +31,7 @@ TOKENIZER = ByteTokenizer(has_special_tokens=True)
 CODEC = TextCodec(FileTokenizer(TOKENIZER.content, "bytes"))
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if add_generation_prompt %}assistant{{ ' ' + mood if mood }}:{% endif %}"
 )
 LENGTH = 96
 NUM_CLIENTS = 200
@@ -185,6 +185,23 @@ def test_chat_uses_the_template_of_the_model(client, generator):
     deltas = [piece.choices[0].delta for piece in pieces]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content for delta in deltas) == expected
+
+
+def test_variables_reach_the_chat_template(address, client, generator):
+    (expected,) = greedy(generator, ["user: Say 3.\nassistant glad:"], 8)
+    found = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Say 3."}],
+        temperature=0,
+        max_tokens=8,
+        extra_body={"chat_template_kwargs": {"mood": "glad", "self": 1, "__class__": "x"}},
+    )
+    assert found.choices[0].message.content == expected
+    for variables in ([], {"messages": []}):
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": variables}
+        refused = httpx.post(f"{address}/v1/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "chat_template_kwargs must" in refused.json()["error"]["message"]
 
 
 def test_stop_texts_end_a_continuation(client, generator):
