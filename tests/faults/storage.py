@@ -4,6 +4,7 @@ import random
 import subprocess
 from pathlib import Path
 
+from checkpoint.checksums import find_damage
 from checkpoint.layout import steps_in
 from tests.faults.hits import MOST_STEPS, Fault, Hit, kill
 from tests.faults.runs import CHECKPOINT_DIRECTORY, DisturbedRun, Setting
@@ -37,14 +38,12 @@ def read_errors(kind: str, *, lasts: bool, hits_one: bool = False) -> Fault:
     """
 
     def fault(run: DisturbedRun, rng: random.Random) -> Hit:
-        if not steps_in(run.checkpoints):
+        if not _has_intact_newest(run):  # the run would resume from another one
             start = run.start()
-            start.wait_until(lambda: bool(steps_in(run.checkpoints)), "a checkpoint")
+            start.wait_until(lambda: _has_intact_newest(run), "an intact newest checkpoint")
             kill(start)
             run.check_after_fault()
         steps = steps_in(run.checkpoints)
-        if steps[-1] in run.damaged:  # the run would resume from another one
-            raise Missed
         variables = {"TAIBAI_FAULTS_STEP": str(steps[-1])} if rng.random() < 0.5 else {}
         if hits_one:
             variables["TAIBAI_FAULTS_PROCESS"] = str(rng.randrange(run.setting.num_processes))
@@ -94,6 +93,11 @@ def unreadable(run: DisturbedRun, seconds: float) -> dict[str, str]:
 def has_failed_read(run: DisturbedRun) -> bool:
     """Return whether a read of a start with `unreadable` has failed."""
     return _marker(run).exists()
+
+
+def _has_intact_newest(run: DisturbedRun) -> bool:
+    steps = steps_in(run.checkpoints)
+    return bool(steps) and find_damage(run.checkpoints / str(steps[-1])) is None
 
 
 def _marker(run: DisturbedRun) -> Path:
