@@ -109,7 +109,7 @@ class LimitedProcesses:
 
         Args:
             argument: A JSON value; strings may have lone surrogates, and numbers may be NaN.
-            subject: What the argument comes from, such as a file; errors begin with it.
+            subject: The source of the argument, such as a file; errors begin with it.
 
         Returns:
             The JSON value that the function returns.

@@ -34,7 +34,7 @@ class Limits:
 
     Attributes:
         cpu_s: Processor time.
-        memory_bytes: Memory, in addition to what the process has when it starts.
+        memory_bytes: Memory, not counting the process itself before the call.
         wall_s: Time until the answer, for a call that waits or a computer that is busy.
         reply_bytes: Maximum size of the result as JSON.
         file_bytes: Maximum size of a file that the function writes.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def act(action: Any) -> Any:
-    """Do what an action asks for; return anything else as it is."""
+    """Perform an action; return anything else unchanged."""
     match action:
         case "refuse":
             raise ValueError("the file is bad; replace it")

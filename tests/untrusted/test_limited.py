@@ -1,4 +1,4 @@
-"""Processes with limits: what exceeds a limit or crashes becomes one sentence, and others go on."""
+"""Processes with limits: a call that exceeds one or crashes is one sentence, and others work."""
 
 import os
 import pickle

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 #: Increase this when conversations are encoded in another way.
 _REVISION = 3
-#: Limits of what is rendered together: enough to hide the time of a call, but little in memory.
+#: Limits of one call that renders: large enough to hide its overhead, but small in memory.
 _BATCH_LINES = 64
 _BATCH_BYTES = 2**20
 
@@ -160,7 +160,7 @@ def encode(
 
 
 def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.ndarray:
-    """Return the ends of conversations without those of lines that are left out, which are empty.
+    """Return the ends of the conversations that are not empty, and warn about lines left out.
 
     Args:
         ends: int64[number of conversations], ends of all conversations.

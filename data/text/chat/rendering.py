@@ -168,7 +168,7 @@ class _Program:
     def _spans_by_message(
         self, text: str, messages: list[Message], tools: list[Any] | None
     ) -> list[Span]:
-        """Return what each answer adds to the text of the messages before it."""
+        """Return the part that each answer adds to the text of the messages before it."""
         found = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":

@@ -151,7 +151,7 @@ class ChatTemplate:
         return found["text"]
 
     def learned(self, dialogue: Dialogue) -> Rendered:
-        """Return the text of a conversation, and what is learned of it.
+        """Return the text of a conversation, and its learned parts.
 
         Raises:
             ValueError: The template refuses the messages, or exceeds the limits; or it has no tags,

@@ -1,4 +1,4 @@
-"""What is learned of conversations: the assistant's text, whatever messages and templates have."""
+"""Learned parts of conversations: the assistant's text, for all kinds of messages and templates."""
 
 import json
 import re

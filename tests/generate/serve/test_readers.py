@@ -3,6 +3,7 @@
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -12,6 +13,7 @@ from tests.generate.serve.test_server import TEMPLATE, serving, write_model
 from untrusted.limited_process import Limits
 
 
+@pytest.mark.thorough
 def test_chats_that_never_end_hold_up_no_others(tmp_path, monkeypatch):
     """A message makes the template run for ever."""
     loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
@@ -29,7 +31,7 @@ def test_chats_that_never_end_hold_up_no_others(tmp_path, monkeypatch):
         return httpx.post(f"{address}/v1/completions", json=fields, timeout=60)
 
     with serving(tmp_path / "tiny") as address, ThreadPoolExecutor(20) as threads:
-        hostile = [threads.submit(chat, "run") for _ in range(10)]
+        hostile = [threads.submit(chat, "run") for _ in range(8)]
         assert all(found.status_code == 200 for found in threads.map(complete, range(8)))
         assert not all(each.done() for each in hostile)
         assert chat("Say 3.").status_code == 200
@@ -39,13 +41,23 @@ def test_chats_that_never_end_hold_up_no_others(tmp_path, monkeypatch):
             assert "chat_template.jinja takes more than 0.2 s of processor time" in problem
 
 
-def test_chats_wait_no_longer_than_an_answer(monkeypatch):
+def test_chats_wait_no_longer_than_an_answer_and_completions_do_not_wait(monkeypatch):
+    def wait(fields: dict[str, Any]) -> None:
+        time.sleep(fields["seconds"])
+
     async def read() -> None:
-        several = readers.Readers(timeout_s=0.1)
-        with pytest.raises(readers.BadRequest, match=r"took more than 0.1 s"):
-            await several.read(lambda fields: time.sleep(0.5), {}, is_chat=True)
-        monkeypatch.setattr(readers, "_MAX_UNREAD", 0)
-        with pytest.raises(readers.Busy, match=r"0 requests are waiting"):
-            await several.read(lambda fields: None, {}, is_chat=True)
+        of_server = readers.Readers(timeout_s=0.3)
+        chats = [of_server.read(wait, {"seconds": 0.5}, is_chat=True) for _ in range(20)]
+        all_chats = asyncio.gather(*chats, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        for _ in range(20):
+            await of_server.read(wait, {"seconds": 0}, is_chat=False)
+        assert not all_chats.done()
+        monkeypatch.setattr(readers, "_MAX_UNREAD", 20)
+        with pytest.raises(readers.Busy, match=r"20 requests are waiting to be read"):
+            await of_server.read(wait, {"seconds": 0}, is_chat=False)
+        for problem in await all_chats:
+            assert isinstance(problem, readers.BadRequest) and problem.status == 504
+            assert str(problem) == "reading the request took more than 0.3 s"
 
     asyncio.run(read())
