@@ -33,6 +33,9 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
 _PICKLE_FILE = "pytorch_model.bin"
+#: The first of these files that a directory has contains its weights, or lists their files. This is
+#: the order of `transformers`, so an index that was left behind has no effect.
+_WEIGHTS = (SINGLE_FILE, INDEX_FILE, _PICKLE_FILE, _PICKLE_INDEX)
 
 #: Name of a dtype in a file -> dtype, for the dtypes of weights.
 DTYPES = {
@@ -43,6 +46,9 @@ DTYPES = {
 }
 #: The largest header that is read; 200,000 tensors need about this much.
 _MAX_HEADER_BYTES = 32 * 2**20
+#: The largest size or offset, and the largest number of dimensions of a NumPy array.
+_MAX_SIZE = 2**63 - 1
+_MAX_DIMS = 64
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -79,11 +85,13 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
         ValueError: There are no tensor files, a file is damaged or missing, or the files are
             pickles, which are not allowed.
     """
-    if (directory / INDEX_FILE).exists() or (directory / SINGLE_FILE).exists():
-        files = _files(directory, INDEX_FILE, SINGLE_FILE)
-        read = open_safetensors
-    elif (directory / _PICKLE_INDEX).exists() or (directory / _PICKLE_FILE).exists():
-        files = _files(directory, _PICKLE_INDEX, _PICKLE_FILE)
+    name = next((each for each in _WEIGHTS if (directory / each).is_file()), None)
+    if name is None:
+        raise ValueError(f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}")
+    is_index = name in (INDEX_FILE, _PICKLE_INDEX)
+    files = _files_in(directory / name) if is_index else [directory / name]
+    read = open_safetensors
+    if name in (_PICKLE_FILE, _PICKLE_INDEX):
         read = _open_pickle
         if not allow_pickle_weights:
             raise ValueError(
@@ -91,8 +99,6 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
                 "safetensors, or, if you trust it, convert it: python -m convert.from_hf "
                 f"{directory} runs/{directory.name} --allow_pickle_weights"
             )
-    else:
-        raise ValueError(f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         for tensor in read(file):
@@ -188,23 +194,23 @@ def _header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _files(directory: Path, index: str, single: str) -> list[Path]:
-    if not (directory / index).exists():
-        return [directory / single]
-    content = read_json(directory / index, within=directory)
-    check_fields(content, {"weight_map": dict[str, str]}, directory / index)
+def _files_in(index: Path) -> list[Path]:
+    """Return the files that an index lists."""
+    directory = index.parent
+    content = read_json(index, within=directory)
+    check_fields(content, {"weight_map": dict[str, str]}, index)
     names = set(content["weight_map"].values())
     if not names:
-        raise ValueError(f"{directory / index} is damaged: its 'weight_map' lists no tensors")
+        raise ValueError(f"{index} is damaged: its 'weight_map' lists no tensors")
     wrong = sorted(name for name in names if Path(name).name != name)
     if wrong:
         raise ValueError(
-            f"{directory / index} lists {wrong[0]!r}, but every file must be a name in {directory}"
+            f"{index} lists {wrong[0]!r}, but every file must be a name in {directory}"
         )
     files = [directory / name for name in sorted(names)]
     for file in files:
         if not file.exists():
-            raise ValueError(f"{file} is missing, but {directory / index} lists it")
+            raise ValueError(f"{file} is missing, but {index} lists it")
     return files
 
 
@@ -276,7 +282,12 @@ def _entry(name: str, entry: object, file: Path) -> _Entry:
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    # The product of millions of sizes, or of sizes of thousands of digits, takes minutes.
+    return (
+        isinstance(values, list)
+        and len(values) <= _MAX_DIMS
+        and all(type(value) is int and 0 <= value <= _MAX_SIZE for value in values)
+    )
 
 
 def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):

@@ -5,11 +5,14 @@ in memory, and 300 bytes of YAML aliases expand to gigabytes. Both files and val
 here, and every problem is a ValueError of one sentence that names the file:
 
     too large         more bytes, or more values, than any real file has
+    huge numbers      integers of more than 100 digits, and 1e999, which Python reads as infinity
+    duplicate keys    of which Python's parsers silently keep the last
     not JSON or YAML  syntax errors, invalid UTF-8, NaN in JSON, too many nested brackets
     YAML aliases      `*name` and `<<`, which files written by this project never contain
     another type      a list where an object is expected
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -27,6 +30,9 @@ T = TypeVar("T")
 MAX_VALUES = 2_000_000
 #: Maximum nesting depth of lists and objects.
 MAX_DEPTH = 100
+#: Maximum number of digits of an integer. `model_max_length` often has 31; a product of integers of
+#: thousands of digits takes minutes.
+MAX_DIGITS = 100
 #: Maximum size of a YAML file; the parser reads about 100 KB per second.
 MAX_YAML_BYTES = 256 * 2**10
 
@@ -45,7 +51,8 @@ def parse_json(
         allows_nan: Whether NaN and Infinity are numbers, as in files that Python's json wrote.
 
     Raises:
-        ValueError: The text is not JSON of this type, or has too many values.
+        ValueError: The text is not JSON of this type, or has too many values, a huge number or
+            duplicate keys.
     """
     opening, comma = (b"[{", b",") if isinstance(content, bytes) else ("[{", ",")
     num_values = sum(content.count(mark) for mark in (opening[:1], opening[1:], comma))  # type: ignore
@@ -53,7 +60,9 @@ def parse_json(
         raise ValueError(f"{where} is too large: it has more than {MAX_VALUES:,} values")
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
-        value = json.loads(text, parse_constant=float if allows_nan else _refuse_constant)
+        value = (_DECODER_WITH_NAN if allows_nan else _DECODER).decode(text)
+    except _ProblemError as error:
+        raise ValueError(f"{where} {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{where} is not valid JSON ({_reason(error)}); it is damaged or has another format"
@@ -129,10 +138,13 @@ def parse_yaml(content: bytes, where: object) -> dict[str, Any]:
         where: The file or place that the text comes from, for messages.
 
     Raises:
-        ValueError: The text is not such YAML, or has aliases or too many nested values.
+        ValueError: The text is not such YAML, or has aliases, duplicate keys, a huge integer or too
+            many nested values.
     """
     try:
         value = yaml.load(content, Loader=_Loader)
+    except _ProblemError as error:
+        raise ValueError(f"{where} {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as error:
         raise ValueError(f"{where} is not valid YAML: {_reason(error)}") from None
     if not isinstance(value, dict):
@@ -155,8 +167,12 @@ def read_yaml(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     return parse_yaml(read_bytes(path, within=within, max_bytes=MAX_YAML_BYTES), path)
 
 
+class _ProblemError(ValueError):
+    """A problem of a syntactically valid document, as the rest of a sentence about it."""
+
+
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses aliases, and collections nested too deeply."""
+    """A safe loader that refuses aliases, duplicate keys, and what is too deep or too long."""
 
     def __init__(self, stream: Any):
         super().__init__(stream)
@@ -173,9 +189,69 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value):
+            _refuse_duplicates([self.construct_object(key) for key, _ in node.value])
+        return mapping
+
+    def construct_yaml_int(self, node: Any) -> int:
+        _check_digits(self.construct_scalar(node))
+        return super().construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        _refuse_duplicates([key for key, _ in pairs])
+    return values
+
+
+def _refuse_duplicates(keys: list[Any]) -> None:
+    (first, _), *_ = collections.Counter(keys).most_common(1)
+    raise _ProblemError(
+        f"has the key {shortened(repr(first))} twice in the same object; remove one of them"
+    )
+
+
+def _integer(text: str) -> int:
+    _check_digits(text)
+    return int(text)
+
+
+def _check_digits(text: str) -> None:
+    if len(text) > MAX_DIGITS:
+        raise _ProblemError(
+            f"has an integer of {len(text):,} digits, {shortened(text, 20)}, but at most "
+            f"{MAX_DIGITS} are allowed"
+        )
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _ProblemError(
+            f"has the number {shortened(text, 20)}, which is too large for a float64"
+        )
+    return value
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object,
+    parse_int=_integer,
+    parse_float=_finite,
+    parse_constant=_refuse_constant,
+)
+_DECODER_WITH_NAN = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_integer, parse_constant=float
+)
 
 
 def _check_keys(mapping: dict[Any, Any], where: object) -> None:

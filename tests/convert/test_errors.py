@@ -58,18 +58,22 @@ def overlap(directory):
     (directory / "model.safetensors").write_bytes(content)
 
 
-def remove_shard(directory):
-    index = {"weight_map": {"transformer.wte.weight": "model-00001-of-00002.safetensors"}}
+def write_index(directory, weight_map):
+    (directory / "model.safetensors").unlink()
+    index = {"weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def remove_shard(directory):
+    write_index(directory, {"transformer.wte.weight": "model-00001-of-00002.safetensors"})
 
 
 def list_numbers(directory):
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": 1}}))
+    write_index(directory, {"a": 1})
 
 
 def leave_directory(directory):
-    index = {"weight_map": {"transformer.wte.weight": "../x.safetensors"}}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_index(directory, {"transformer.wte.weight": "../x.safetensors"})
 
 
 def pickle_weights(directory, *, is_zip=True):
