@@ -46,7 +46,7 @@ DTYPES = {
 }
 #: The largest header that is read; 200,000 tensors need about this much.
 _MAX_HEADER_BYTES = 32 * 2**20
-#: The largest size or offset, and the largest number of dimensions of a NumPy array.
+#: The largest size, and the most dimensions of an array; a product of more sizes takes minutes.
 _MAX_SIZE = 2**63 - 1
 _MAX_DIMS = 64
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -88,17 +88,15 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
     name = next((each for each in _WEIGHTS if (directory / each).is_file()), None)
     if name is None:
         raise ValueError(f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}")
-    is_index = name in (INDEX_FILE, _PICKLE_INDEX)
-    files = _files_in(directory / name) if is_index else [directory / name]
-    read = open_safetensors
-    if name in (_PICKLE_FILE, _PICKLE_INDEX):
-        read = _open_pickle
-        if not allow_pickle_weights:
-            raise ValueError(
-                f"{files[0]} is a pickle, which can run code when it is opened; save the model as "
-                "safetensors, or, if you trust it, convert it: python -m convert.from_hf "
-                f"{directory} runs/{directory.name} --allow_pickle_weights"
-            )
+    files = _files_in(directory / name) if name.endswith(".json") else [directory / name]
+    is_pickle = name in (_PICKLE_FILE, _PICKLE_INDEX)
+    if is_pickle and not allow_pickle_weights:
+        raise ValueError(
+            f"{files[0]} is a pickle, which can run code when it is opened; save the model as "
+            "safetensors, or, if you trust it, convert it: python -m convert.from_hf "
+            f"{directory} runs/{directory.name} --allow_pickle_weights"
+        )
+    read = _open_pickle if is_pickle else open_safetensors
     tensors: dict[str, Tensor] = {}
     for file in files:
         for tensor in read(file):
@@ -186,8 +184,7 @@ def _header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
     offset = 0
     for name, dtype, shape in tensors:
         end = offset + _num_bytes(dtype, shape)
-        offsets = [offset, end]
-        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -202,16 +199,14 @@ def _files_in(index: Path) -> list[Path]:
     names = set(content["weight_map"].values())
     if not names:
         raise ValueError(f"{index} is damaged: its 'weight_map' lists no tensors")
-    wrong = sorted(name for name in names if Path(name).name != name)
-    if wrong:
-        raise ValueError(
-            f"{index} lists {wrong[0]!r}, but every file must be a name in {directory}"
-        )
-    files = [directory / name for name in sorted(names)]
-    for file in files:
-        if not file.exists():
-            raise ValueError(f"{file} is missing, but {index} lists it")
-    return files
+    for name in sorted(names):
+        if Path(name).name != name:
+            raise ValueError(
+                f"{index} lists {name!r}, but every file must be a name in {directory}"
+            )
+        if not (directory / name).exists():
+            raise ValueError(f"{directory / name} is missing, but {index} lists it")
+    return [directory / name for name in sorted(names)]
 
 
 def open_safetensors(file: Path) -> Iterator[Tensor]:
@@ -282,7 +277,6 @@ def _entry(name: str, entry: object, file: Path) -> _Entry:
 
 
 def _are_sizes(values: object) -> TypeGuard[list[int]]:
-    # The product of millions of sizes, or of sizes of thousands of digits, takes minutes.
     return (
         isinstance(values, list)
         and len(values) <= _MAX_DIMS

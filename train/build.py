@@ -149,7 +149,8 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None, set[str
     load = partial(config_files.load, options.config, allow_import=options.allow_import)
     given: Any = load(overrides)
     if options.deepspeed is not None:
-        overrides = [*deepspeed.read(options.deepspeed, given), *overrides]
+        fixed = {Override.parse(override).key for override in overrides}
+        overrides = [*deepspeed.read(options.deepspeed, given, fixed=fixed), *overrides]
         given = load(overrides)
     if options.is_evaluation and not (
         given.get("init_from") or workdir.has_checkpoint(options.workdir)

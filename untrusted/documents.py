@@ -5,7 +5,7 @@ in memory, and 300 bytes of YAML aliases expand to gigabytes. Both files and val
 here, and every problem is a ValueError of one sentence that names the file:
 
     too large         more bytes, or more values, than any real file has
-    huge numbers      integers of more than 100 digits, and 1e999, which Python reads as infinity
+    huge numbers      integers of more than 1,000 digits, and 1e999, which Python reads as infinity
     duplicate keys    of which Python's parsers silently keep the last
     not JSON or YAML  syntax errors, invalid UTF-8, NaN in JSON, too many nested brackets
     YAML aliases      `*name` and `<<`, which files written by this project never contain
@@ -30,9 +30,9 @@ T = TypeVar("T")
 MAX_VALUES = 2_000_000
 #: Maximum nesting depth of lists and objects.
 MAX_DEPTH = 100
-#: Maximum number of digits of an integer. `model_max_length` often has 31; a product of integers of
-#: thousands of digits takes minutes.
-MAX_DIGITS = 100
+#: Maximum number of digits of an integer. `model_max_length` often has 31; computing with integers
+#: of thousands of digits takes minutes.
+MAX_DIGITS = 1000
 #: Maximum size of a YAML file; the parser reads about 100 KB per second.
 MAX_YAML_BYTES = 256 * 2**10
 
@@ -230,7 +230,7 @@ def _check_digits(text: str) -> None:
     if len(text) > MAX_DIGITS:
         raise _ProblemError(
             f"has an integer of {len(text):,} digits, {shortened(text, 20)}, but at most "
-            f"{MAX_DIGITS} are allowed"
+            f"{MAX_DIGITS:,} are allowed"
         )
 
 

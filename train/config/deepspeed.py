@@ -13,42 +13,47 @@ Source: DeepSpeed's documentation of its configuration JSON.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from fields.keys import nearest
-from fields.numbers import number_problem, shown
+from fields.numbers import shown
 from train.config.deepspeed_keys import (
     DEFAULTS,
     DTYPES,
-    KINDS,
     LEFT_TO_XLA,
     OFF,
-    OFFLOADS,
     ONLY,
+    OPTIMIZER_OFFLOAD,
     OPTIMIZERS,
+    PARAM_OFFLOAD,
+    PARAMS,
     RENAMED,
     SCHEDULES,
+    SECTIONS_LEFT_TO_XLA,
+    TORCH_ADAMW_WEIGHT_DECAY,
     TYPES,
 )
+from train.config.deepspeed_values import flat_values, parse_values, rename_old_keys
 from untrusted.documents import parse_json
 from untrusted.files import read_bytes
-from untrusted.schema import is_of
+from untrusted.messages import shortened
 
-AUTO = "auto"
 #: Unknown keys that a message names. The search for the nearest known key takes 10 ms for each.
 _MAX_NAMED = 10
 
 _log = logging.getLogger(__name__)
 
 
-def read(path: str, config: Any) -> list[str]:
-    """Read a DeepSpeed JSON, and log the keys that are left to XLA.
+def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> list[str]:
+    """Read a DeepSpeed JSON, and log the keys that have no effect.
 
     Args:
         path: the JSON file.
-        config: Taibai's config. Batch sizes depend on its mesh and number of microbatches.
+        config: Taibai's config. Batch sizes depend on its mesh and number of microbatches, and
+            offloading on its ZeRO stage if the file has none.
+        fixed: the keys of `config` that `mesh.auto` must not change.
 
     Returns:
         Overrides `section.key=value`.
@@ -60,11 +65,13 @@ def read(path: str, config: Any) -> list[str]:
     if not Path(path).exists():
         raise FileNotFoundError(f"--deepspeed={path}: the file does not exist")
     tree = parse_json(read_bytes(Path(path)), f"--deepspeed={path}")
-    translation = _Translation(tree, config)
+    translation = _Translation(tree, config, fixed)
     if translation.problems:
         raise ValueError(f"--deepspeed={path}: {'; '.join(translation.problems)}")
     if translation.left:
         _log.info("--deepspeed: left to XLA: %s", ", ".join(sorted(translation.left)))
+    for note in translation.notes:
+        _log.info("--deepspeed: %s", note)
     return translation.found
 
 
@@ -75,48 +82,43 @@ class _Translation:
     are unknown, and are reported as problems.
     """
 
-    def __init__(self, tree: dict, config: Any):
+    def __init__(self, tree: dict, config: Any, fixed: Collection[str]):
         self.found: list[str] = []  # overrides
         self.left: list[str] = []  # keys left to XLA
+        self.notes: list[str] = []  # other keys without an effect
         self.problems: list[str] = []
-        self._values = {key: value for key, value in _flat(tree) if value != AUTO}
-        self._auto = {key for key, value in _flat(tree) if value == AUTO}
-        self._check_types()
+        self._values, self._without_value = flat_values(tree)
+        rename_old_keys(self._values, self.problems)
+        parse_values(self._values, self.problems)
         self._switched_off()
         self._precision()
         self._optimizer()
         self._scheduler()
-        self._offloading()
-        self._batch(config)
-        for key in [key for key in LEFT_TO_XLA if key in self._values]:
+        self._offloading(config)
+        self._batch(config, fixed)
+        self._fixed_keys()
+        for key, ours in RENAMED.items():
+            if key in self._values:
+                self._set(ours, self._take(key))
+        known = [*RENAMED, *LEFT_TO_XLA, *ONLY, *TYPES]
+        unknown = list(self._values)
+        for key in unknown[:_MAX_NAMED]:
+            self._refuse(f"{shortened(key)} is not supported{nearest(key, known)}")
+        if len(unknown) > _MAX_NAMED:
+            self._refuse(f"{len(unknown) - _MAX_NAMED:,} further keys are not supported")
+
+    def _fixed_keys(self) -> None:
+        """Remove the keys without an effect, and those that have only one valid value."""
+        sections = tuple(f"{section}." for section in SECTIONS_LEFT_TO_XLA)
+        for key in [key for key in self._values if key in LEFT_TO_XLA or key.startswith(sections)]:
             self.left.append(key)
             del self._values[key]
         for key, only in ONLY.items():
             value = self._take(key, only)
             if value != only:
-                self._refuse(f"{key}={value!r} is not supported; the only valid value is {only!r}")
-        for key, ours in RENAMED.items():
-            if key in self._values:
-                self._set(ours, self._take(key))
-        known = [*RENAMED, *LEFT_TO_XLA, *ONLY, "train_batch_size", "fp16.loss_scale"]
-        unknown = list(self._values)
-        for key in unknown[:_MAX_NAMED]:
-            self._refuse(f"{key} is not supported{nearest(key, known)}")
-        if len(unknown) > _MAX_NAMED:
-            self._refuse(f"{len(unknown) - _MAX_NAMED:,} further keys are not supported")
-
-    def _check_types(self) -> None:
-        for key, value in list(self._values.items()):
-            if problem := number_problem(value, is_float=True):
-                self._refuse(f"{key}={shown(value)} {problem}")
-                del self._values[key]
-        for key, (kind, least, most) in TYPES.items():
-            value: Any = self._values.get(key)
-            is_in_range = is_of(value, kind) and (kind is not int or least <= value <= most)
-            if value is not None and not is_in_range:
-                rule = f" from {least} to {most}" if kind is int else ""
-                self._refuse(f"{key}={shown(value)} must be {KINDS[kind]}{rule}")
-                del self._values[key]
+                self._refuse(
+                    f"{key}={shown(value)} is not supported; the only valid value is {only!r}"
+                )
 
     def _take(self, key: str, default: Any = None) -> Any:
         return self._values.pop(key, default)
@@ -129,7 +131,7 @@ class _Translation:
 
     def _with_defaults(self, section: str, defaults: dict) -> None:
         for name, value in defaults.items():
-            if f"{section}.{name}" not in self._auto:
+            if f"{section}.{name}" not in self._without_value:
                 self._values.setdefault(f"{section}.{name}", value)
 
     def _switched_off(self) -> None:
@@ -153,21 +155,35 @@ class _Translation:
             if self._take("bf16.bf16_master_weights_and_grads", False):
                 self._set("precision.params", "bfloat16")
         if is_on["fp16"]:
-            self._with_defaults("fp16", DEFAULTS["fp16"])
-            self._set("precision.compute", "float16")
-            static = self._take("fp16.loss_scale")
-            power = self._take("fp16.initial_scale_power")
-            window = self._take("fp16.loss_scale_window")
-            self._set("precision.loss_scale", float(static or 2**power))
-            self._set("precision.loss_scale_window", 0 if static else window)
-            self._set("precision.loss_scale_hysteresis", self._take("fp16.hysteresis"))
-            self._set("precision.loss_scale_min", float(self._take("fp16.min_loss_scale")))
+            self._float16()
         sent = self._take("communication_data_type")
-        if sent is not None and sent not in DTYPES:
+        if sent is not None and sent.lower() not in DTYPES:
             known = ", ".join(DTYPES)
             self._refuse(f"communication_data_type={sent!r} is unknown; choose {known}")
         elif sent is not None:
-            self._set("precision.reduce", DTYPES[sent])
+            self._set("precision.reduce", DTYPES[sent.lower()])
+
+    def _float16(self) -> None:
+        self._with_defaults("fp16", DEFAULTS["fp16"])
+        self._set("precision.compute", "float16")
+        static = self._take("fp16.loss_scale")
+        power = self._take("fp16.initial_scale_power")
+        window = self._take("fp16.loss_scale_window")
+        hysteresis = self._take("fp16.hysteresis")
+        least = self._take("fp16.min_loss_scale")
+        if static:
+            self._set("precision.loss_scale", float(static))
+            return self._set("precision.loss_scale_window", 0)
+        if window == 0:
+            self._refuse("fp16.loss_scale_window=0 must be at least 1 for a dynamic loss scale")
+        for key, value in (
+            ("loss_scale", None if power is None else float(2**power)),
+            ("loss_scale_window", window),
+            ("loss_scale_hysteresis", hysteresis),
+            ("loss_scale_min", least),
+        ):
+            if value is not None:  # None: "auto"
+                self._set(f"precision.{key}", value)
 
     def _optimizer(self) -> None:
         kind = self._take("optimizer.type")
@@ -178,13 +194,21 @@ class _Translation:
             # For example Lamb: DeepSpeed's bounds the trust ratio (max_coeff), and also applies it
             # to biases.
             self._refuse(
-                f"optimizer.type={kind!r} is not supported; choose AdamW or SGD, or remove the "
-                "section and set optimizer.name=lamb, lars or package.module:function"
+                f"optimizer.type={shown(kind)} is not supported; choose AdamW or SGD, or remove "
+                "the section and set optimizer.name=lamb, lars or package.module:function"
             )
             return self._drop("optimizer")
-        self._with_defaults("optimizer.params", DEFAULTS[ours])
+        self._check_params("optimizer", kind, PARAMS[ours])
+        defaults = dict(DEFAULTS[ours])
+        if self._take("optimizer.params.torch_adam", False):
+            defaults["weight_decay"] = TORCH_ADAMW_WEIGHT_DECAY
+        if kind.lower() == "adamw":  # decoupled, whatever adam_w_mode is
+            self._take("optimizer.params.adam_w_mode")
+        self._with_defaults("optimizer.params", defaults)
         self._set("optimizer.name", ours)
         betas = self._take("optimizer.params.betas")
+        if betas is not None and len(betas) != 2:
+            return self._refuse(f"optimizer.params.betas={shown(betas)} must be two numbers")
         for name, beta in zip(("beta1", "beta2"), betas or (), strict=False):
             self._set(f"optimizer.{name}", beta)
 
@@ -194,40 +218,79 @@ class _Translation:
             return
         if kind not in SCHEDULES:
             known = ", ".join(SCHEDULES)
-            self._refuse(f"scheduler.type={kind!r} is not supported; choose {known}")
+            self._refuse(f"scheduler.type={shown(kind)} is not supported; choose {known}")
             return self._drop("scheduler")
+        self._check_params("scheduler", kind, PARAMS[kind])
         self._with_defaults("scheduler.params", DEFAULTS[kind])
         schedule, final = SCHEDULES[kind]
         self._set("optimizer.schedule", schedule)
         if final is not None and "scheduler.params.cos_min_ratio" not in self._values:
             self._set("optimizer.final_learning_rate_fraction", final)
-        if not self._values.get("scheduler.params.warmup_num_steps"):
-            self._values.pop("scheduler.params.warmup_type", None)
 
-    def _offloading(self) -> None:
-        devices = {}
-        for place in OFFLOADS:
-            devices[place] = self._take(f"{place}.device", "none") or "none"
-            if devices[place] not in ("none", "cpu"):
-                self._refuse(f"{place}.device={devices[place]!r} is unknown; choose cpu or none")
-            if devices[place] == "none":
-                self._drop(place)
-        optimizer, parameters = (devices[place] == "cpu" for place in OFFLOADS)
+    def _check_params(self, section: str, kind: str, names: Collection[str]) -> None:
+        """Check that an optimizer or a scheduler has the parameters that the file sets."""
+        prefix = f"{section}.params."
+        for key in [key for key in self._values if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            if name not in names:
+                del self._values[key]
+                self._refuse(
+                    f"{shortened(key)} is not a parameter of {kind}{nearest(name, [*names])}"
+                )
+
+    def _offloading(self, config: Any) -> None:
+        stage = self._values.get("zero_optimization.stage", config.memory.zero_stage)
+        optimizer = self._is_offloaded(OPTIMIZER_OFFLOAD, "cpu_offload")
+        parameters = self._is_offloaded(PARAM_OFFLOAD, "cpu_offload_param")
+        ratio = self._take(f"{OPTIMIZER_OFFLOAD}.ratio", 1.0)
+        if parameters and stage < 3:
+            self.notes.append(
+                f"{PARAM_OFFLOAD} has no effect, because zero_optimization.stage is {stage}, not 3"
+            )
+            parameters = False
+        if optimizer and stage < 1:
+            self._refuse(
+                f"{OPTIMIZER_OFFLOAD} needs zero_optimization.stage=1, 2 or 3, not {stage}; set "
+                "the stage, or remove the key and set memory.placement=host"
+            )
+        if optimizer and ratio < 1 and stage < 3:
+            self._refuse(
+                f"{OPTIMIZER_OFFLOAD}.ratio={ratio} needs zero_optimization.stage=3, not {stage}"
+            )
         if optimizer or parameters:
-            ratio = self._take(f"{OFFLOADS[0]}.ratio", 1.0) if optimizer else 0.0
             self._set("memory.placement", "host")
-            self._set("memory.offload_optimizer_fraction", float(ratio))
+            self._set("memory.offload_optimizer_fraction", float(ratio) if optimizer else 0.0)
             self._set("memory.offload_parameters_fraction", float(parameters))
 
-    def _batch(self, config: Any) -> None:
+    def _is_offloaded(self, place: str, old_name: str) -> bool:
+        """Return whether state is offloaded to the CPU; remove the keys that say so."""
+        is_new = any(key.startswith(f"{place}.") for key in self._values)
+        old = self._take(f"zero_optimization.{old_name}")
+        if old is not None and is_new:
+            self._refuse(
+                f"zero_optimization.{old_name} is the old name of {place}; remove one of the two"
+            )
+        device = self._take(f"{place}.device", "cpu" if old else "none")
+        if device not in ("none", "cpu"):
+            self._refuse(f"{place}.device={shown(device)} is unknown; choose cpu or none")
+        if device != "cpu":
+            self._drop(place)
+        return device == "cpu"
+
+    def _batch(self, config: Any, fixed: Collection[str]) -> None:
         whole = self._take("train_batch_size")
         micro = self._take("train_micro_batch_size_per_gpu")
         count = self._take("gradient_accumulation_steps")
-        replicas = config.mesh.data * config.mesh.fsdp
-        if micro is not None and min(config.mesh.data, config.mesh.fsdp) < 1:
+        mesh = config.mesh
+        replicas = mesh.data * mesh.fsdp
+        is_open = mesh.auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
+        if micro is not None and (is_open or min(mesh.data, mesh.fsdp) < 1):
+            remedy = "set mesh.data and mesh.fsdp to numbers on the command line"
+            if is_open:
+                remedy += ", or train_batch_size instead, because mesh.auto=True chooses them"
             return self._refuse(
-                "train_micro_batch_size_per_gpu needs a known number of replicas; set mesh.data "
-                "and mesh.fsdp to numbers, or remove the key"
+                "train_micro_batch_size_per_gpu needs a known number of replicas; "
+                f"{remedy}, or remove the key"
             )
         if micro is not None and whole is not None:
             fitting, rest = divmod(whole, micro * replicas)
@@ -239,16 +302,8 @@ class _Translation:
                 )
             count = fitting
         elif micro is not None:
-            whole = micro * replicas * (count or config.train.num_microbatches)
+            count = count or config.train.num_microbatches
+            whole = micro * replicas * count
         for key, value in (("data.global_batch_size", whole), ("train.num_microbatches", count)):
             if value is not None:
                 self._set(key, value)
-
-
-def _flat(tree: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every value of a nested dict."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value

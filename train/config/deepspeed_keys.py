@@ -1,89 +1,190 @@
-"""Tables of DeepSpeed JSON keys: their counterparts in Taibai, valid values and defaults."""
+"""Tables of DeepSpeed JSON keys: their counterparts in Taibai, valid values and defaults.
 
-from typing import Any
+Source: DeepSpeed 0.19.6: `runtime/config.py`, `runtime/precision_config.py`,
+`runtime/zero/config.py`, `runtime/zero/offload_config.py`, `runtime/lr_schedules.py`, and
+`_configure_basic_optimizer` in `runtime/engine.py`.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 _MAX_INT = 2**31 - 1
-KINDS = {int: "an integer", float: "a number", str: "a string", list[float]: "a list of numbers"}
-#: Keys whose values are used in computations -> type, and smallest and largest integer.
-TYPES: dict[str, tuple[Any, int, int]] = {
-    "train_batch_size": (int, 1, _MAX_INT),
-    "train_micro_batch_size_per_gpu": (int, 1, _MAX_INT),
-    "gradient_accumulation_steps": (int, 1, _MAX_INT),
-    "fp16.loss_scale": (float, 0, 0),
-    "fp16.initial_scale_power": (int, 0, 127),
-    "fp16.loss_scale_window": (int, 0, _MAX_INT),
-    "fp16.hysteresis": (int, 0, _MAX_INT),
-    "fp16.min_loss_scale": (float, 0, 0),
-    "communication_data_type": (str, 0, 0),
-    "optimizer.type": (str, 0, 0),
-    "optimizer.params.betas": (list[float], 0, 0),
-    "scheduler.type": (str, 0, 0),
-    "zero_optimization.offload_optimizer.ratio": (float, 0, 0),
-    "zero_optimization.offload_optimizer.device": (str, 0, 0),
-    "zero_optimization.offload_param.device": (str, 0, 0),
+KINDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list[float]: "a list of numbers",
 }
 
-OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+
+class Kind(NamedTuple):
+    """The type of a value and, for a number, its range."""
+
+    type: Any
+    least: float = -math.inf
+    most: float = math.inf
+
+    @property
+    def description(self) -> str:
+        """The rule, such as "an integer from 0 to 3"."""
+        has_range = (self.least, self.most) != (-math.inf, math.inf)
+        return KINDS[self.type] + (f" from {self.least} to {self.most}" if has_range else "")
+
+
+_COUNT = Kind(int, 1, _MAX_INT)
+_SIZE = Kind(int, 0, _MAX_INT)
+
+OPTIMIZER_OFFLOAD = "zero_optimization.offload_optimizer"
+PARAM_OFFLOAD = "zero_optimization.offload_param"
+
+#: Sections of DeepSpeed tools that Taibai does not have; they must be disabled.
+OFF = (
+    "amp",
+    "torch_autocast",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+    "comms_logger",
+    "curriculum_learning",
+    "autotuning",
+    "elasticity",
+    "data_efficiency",
+    "eigenvalue",
+    "progressive_layer_drop",
+    "hybrid_engine",
+    "nebula",
+)
+
+#: Keys whose values are used in computations -> their types.
+TYPES: Mapping[str, Kind] = {
+    "train_batch_size": _COUNT,
+    "train_micro_batch_size_per_gpu": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "gradient_clipping": Kind(float),
+    "steps_per_print": _COUNT,
+    **{f"{section}.enabled": Kind(bool) for section in ("fp16", "bf16", *OFF)},
+    "bf16.bf16_master_weights_and_grads": Kind(bool),
+    "fp16.loss_scale": Kind(float),
+    "fp16.initial_scale_power": Kind(int, 0, 127),
+    "fp16.loss_scale_window": _SIZE,
+    "fp16.hysteresis": _SIZE,
+    "fp16.min_loss_scale": Kind(float),
+    "communication_data_type": Kind(str),
+    "optimizer.type": Kind(str),
+    "optimizer.params.lr": Kind(float),
+    "optimizer.params.betas": Kind(list[float]),
+    "optimizer.params.eps": Kind(float),
+    "optimizer.params.weight_decay": Kind(float),
+    "optimizer.params.momentum": Kind(float),
+    "optimizer.params.torch_adam": Kind(bool),
+    "optimizer.params.adam_w_mode": Kind(bool),
+    "scheduler.type": Kind(str),
+    "scheduler.params.warmup_num_steps": _SIZE,
+    "scheduler.params.warmup_max_lr": Kind(float),
+    "scheduler.params.warmup_type": Kind(str),
+    "scheduler.params.total_num_steps": _COUNT,
+    "scheduler.params.cos_min_ratio": Kind(float),
+    "zero_optimization.stage": Kind(int, 0, 3),
+    "zero_optimization.cpu_offload": Kind(bool),
+    "zero_optimization.cpu_offload_param": Kind(bool),
+    f"{OPTIMIZER_OFFLOAD}.ratio": Kind(float, 0, 1),
+    f"{OPTIMIZER_OFFLOAD}.device": Kind(str),
+    f"{PARAM_OFFLOAD}.device": Kind(str),
+}
+#: Beginnings of the keys that pydantic parses in DeepSpeed, which also takes "false" and "3".
+PARSED_BY_PYDANTIC = ("fp16.", "bf16.", "zero_optimization.", *(f"{name}.enabled" for name in OFF))
+
+#: Keys for which null means the same as no value.
+NULLABLE = frozenset(
+    f"""
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print
+    communication_data_type data_types.grad_accum_dtype data_types.param_dtype
+    data_types.buffer_dtype bf16 bfloat16
+    scheduler.params.warmup_max_lr zero_optimization.zenflow zero_optimization.zeropp_loco_param
+    zero_optimization.cpu_offload zero_optimization.cpu_offload_param
+    {OPTIMIZER_OFFLOAD} {OPTIMIZER_OFFLOAD}.device {PARAM_OFFLOAD} {PARAM_OFFLOAD}.device
+    """.split()
+)
+
+#: Keys of `zero_optimization` whose names may also begin with `stage3_`.
+_STAGE_3 = """
+    prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters
+    max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
+    use_all_reduce_for_fetch_params allgather_sequential
+    """.split()
+_ZERO = """
+    contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size
+    use_multi_rank_bucket_allreduce allgather_partitions allgather_bucket_size round_robin_gradients
+    sub_group_size memory_efficient_linear ignore_unused_parameters elastic_checkpoint
+    load_from_fp32_weights stage3_gather_fp16_weights_on_model_save cpu_offload_use_pin_memory
+    pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
+    """.split()
+_OFFLOAD = """
+    pin_memory buffer_count buffer_size fast_init max_in_cpu nvme_path pipeline_read pipeline_write
+    super_offload cpuadam_cores_perc
+    """.split()
 
 #: Keys that XLA decides, or that have no meaning in Taibai.
-LEFT_TO_XLA = (
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "disable_allgather",
-    "checkpoint.use_node_local_storage",
-    "optimizer.params.torch_adam",
-    "fp16.auto_cast",
-    "bf16.immediate_grad_update",
-    *(
-        f"zero_optimization.{name}"
-        for name in (
-            "contiguous_gradients",
-            "overlap_comm",
-            "reduce_scatter",
-            "reduce_bucket_size",
-            "allgather_partitions",
-            "allgather_bucket_size",
-            "round_robin_gradients",
-            "sub_group_size",
-            "stage3_prefetch_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_param_persistence_threshold",
-            "stage3_model_persistence_threshold",
-            "memory_efficient_linear",
-            "ignore_unused_parameters",
-            "elastic_checkpoint",
-            "load_from_fp32_weights",
-            "stage3_gather_16bit_weights_on_model_save",
-            "param_persistence_threshold",
-        )
-    ),
-    *(
-        f"{place}.{name}"
-        for place in OFFLOADS
-        for name in ("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu")
-    ),
+LEFT_TO_XLA = frozenset(
+    [
+        *"""
+        wall_clock_breakdown memory_breakdown dump_state log_level vocabulary_size
+        graph_harvesting dataloader_drop_last zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer disable_allgather checkpoint.use_node_local_storage
+        checkpoint.tag_validation optimizer.legacy_fusion optimizer.params.set_grad_none
+        optimizer.params.foreach optimizer.params.fused optimizer.params.capturable fp16.auto_cast
+        bf16.immediate_grad_update activation_checkpointing.number_checkpoints
+        """.split(),
+        *(f"zero_optimization.{name}" for name in (*_ZERO, *_STAGE_3)),
+        *(f"zero_optimization.stage3_{name}" for name in _STAGE_3),
+        *(f"{place}.{name}" for place in (OPTIMIZER_OFFLOAD, PARAM_OFFLOAD) for name in _OFFLOAD),
+    ]
+)
+#: Sections of which all keys are such keys.
+SECTIONS_LEFT_TO_XLA = (
+    "aio",
+    "compile",
+    "timers",
+    "checkpoint.parallel_write",
+    "zero_optimization.leaf_module",
 )
 
 #: Keys that are accepted with this value only.
 ONLY = {
     "prescale_gradients": False,
     "gradient_predivide_factor": 1,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
     "sparse_gradients": False,
+    "seq_parallel_communication_data_type": "fp32",
+    "use_data_before_expert_parallelism": False,
+    "checkpoint.load_universal": False,
+    "bf16.bf16_optimizer_states": False,
+    "bf16.check_grad_overflow": True,
     "fp16.consecutive_hysteresis": False,
     "fp16.fp16_master_weights_and_grads": False,
     "data_types.grad_accum_dtype": "fp32",
     "optimizer.params.bias_correction": True,
     "optimizer.params.amsgrad": False,
     "optimizer.params.adam_w_mode": True,
+    "optimizer.params.fp32_optimizer_states": True,
+    "optimizer.params.maximize": False,
     "optimizer.params.dampening": 0,
     "optimizer.params.nesterov": False,
     "scheduler.params.warmup_min_lr": 0,
     "scheduler.params.warmup_min_ratio": 0,
-    "scheduler.params.warmup_type": "linear",
+    "scheduler.params.last_batch_iteration": -1,
+    "zero_optimization.legacy_stage1": False,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.zero_quantized_weights": False,
+    "zero_optimization.zero_quantized_nontrainable_weights": False,
+    "zero_optimization.zero_quantized_gradients": False,
+    "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.mics_hierarchical_params_gather": False,
     **{
         f"activation_checkpointing.{name}": False
         for name in (
@@ -95,19 +196,6 @@ ONLY = {
         )
     },
 }
-#: Sections of DeepSpeed tools that Taibai does not have; they must be disabled.
-OFF = (
-    "amp",
-    "flops_profiler",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comms_logger",
-    "curriculum_learning",
-    "autotuning",
-    "elasticity",
-    "data_efficiency",
-)
 
 #: DeepSpeed key -> Taibai key with the same meaning and value.
 RENAMED = {
@@ -119,6 +207,7 @@ RENAMED = {
     "optimizer.params.weight_decay": "optimizer.weight_decay",
     "optimizer.params.momentum": "optimizer.momentum",
     "scheduler.params.warmup_num_steps": "optimizer.warmup_steps",
+    "scheduler.params.warmup_type": "optimizer.warmup_type",
     "scheduler.params.warmup_max_lr": "optimizer.learning_rate",
     "scheduler.params.total_num_steps": "train.num_steps",
     "scheduler.params.cos_min_ratio": "optimizer.final_learning_rate_fraction",
@@ -131,16 +220,39 @@ SCHEDULES = {
     "WarmupCosineLR": ("cosine", 1e-4),
 }
 
+#: Optimizer or scheduler -> the keys of its `params`.
+PARAMS = {
+    "adamw": """
+        lr betas eps weight_decay bias_correction amsgrad adam_w_mode torch_adam set_grad_none
+        fp32_optimizer_states maximize foreach fused capturable
+        """.split(),
+    "sgd": "lr momentum dampening weight_decay nesterov maximize foreach fused".split(),
+    "WarmupLR": """
+        warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration
+        """.split(),
+    "WarmupDecayLR": """
+        total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type
+        last_batch_iteration
+        """.split(),
+    "WarmupCosineLR": """
+        total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type
+        last_batch_iteration
+        """.split(),
+}
 
-#: DeepSpeed's defaults for the keys that are missing from a section.
+_WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
+#: DeepSpeed's defaults for the keys that are missing from a section. WarmupLR and WarmupCosineLR
+#: rise to the optimizer's learning rate (since DeepSpeed 0.17.2), WarmupDecayLR to one of its own.
 DEFAULTS = {
     "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-    "WarmupLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupDecayLR": {"warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupCosineLR": {"warmup_num_steps": 1000, "warmup_type": "log", "cos_min_ratio": 1e-4},
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": {"warmup_max_lr": 1e-3, **_WARMUP},
+    "WarmupCosineLR": {"cos_min_ratio": 1e-4, **_WARMUP},
     "fp16": {
         **{"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000},
         **{"hysteresis": 2, "min_loss_scale": 1},
     },
 }
+#: `weight_decay` of torch.optim.AdamW, which `"torch_adam": true` uses instead of DeepSpeed's own.
+TORCH_ADAMW_WEIGHT_DECAY = 0.01

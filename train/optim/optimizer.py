@@ -1,6 +1,7 @@
 """Optimizers and learning-rate schedules, built from optax transformations."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
 #: at a time.
 ELEMENTWISE = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
+WARMUPS = ("linear", "log")
 
 #: Names of parameters without weight decay in every model: biases, and the scales of norms.
 NOT_DECAYED = ("bias", "scale")
@@ -44,9 +46,15 @@ class OptimizerConfig(Section, section="optimizer"):
     learning_rate: float = field(1e-3, "Peak learning rate.", ge=0, required=True)
     warmup_steps: int = field(
         20,
-        "Steps of linear warmup. The rate of the first step is `learning_rate / warmup_steps`.",
+        "Steps of warmup; the last of them has the peak learning rate.",
         ge=0,
         required=True,
+    )
+    warmup_type: str = field(
+        "linear",
+        "Rate of warmup step n / peak: `n / warmup_steps` (linear), or `log(n) / "
+        "log(warmup_steps)` (log), which is 0 in the first step.",
+        choices=WARMUPS,
     )
     schedule: str = field("cosine", "Decay after the warmup.", choices=SCHEDULES, required=True)
     final_learning_rate_fraction: float = field(
@@ -102,7 +110,7 @@ class OptimizerConfig(Section, section="optimizer"):
 
 
 def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Return the learning-rate schedule: linear warmup, then decay.
+    """Return the learning-rate schedule: warmup, then decay.
 
     Args:
         config: peak, warmup and decay.
@@ -122,13 +130,20 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
     }[config.schedule]
     # In float32 the last rate of a decay can be slightly below its end, and so below 0.
     decay = partial(_at_least, after, min(final, peak))
-    # The warmup starts at peak / warmup instead of 0, so that the first update has an effect.
+    # A linear warmup starts at peak / warmup instead of 0, so that the first update has an effect.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    if config.warmup_type == "log":
+        rise = partial(_logarithmic, peak, warmup)
     return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 
 
 def _at_least(schedule: optax.Schedule, lowest: float, count: Any) -> Any:
     return jnp.maximum(schedule(count), lowest)
+
+
+def _logarithmic(peak: float, num_steps: int, count: Any) -> Any:
+    """Return the rate of an update of a logarithmic warmup, as DeepSpeed's `WarmupLR`."""
+    return peak * jnp.log1p(count) / math.log(max(num_steps, 2))
 
 
 def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
