@@ -26,13 +26,13 @@ from convert.tensor_files import Tensor, open_safetensors
 from data.text.tokenization.file_tokenizer import find_tokenizer
 from models.layers.lora import LoraConfig
 from untrusted.documents import read_json
+from untrusted.messages import shortened
 from untrusted.schema import check_fields
 
 _PICKLE_FILE = "adapter_model.bin"
 
 #: Types of the keys of adapter_config.json that are read.
 _CONFIG_TYPES = {
-    "peft_type": str,
     "base_model_name_or_path": str | None,
     "r": int,
     "lora_alpha": float,
@@ -179,25 +179,29 @@ def _check_layers(
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:
     """Check that the adapters are of a kind that can be read."""
+    # The kind comes first: the other keys, such as `r`, are those of LoRA.
+    check_fields(config, {"peft_type": str}, file)
+    _check_choice(config, "peft_type", ("LORA",), file)
     check_fields(config, _CONFIG_TYPES, file)
-    for name, allowed in {
-        "peft_type": ("LORA",),
-        "bias": (None, "none"),
-        "init_lora_weights": _HARMLESS_STARTS,
-    }.items():
-        if config.get(name) not in allowed:
-            choices = ", ".join(map(repr, allowed))
-            raise ValueError(
-                f"{file} has {name}={config[name]!r}, which is not supported; choose {choices}, or "
-                "merge the adapter with PEFT (merge_and_unload)"
-            )
+    _check_choice(config, "bias", (None, "none"), file)
+    _check_choice(config, "init_lora_weights", _HARMLESS_STARTS, file)
     for name, value in config.items():
         # A value of None, False, 0 or empty stands for a feature that is not used.
-        if name not in {*_HARMLESS, *_CONFIG_TYPES} and value:
+        if name not in {"peft_type", *_HARMLESS, *_CONFIG_TYPES} and value:
             raise ValueError(
-                f"{file} has {name}={value!r}, which is not supported; merge the adapter with PEFT "
-                "(merge_and_unload)"
+                f"{file} has {name}={shortened(repr(value))}, which is not supported; merge the "
+                "adapter with PEFT (merge_and_unload)"
             )
+
+
+def _check_choice(config: Mapping[str, Any], name: str, allowed: tuple, file: Path) -> None:
+    """Check that a key of adapter_config.json has one of the values that can be read."""
+    if config.get(name) not in allowed:
+        choices = ", ".join(map(repr, allowed))
+        raise ValueError(
+            f"{file} has {name}={shortened(repr(config[name]))}, which is not supported; choose "
+            f"{choices}, or merge the adapter with PEFT (merge_and_unload)"
+        )
 
 
 def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Source]) -> Source:

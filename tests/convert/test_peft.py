@@ -157,7 +157,6 @@ def adapter(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3', which is not supported; choose 'LORA'"),
         ({"bias": "all"}, "bias='all', which is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which is not supported"),
         ({"rank_pattern": {"c_attn": 2}}, "rank_pattern={'c_attn': 2}, which is not supported"),
@@ -180,6 +179,15 @@ def test_unsupported_configs_are_refused(adapter, tmp_path, change, message):
     with pytest.raises(ValueError) as error:
         read_source(tmp_path)
     assert message in str(error.value)
+
+
+def test_other_kinds_of_adapters_are_refused_by_name(tmp_path):
+    for kind in {*peft.PeftType} - {peft.PeftType.LORA}:
+        config = {"peft_type": kind.value, "base_model_name_or_path": "gpt2", "feedforward": ["a"]}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        reason = f"has peft_type='{kind.value}', which is not supported; choose 'LORA', or merge"
+        with pytest.raises(ValueError, match=reason):
+            read_source(tmp_path)
 
 
 def _without_a_layer(tensors):
