@@ -10,6 +10,7 @@ the way through `transformers`. Afterwards, the file is run, and must compute wh
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ from fields.paths import local_path
 from untrusted.documents import read_json
 from untrusted.files import new_directory
 from untrusted.imports import add_allow_import
+from untrusted.messages import shortened
 from untrusted.streams import run_command
 
 try:
@@ -145,14 +147,20 @@ def _write_program(name: str, folder: Path, file: Path) -> dict[str, np.ndarray]
         folder, dtype=torch.float32, use_safetensors=True, attn_implementation="eager"
     )
     model.config.use_cache = False
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "dynamic":
+        raise ValueError(
+            f"PyTorch cannot export {name} to ONNX with rope_type='dynamic', whose frequencies "
+            "depend on the length of the text; if no text is longer than max_position_embeddings, "
+            "set rope_type='default' in config.json"
+        )
     traced = _inputs(model.config, *_TRACED)
     dynamic = tuple(
         {i: torch.export.Dim.DYNAMIC for i in range(2 if array.ndim == 2 else 1)}
         for array in traced.values()
     )
-    with warnings.catch_warnings():  # the exporter uses deprecated functions of its own
-        warnings.simplefilter("ignore")
-        try:
+    try:
+        with _silence():
             program: Any = torch.onnx.export(
                 _Logits(model, [*traced]).eval(),
                 tuple(map(torch.from_numpy, traced.values())),
@@ -162,10 +170,27 @@ def _write_program(name: str, folder: Path, file: Path) -> dict[str, np.ndarray]
                 dynamo=True,
                 verbose=False,
             )
-        except torch.onnx.OnnxExporterError as error:
-            raise ValueError(f"PyTorch cannot export {name} to ONNX: {error}") from error
+    except torch.onnx.OnnxExporterError as error:
+        reason = shortened(error.__cause__ or error)
+        raise ValueError(f"PyTorch cannot export {name} to ONNX: {reason}") from error
     program.save(str(file))
     return _inputs(model.config, *_COMPARED)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Suppress what the exporter prints, such as its deprecated calls and the graph on failure."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _inputs(config: Any, size: int, length: int) -> dict[str, np.ndarray]:

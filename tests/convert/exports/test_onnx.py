@@ -1,6 +1,9 @@
 """Exports to ONNX compute the logits of transformers, for other batches than the traced one."""
 
 import json
+import logging
+import sys
+import warnings
 
 import numpy as np
 import onnxruntime
@@ -51,6 +54,30 @@ def test_a_run_is_exported_by_the_command(tmp_path):
     names = {file.name for file in (tmp_path / "onnx").iterdir()}
     assert {"model.onnx", "config.json"} <= names
     assert not any(name.endswith(".safetensors") for name in names)
+
+
+def test_a_rope_that_depends_on_the_length_is_refused(tmp_path, capfd):
+    cases.save("llama_dynamic", tmp_path / "hf")
+    assert to_onnx.main([str(tmp_path / "hf"), str(tmp_path / "onnx")]) == 2
+    error = capfd.readouterr().err
+    assert "cannot export LlamaForCausalLM to ONNX with rope_type='dynamic', whose" in error
+    assert error.count("\n") == 1 and not (tmp_path / "onnx").exists()
+
+
+def test_a_failure_of_the_exporter_is_one_line(tmp_path, capfd, monkeypatch):
+    def fail(*args, **kwargs):
+        warnings.warn("deprecated", stacklevel=1)
+        print("def forward(self):\n    ...")
+        print("graph():\n    ...", file=sys.stderr)
+        logging.getLogger("torch.fx").warning("cannot find the user's code\n")
+        raise torch.onnx.OnnxExporterError("step 1/3\n" * 99) from RuntimeError("Eq(u0, 1)\nat a")
+
+    monkeypatch.setattr(torch.onnx, "export", fail)
+    cases.save("gpt2", tmp_path / "hf")
+    assert to_onnx.main([str(tmp_path / "hf"), str(tmp_path / "onnx")]) == 2
+    printed = capfd.readouterr()
+    expected = "error: PyTorch cannot export GPT2LMHeadModel to ONNX: Eq(u0, 1) at a\n"
+    assert (printed.out, printed.err) == ("", expected)
 
 
 def test_models_that_cannot_be_exported_are_refused(tmp_path, capsys):
