@@ -26,6 +26,8 @@ from untrusted.files import read_bytes, version_of
 MAX_IMAGE_BYTES = 2**28
 # Number of files that a thread checks at a time.
 _CHUNK = 256
+# Increase this number if `problem_of` refuses more images: they are cached as sound.
+_VERSION = 2
 # The cache key of a file that does not exist.
 _NO_FILE = 0
 
@@ -72,7 +74,7 @@ def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -
     keys = np.array([_key(path) for path in paths], np.uint64)
     folder = os.fsencode(os.path.commonpath(map(os.path.abspath, paths)))
     name = hashlib.sha256(folder).hexdigest()
-    cache = config.cache_path / f"sound-images-{name[:16]}.array"
+    cache = config.cache_path / f"sound-images-{_VERSION}-{name[:16]}.array"
     # If several processes start together, the lock lets one of them check the files.
     with locked(cache):
         known = read_array(cache)

@@ -13,6 +13,8 @@ Box = tuple[float, float, float, float]
 _MODES = {1: "L", 3: "RGB"}
 # Modes that Pillow can convert to gray or to color only via another mode -> that mode.
 _STEPS = {"LAB": "RGB", "La": "LA"}
+# The tag of a TIFF with the number of bits of each channel.
+_BITS_PER_SAMPLE = 258
 # Number of random boxes to try before falling back to a central one.
 _NUM_TRIES = 10
 
@@ -35,10 +37,12 @@ def open_image(image: Any) -> Image.Image:
         The PIL image.
 
     Raises:
-        ValueError: `image` is none of these, or encoded bytes have more than MAX_PIXELS pixels.
+        ValueError: `image` is none of these, its pixels have no range that can be scaled to 8 bits,
+            or encoded bytes have more than MAX_PIXELS pixels.
     """
     if isinstance(image, Image.Image):
         image.load()
+        _check_range(image)
         return image.copy()  # Threads share the image, and `Image.draft` would modify it.
     if isinstance(image, bytes):
         opened = Image.open(io.BytesIO(image), formats=FORMATS)
@@ -47,6 +51,7 @@ def open_image(image: Any) -> Image.Image:
                 f"it has {opened.width} × {opened.height} pixels, but at most {MAX_PIXELS:,} are "
                 "decoded; scale it down"
             )
+        _check_range(opened)
         return opened
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.size:
         if image.ndim == 3 and image.shape[2] == 1:
@@ -60,6 +65,22 @@ def open_image(image: Any) -> Image.Image:
     raise ValueError(
         f"it is {what}, but must be uint8[height, width, channels], a PIL image or encoded bytes"
     )
+
+
+def _check_range(image: Image.Image) -> None:
+    """Refuse pixels whose black and white the format does not define.
+
+    In a float TIFF, white may be 1, 255 or anything else, and PyTorch's readers do not scale it:
+    they clip it to 0 to 255. 32-bit integers of a TIFF are measurements as well; other formats use
+    Pillow's mode "I" for 16 bits.
+    """
+    is_integer = image.mode == "I" and image.format == "TIFF"
+    if image.mode == "F" or is_integer:
+        kind = "32-bit integers" if is_integer else "floating-point numbers"
+        raise ValueError(
+            f"its pixels are {kind}, whose values for black and white are not known; save it with "
+            "8 or 16 bits"
+        )
 
 
 def random_box(
@@ -172,6 +193,12 @@ def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Ima
     return image, (left * across, top * down, right, bottom)
 
 
+def _num_bits(image: Image.Image) -> int:
+    """Return the bits of a pixel of a gray image with more than 8: 16, or 12 in some TIFFs."""
+    tags = getattr(image, "tag_v2", {})
+    return 12 if tags.get(_BITS_PER_SAMPLE) == (12,) else 16
+
+
 def to_channels(image: Image.Image, channels: int) -> Image.Image:
     """Convert an image to 1 (gray) or 3 (RGB) channels of 8 bits, without transparency."""
     mode = _MODES[channels]
@@ -179,7 +206,7 @@ def to_channels(image: Image.Image, channels: int) -> Image.Image:
         return image
     if image.mode.startswith("I"):
         # Pillow's own conversion clips 16-bit values instead of scaling them.
-        grey = np.asarray(image).astype(np.int64) >> 8
+        grey = np.asarray(image).astype(np.int64) >> (_num_bits(image) - 8)
         image = Image.fromarray(np.clip(grey, 0, 255).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")

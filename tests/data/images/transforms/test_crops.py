@@ -1,11 +1,13 @@
 """Crops and decoding, compared with their definitions and with Pillow's operators."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from data.images.readability import problem_of
 from data.images.transforms.crops import central_crop, crop, open_image, random_box, to_channels
 from tests.data.images.pictures import encoded
 from tests.data.images.transforms.noise import NOISE, assert_same, noise, rng
@@ -123,6 +125,39 @@ def test_all_image_modes_are_converted_to_the_channels(channels, mode):
 def test_open_image_accepts_arrays_images_and_bytes(image):
     expected = NOISE if np.size(image) != NOISE[:, :, 0].size else NOISE[:, :, 0]
     assert_same(open_image(image), expected)
+
+
+def twelve_bit_tiff(values: np.ndarray) -> bytes:
+    """Return a TIFF with 12 bits per pixel, which Pillow reads but does not write."""
+    bits = "".join(f"{value:012b}" for value in values.reshape(-1))
+    pixels = int(bits, 2).to_bytes(len(bits) // 8)
+    height, width = values.shape
+    tags = {256: width, 257: height, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: height}
+    tags[279] = len(pixels)
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    start = struct.pack("<2sHI", b"II", 42, 8 + len(pixels))
+    return start + pixels + struct.pack("<H", len(tags)) + entries + bytes(4)
+
+
+@pytest.mark.parametrize("name", ["png", "tiff", "ppm", "12 bits"])
+def test_gray_images_of_more_than_8_bits_are_scaled(name):
+    num_bits = 12 if name == "12 bits" else 16
+    values = np.arange(0, 2**num_bits, 2**num_bits // 64).reshape(8, 8)
+    deep = values.astype(np.uint16)[:, :, None]
+    content = twelve_bit_tiff(values) if num_bits == 12 else encoded(deep, name)
+    found = np.asarray(to_channels(open_image(content), 1)).astype(float)
+    # A gray value of 8 bits is one of 256 steps, from 0 to 255.
+    np.testing.assert_allclose(found / 255, values / (2**num_bits - 1), atol=1 / 255)
+
+
+@pytest.mark.parametrize("dtype, kind", [("f4", "floating-point numbers"), ("i4", "32-bit integ")])
+def test_images_without_a_range_of_values_are_refused(dtype, kind):
+    """Pillow would clip a float from 0 to 1 to black, and a large integer to white."""
+    pixels = (NOISE[:, :, :1] / 255 * (1 if dtype == "f4" else 2**31 - 1)).astype(dtype)
+    content = encoded(pixels, "tiff")
+    assert (problem_of(content) or "").startswith(f"ValueError: its pixels are {kind}")
+    with pytest.raises(ValueError, match="not known; save it with 8 or 16 bits"):
+        open_image(content)
 
 
 @pytest.mark.parametrize("image", ["a.png", NOISE / 255, NOISE[None], NOISE[:, :0], 7])
