@@ -179,7 +179,7 @@ def _write_program(name: str, folder: Path, file: Path) -> dict[str, np.ndarray]
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Suppress what the exporter prints, such as its deprecated calls and the graph on failure."""
+    """Suppress the output of the exporter: its own deprecations, and the graph after a failure."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

@@ -172,7 +172,7 @@ class _ProblemError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses aliases, duplicate keys, and what is too deep or too long."""
+    """A safe loader that refuses aliases, duplicate keys, huge integers and deep nesting."""
 
     def __init__(self, stream: Any):
         super().__init__(stream)

@@ -179,7 +179,7 @@ def _check_layers(
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:
     """Check that the adapters are of a kind that can be read."""
-    # The kind comes first: the other keys, such as `r`, are those of LoRA.
+    # Check the kind first, because other kinds do not have the required keys, such as `r`.
     check_fields(config, {"peft_type": str}, file)
     _check_choice(config, "peft_type", ("LORA",), file)
     check_fields(config, _CONFIG_TYPES, file)
