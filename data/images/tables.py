@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from PIL import Image
 from data.checks import files_key, listed, matches_of
 from data.config import DataConfig
 from data.locks import locked
-from data.text.tables import SUFFIXES, files_of_folder, open_table
+from data.text.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
+from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
 from untrusted.files import make_private_directory, new_directory
 from untrusted.messages import shortened
 
-_BATCH_ROWS = 64
 #: The folder of images without labels.
 _UNLABELED = "images"
 #: Format in Pillow -> suffix of a file; other images get the suffix of the most common format.
@@ -60,7 +60,12 @@ def _unpacked(path: str, config: DataConfig) -> str:
     with locked(target):
         if not target.exists():
             with new_directory(target) as folder:
-                count = _write(files, label, folder)
+                argument = {
+                    "tables": [str(file) for file in files],
+                    "label": label,
+                    "folder": str(folder),
+                }
+                count = convert(_write_images, argument, files)
             _log.info("%s: %s images, unpacked into %s", path, f"{count:,}", target)
     return str(target)
 
@@ -73,16 +78,21 @@ def _files_of(path: str) -> list[Path]:
     return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
 
 
-def _write(files: Sequence[Path], label: str | None, folder: Path) -> int:
-    """Write the images of tables, with a folder for each label; return their number."""
-    count = 0
-    for file in files:
-        for content, name in _rows(file, label):
-            (folder / name).mkdir(exist_ok=True)
-            # Numbers keep the order, and name the row in messages about broken images.
-            (folder / name / f"{count:09d}{_suffix_of(content)}").write_bytes(content)
-            count += 1
-    return count
+def _write_images(argument: dict[str, Any]) -> dict[str, Any]:
+    """Write the images of tables, with a folder for each label; in a process with limits."""
+    files = [Path(name) for name in argument["tables"]]
+
+    def write(budget: Budget) -> None:
+        for file in files:
+            for content, name in _rows(file, argument["label"], budget):
+                folder = Path(argument["folder"], name)
+                folder.mkdir(exist_ok=True)
+                # Numbers keep the order, and name the row in messages about broken images.
+                image = folder / f"{budget.num_rows:09d}{_suffix_of(content)}"
+                budget.spend(len(content))
+                image.write_bytes(content)
+
+    return num_rows_or_error(write, files)
 
 
 def _suffix_of(content: bytes) -> str:
@@ -93,12 +103,12 @@ def _suffix_of(content: bytes) -> str:
         return ".jpg"
 
 
-def _rows(file: Path, label: str | None) -> Iterator[tuple[bytes, str]]:
+def _rows(file: Path, label: str | None, budget: Budget) -> Iterator[tuple[bytes, str]]:
     """Yield each image of a table, with the name of its folder."""
     number = 0
-    with open_table(file) as (schema, batches):
+    with open_table(file, budget) as (schema, batches):
         columns = _Columns.of(schema, label, file)
-        for batch in batches(columns.names, _BATCH_ROWS):
+        for batch in batches(columns.names):
             for row in batch.to_pylist():
                 yield columns.image_of(row, number), columns.folder_of(row, number)
                 number += 1

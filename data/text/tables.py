@@ -4,27 +4,23 @@ Afterwards everything is as for .jsonl files: documents and labeled examples, li
 A folder that `datasets.Dataset.save_to_disk` has written stands for its .arrow files.
 """
 
-import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.checks import files_key
 from data.locks import locked
+from data.text.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from untrusted.documents import read_json
-from untrusted.files import check_link, make_private_directory, open_new, open_regular
+from untrusted.files import check_link, make_private_directory, open_new
 from untrusted.schema import check_fields
 
-SUFFIXES = (".parquet", ".arrow")
 #: Files that `save_to_disk` of a Dataset, and of a DatasetDict, write into their folders.
 _STATE = "state.json"
 _SPLITS = "dataset_dict.json"
-_BATCH_ROWS = 1024
-
-Batches = Callable[[list[str], int], Iterator[Any]]
 
 _log = logging.getLogger(__name__)
 
@@ -86,21 +82,35 @@ def _lines_of(file: Path, cache: Path, verify: str) -> Path:
     with locked(target):
         if not target.exists():
             temporary = target.with_suffix(".tmp")
-            num_rows = 0
-            with open_new(temporary) as stream:
-                for record in _records(file):
-                    stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-                    num_rows += 1
-            os.replace(temporary, target)
+            argument = {"table": str(file), "lines": str(temporary)}
+            try:
+                num_rows = convert(_write_lines, argument, [file])
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
             _log.info("%s: %s rows, as lines in %s", file, f"{num_rows:,}", target)
     return target
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
+def _write_lines(argument: dict[str, str]) -> dict[str, Any]:
+    """Write the rows of a table as lines of JSON; in a process with limits."""
+    file = Path(argument["table"])
+
+    def write(budget: Budget) -> None:
+        with open_new(Path(argument["lines"])) as stream:
+            for record in _records(file, budget):
+                line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+                budget.spend(len(line))
+                stream.write(line)
+
+    return num_rows_or_error(write, [file])
+
+
+def _records(file: Path, budget: Budget) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, without columns that JSON cannot express, such as images."""
-    with open_table(file) as (schema, batches):
+    with open_table(file, budget) as (schema, batches):
         kinds = {each.name: each.type for each in schema if _is_plain(each.type)}
-        for batch in batches([*kinds], _BATCH_ROWS):
+        for batch in batches([*kinds]):
             for row in batch.to_pylist():
                 yield {name: _plain(value, kinds[name]) for name, value in row.items()}
 
@@ -128,73 +138,6 @@ def _plain(value: Any, kind: Any) -> Any:
             if value[field.name] is not None
         }
     return value
-
-
-@contextlib.contextmanager
-def open_table(file: Path) -> Iterator[tuple[Any, Batches]]:
-    """Open a Parquet or Arrow file.
-
-    Args:
-        file: The file.
-
-    Yields:
-        Its pyarrow.Schema, and a function (names of columns, most rows) -> its rows, as
-        pyarrow.RecordBatch; the batches of an Arrow file have the sizes that they were written in.
-
-    Raises:
-        ValueError: The file cannot be read.
-    """
-    import pyarrow as pa  # slow, and most corpora do not need it
-    import pyarrow.ipc
-    import pyarrow.parquet
-
-    try:
-        with open_regular(file) as stream:
-            if file.suffix == ".parquet":
-                table = pyarrow.parquet.ParquetFile(stream)
-                _check_names(table.schema_arrow.names, file)
-                yield (
-                    table.schema_arrow,
-                    lambda columns, rows: table.iter_batches(batch_size=rows, columns=columns),
-                )
-            else:
-                reader = _arrow_reader(stream)
-                _check_names(reader.schema.names, file)
-                yield (
-                    reader.schema,
-                    lambda columns, rows: (batch.select(columns) for batch in reader),
-                )
-    except OSError as error:
-        raise ValueError(f"data.paths: {file} cannot be read: {error}") from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"data.paths: {file} is not a whole {file.suffix[1:].title()} file ({error}); write it "
-            "again"
-        ) from error
-
-
-def _check_names(names: Sequence[str], file: Path) -> None:
-    """Check that columns have different names."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(
-            f"data.paths: {file} has several columns with the name {twice[0]!r}; rename or remove "
-            "one of them"
-        )
-
-
-def _arrow_reader(stream: Any) -> Any:
-    """Return a reader of record batches, from either of Arrow's two formats."""
-    import pyarrow as pa
-    import pyarrow.ipc
-
-    is_file = stream.read(6) == b"ARROW1"
-    stream.seek(0)
-    if not is_file:
-        return pyarrow.ipc.open_stream(stream)
-    reader = pyarrow.ipc.open_file(stream)
-    batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-    return pa.RecordBatchReader.from_batches(reader.schema, batches)
 
 
 def _is_plain(kind: Any) -> bool:

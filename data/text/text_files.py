@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from data.checks import matches_of
-from data.text import tables
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
+from data.text.table_files import SUFFIXES
+from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
 from untrusted.files import open_regular, version_of
 from untrusted.messages import without_surrogates
@@ -78,7 +79,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
         found = {Path(match) for match in matches if Path(match).is_file()}
         folder = next((Path(match) for match in matches if Path(match).is_dir()), None)
         if not found and folder is not None:
-            found = set(tables.files_of_folder(folder))
+            found = set(files_of_folder(folder))
         if not found and folder is not None:
             raise FileNotFoundError(
                 f"data.paths: {pattern!r} is a folder; name its files, such as "
@@ -90,7 +91,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
             )
         files |= found
     for file in sorted(files):
-        if file.suffix not in (".txt", ".jsonl", *tables.SUFFIXES):
+        if file.suffix not in (".txt", ".jsonl", *SUFFIXES):
             raise ValueError(
                 f"data.paths matches {str(file)!r}, but only .txt, .jsonl, .parquet and .arrow "
                 "files can be read; narrow the glob or convert the file"

@@ -113,7 +113,7 @@ def test_columns_have_different_names(tmp_path):
 def test_texts_must_be_utf_8(tmp_path):
     rows = pa.array([b"\xff\xfe"] * 60).view(pa.string())
     pq.write_table(pa.table({"text": rows}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"rows\.parquet is not a whole Parquet file .*utf-8"):
+    with pytest.raises(ValueError, match=r"rows\.parquet is not a whole Parquet file .*UTF8"):
         corpus_of(tmp_path / "rows.parquet", tmp_path / "cache")
 
 
