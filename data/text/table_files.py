@@ -1,4 +1,4 @@
-"""Opens Parquet and Arrow files that may come from a stranger, and limits what they expand to.
+"""Opens Parquet and Arrow files that may come from a stranger, and limits their expanded size.
 
 Both formats are full of offsets, lengths and counts, and pyarrow checks few of them: a wrong offset
 makes a text out of memory that belongs to something else, and 500 bytes can stand for gigabytes.
@@ -168,7 +168,7 @@ def open_table(file: Path, budget: Budget) -> Iterator[tuple[Any, Batches]]:
         raise
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # Those of pyarrow, about damaged content, have no number.
+            raise  # pyarrow's own errors, for damaged content, have no number
         raise ValueError(
             f"data.paths: {file} is not a whole {file.suffix[1:].title()} file "
             f"({shortened(error)}); write it again"

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from data.text.tokenization.special_tokens import (
     find_sentinel_ids,
     find_special_ids,
 )
+from data.text.tokenization.tokenizer_checks import check_tokenizer
 from untrusted.files import check_link, read_text
 
 # The first character of tokens that begin a word: a space, newline, tab or carriage return as they
@@ -131,15 +133,14 @@ class FileTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
-        with refusing(
-            f"data.tokenizer={self.source!r} cannot encode a text", remedy="replace the file"
-        ):
+        with self._refusing("cannot encode a text"):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text with names of special tokens; see `Tokenizer.encode_with_offsets`."""
-        encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
+        with self._refusing("cannot encode a text"):
+            encoded = self._with_special_tokens.encode(text, add_special_tokens=False)
         offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
         return np.array(encoded.ids, np.int32), offsets
 
@@ -152,7 +153,11 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids, with the names of special tokens."""
-        return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        with self._refusing("cannot decode tokens"):
+            return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def _refusing(self, problem: str) -> AbstractContextManager[None]:
+        return refusing(f"data.tokenizer={self.source!r} {problem}", remedy="replace the file")
 
     def is_text(self) -> np.ndarray:
         """Return bool[vocab_size], true for the ids that text can encode to."""
@@ -221,6 +226,7 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
             f"data.tokenizer={path!r} cannot be read as a tokenizer.json: {error}; "
             "replace the file, or set data.tokenizer to 'bpe' or 'bytes'"
         ) from error
+    check_tokenizer(content, path)
     return FileTokenizer(content, path, settings)
 
 

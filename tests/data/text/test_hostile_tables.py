@@ -39,7 +39,7 @@ def check_refused(file: Path, cache: Path, message: str) -> None:
     assert {path.suffix for path in (cache / "tables").iterdir()} == {".lock"}
 
 
-#: The first bytes of what zstd compresses.
+#: The first bytes of a zstd frame.
 MAGIC = 0xFD2FB528 - 2**32
 TEXTS = pa.array(["one", "three", "fifteen", "x"])
 COLUMNS: dict[str, tuple[pa.Array, list[int], list[int], str]] = {
@@ -57,9 +57,9 @@ COLUMNS: dict[str, tuple[pa.Array, list[int], list[int], str]] = {
     ),
     # Length, first four characters, number of a buffer, offset in it.
     "views": (
-        pa.array(["a text of 24 characters."], pa.string_view()),
-        [24, *struct.unpack("<i", b"a te"), 0, 0],
-        [24, *struct.unpack("<i", b"a te"), 0, 64],
+        pa.array(["some text of 24 letters."], pa.string_view()),
+        [24, *struct.unpack("<i", b"some"), 0, 0],
+        [24, *struct.unpack("<i", b"some"), 0, 64],
         "<i4",
     ),
 }
