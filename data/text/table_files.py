@@ -114,7 +114,9 @@ def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]
     try:
         result = run_limited(function, argument, _subject(files), limits)
     except LimitExceeded as error:
-        raise ValueError(f"{error}; write it again, or convert it to other files") from None
+        raise ValueError(
+            f"{error}; write it again, or convert it to .jsonl or image files"
+        ) from None
     if "error" in result:
         raise OSError(*result["error"])
     return result["num_rows"]
@@ -164,8 +166,11 @@ def open_table(file: Path, budget: Budget) -> Iterator[tuple[Any, Batches]]:
             schema, read = open_kind(stream)
             _check_names(schema.names, file)
             yield schema, lambda columns: _valid_batches(read(columns), columns, budget)
-    except MemoryError:  # also a pyarrow.ArrowException
-        raise
+    except MemoryError as error:  # also for a length that is only declared
+        raise ValueError(
+            f"data.paths: {file} takes too much memory ({shortened(error)}); write it again, or "
+            "convert it to .jsonl or image files"
+        ) from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # pyarrow's own errors, for damaged content, have no number

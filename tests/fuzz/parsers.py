@@ -33,7 +33,7 @@ from sharding.pipeline.schedules.csv_table import read_csv, write_csv
 from sharding.pipeline.schedules.generators import one_f_one_b
 from sharding.pipeline.schedules.table import verify
 from tests.convert import cases
-from tests.fuzz import valid
+from tests.fuzz import tables, tokenizers, valid
 from tests.fuzz.mutations import (
     damaged_bytes,
     damaged_json,
@@ -219,6 +219,21 @@ def _image(kind: str) -> Parser:
     return Parser(file="image", prepare=prepare, parse=_decode_image, damaged=damaged_bytes)
 
 
+def _table(file: str, prepare: Any, damaged: Any, *, share: float = 2.0) -> Parser:
+    parse = tables.read_lines(file)
+    return Parser(file=file, prepare=prepare, parse=parse, damaged=damaged, share=share)
+
+
+def _tokenizer(model: str) -> Parser:
+    return Parser(
+        file="tokenizer.json",
+        prepare=tokenizers.write(model),
+        parse=_tokenize,
+        damaged=tokenizers.damaged_tokenizers,
+        share=2.0,
+    )
+
+
 PARSERS: dict[str, Parser] = {
     **{f"config.json of {case}": _hugging_face(case) for case in ARCHITECTURES},
     "preprocessor_config.json": Parser(
@@ -246,6 +261,7 @@ PARSERS: dict[str, Parser] = {
         parse=render_template,
         damaged=damaged_template,
     ),
+    **{f"tokenizer.json with {m}": _tokenizer(m) for m in ("BPE", "Unigram", "WordLevel")},
     "vocab.json": _vocab_file("vocab.json", damaged_json),
     "merges.txt": _vocab_file("merges.txt", damaged_bytes),
     "vocab.txt": Parser(
@@ -301,6 +317,29 @@ PARSERS: dict[str, Parser] = {
         prepare=valid.write_tokens,
         parse=lambda directory: list(open_token_file(str(directory / "tokens"))),
         damaged=damaged_bytes,
+    ),
+    **{
+        f"Arrow {kind}": _table(
+            "rows.arrow", tables.write_arrow(kind, compression), tables.damaged_arrow
+        )
+        for kind, compression in (("file", None), ("stream", "zstd"))
+    },
+    "Arrow file with images": Parser(
+        file="rows.arrow",
+        prepare=tables.write_arrow("file", "lz4"),
+        parse=tables.read_images("rows.arrow"),
+        damaged=tables.damaged_arrow,
+    ),
+    "Parquet": _table("rows.parquet", tables.write_parquet("none"), tables.damaged_parquet),
+    "compressed Parquet": _table(
+        "rows.parquet", tables.write_parquet("zstd"), tables.damaged_parquet
+    ),
+    "state of save_to_disk": Parser(
+        file="saved/state.json",
+        prepare=tables.write_saved,
+        parse=tables.read_lines("saved"),
+        damaged=damaged_json,
+        share=0.5,
     ),
     **{f"{kind} image": _image(kind) for kind in IMAGE_FORMATS},
     "cached array": Parser(

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tests.fuzz.parsers import PARSERS, Parser
+from tests.fuzz.persistent import persistent_processes
 from tests.limits import MAX_SECONDS, limited_memory
 from untrusted.messages import sentence_of
 
@@ -52,6 +53,12 @@ def attack(parser: Parser, directory: Path, num_inputs: int, *, derandomize: boo
         num_inputs: The number of inputs.
         derandomize: Whether every call of this function has the same inputs.
     """
+    with persistent_processes():
+        _attack(parser, directory, num_inputs, derandomize=derandomize)
+    shutil.rmtree(directory)
+
+
+def _attack(parser: Parser, directory: Path, num_inputs: int, *, derandomize: bool) -> None:
     parser.prepare(directory)
     file = directory / parser.file
     valid = file.read_bytes()
@@ -85,7 +92,6 @@ def attack(parser: Parser, directory: Path, num_inputs: int, *, derandomize: boo
 
     try_one()
     assert num_tried >= num_inputs
-    shutil.rmtree(directory)
 
 
 def check_sentence(error: Exception) -> None:

@@ -111,14 +111,18 @@ def test_a_small_compressed_arrow_file_cannot_take_all_memory(compression, tmp_p
     monkeypatch.setattr(table_files, "_MIN_MEMORY_BYTES", 100 * 2**20)
     texts = pa.array(["x" * 2**28], pa.large_string())
     file = write_arrow(pa.table({"text": texts}), tmp_path / "rows.arrow", compression=compression)
-    check_refused(file, tmp_path / "cache", "takes more than .* MiB of memory; write it again")
+    check_refused(
+        file, tmp_path / "cache", "takes (more than .* MiB of|too much) memory.*; write it again"
+    )
 
 
 def test_compressed_sizes_that_are_declared_only_are_refused(tmp_path):
     file = write_arrow(pa.table({"text": ["x"]}), tmp_path / "rows.arrow", compression="zstd")
     # The size of the offsets becomes 4 EiB.
     patch(file, [8, 0, MAGIC], [0, 2**30, MAGIC])
-    check_refused(file, tmp_path / "cache", "MiB of memory|is not a whole Arrow file")
+    check_refused(
+        file, tmp_path / "cache", "takes too much memory .*; write it again|is not a whole"
+    )
 
 
 def test_errors_of_the_file_system_stay_what_they_are(tmp_path, monkeypatch):

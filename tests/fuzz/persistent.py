@@ -1,0 +1,37 @@
+"""One process with limits for many inputs: starting one for each would take most of the time."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from data.text import table_files
+from data.text.tokenization import tokenizer_checks
+from untrusted.limited import LimitedProcesses
+from untrusted.limited_process import Limits
+
+
+@contextlib.contextmanager
+def persistent_processes() -> Iterator[None]:
+    """Keep the processes that check and convert files until the end of the block.
+
+    A function keeps the limits of its first call, which is for the valid input; files may be as
+    large as the largest input needs.
+    """
+    pools: dict[Callable[[Any], Any], LimitedProcesses] = {}
+
+    def run(function: Callable[[Any], Any], argument: Any, subject: str, limits: Limits) -> Any:
+        if function not in pools:
+            limits = dataclasses.replace(limits, file_bytes=2**30)
+            pools[function] = LimitedProcesses(function, limits)
+        return pools[function].call(argument, subject)
+
+    with contextlib.ExitStack() as stack:
+        for module in (table_files, tokenizer_checks):
+            stack.enter_context(mock.patch.object(module, "run_limited", run))
+        try:
+            yield
+        finally:
+            for pool in pools.values():
+                pool.close()
