@@ -7,7 +7,6 @@ used only if nobody else can write to it.
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from untrusted.cached import read_cached, write_cached
+from untrusted.cached import others_may_write, read_cached, write_cached
 from untrusted.files import make_private_directory
 
 _log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ def use_compilation_cache(directory: Path) -> None:
     """
     try:
         make_private_directory(directory)
-        is_shared = _others_may_write(directory)
+        is_shared = others_may_write(directory)
     except OSError as error:
         _log.warning("%s cannot be used, compiled programs are not cached: %s", directory, error)
         return
@@ -86,9 +85,3 @@ def use_compilation_cache(directory: Path) -> None:
 
 def _get_verified_cache(path: str) -> tuple[CacheInterface, str]:
     return VerifiedCache(Path(path)), path
-
-
-def _others_may_write(path: Path) -> bool:
-    """Return whether users other than this one own a directory or may write to it."""
-    status = path.stat()
-    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & 0o022)

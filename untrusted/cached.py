@@ -7,6 +7,7 @@ suffix `.sha256`.
 
 import hashlib
 import logging
+import os
 from pathlib import Path
 
 from untrusted.files import open_regular, remove, temporary_of, write_with
@@ -60,6 +61,12 @@ def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
         _log.warning("%s is damaged (its SHA-256 differs), it is rebuilt", path)
         return None
     return content
+
+
+def others_may_write(path: Path) -> bool:
+    """Return whether users other than this one own a directory or may write to it."""
+    status = path.stat()
+    return status.st_uid not in (os.geteuid(), 0) or bool(status.st_mode & 0o022)
 
 
 def _write(path: Path, content: bytes) -> None:

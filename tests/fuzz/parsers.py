@@ -4,18 +4,16 @@ A parser reads the file at `path` in a directory whose other files are valid. It
 a ValueError or an OSError of one sentence, which the commands print.
 """
 
-import dataclasses
 import json
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from hypothesis import strategies as st
 
 from checkpoint.checksums import find_damage, write_checksums
 from checkpoint.lazy import stored_arrays
@@ -25,7 +23,6 @@ from data.array_cache import read_array, write_array
 from data.images.readability import problem_of
 from data.text.text_files import open_text_files
 from data.text.token_files import open_token_file
-from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from sharding.analysis.targets import Target, parse_target
 from sharding.distributed.channel import Channel
 from sharding.distributed.handshake import Process
@@ -41,6 +38,7 @@ from tests.fuzz.mutations import (
     damaged_safetensors,
     damaged_yaml,
 )
+from tests.fuzz.parser import Parser
 from tests.fuzz.templates import damaged_template, render_template, write_template
 from train.compile import run_for
 from train.config import deepspeed
@@ -59,35 +57,9 @@ ARCHITECTURES = """
 """.split()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parser:
-    """A parser and valid input for it.
-
-    Attributes:
-        file: The file that is damaged, relative to the directory.
-        prepare: Writes `file`, and the files that it needs, into an empty directory.
-        parse: Parses the file; its argument is the directory.
-        damaged: Returns a strategy for contents of `file`; its argument is a list of valid ones.
-        share: How many inputs it gets in a campaign, relative to other parsers.
-    """
-
-    file: str
-    prepare: Callable[[Path], Any]
-    parse: Callable[[Path], Any]
-    damaged: Callable[[Sequence[bytes]], st.SearchStrategy[bytes]]
-    share: float = 1.0
-
-
 def _read_all_tensors(directory: Path, *, allows_pickle: bool = False) -> None:
     for tensor in open_tensors(directory, allow_pickle_weights=allows_pickle).values():
         np.array(tensor.map())
-
-
-def _tokenize(directory: Path) -> None:
-    tokenizer = load_tokenizer_file(str(directory))
-    (ids,) = tokenizer.encode_batch([valid.TEXT])
-    tokenizer.decode(ids)
-    tokenizer.is_text()
 
 
 def _read_run(directory: Path) -> None:
@@ -163,7 +135,7 @@ def _tensor_files(file: str, prepare: Any, damaged: Any, *, allows_pickle: bool 
 
 
 def _vocab_file(file: str, damaged: Any) -> Parser:
-    return Parser(file=file, prepare=valid.write_vocab, parse=_tokenize, damaged=damaged)
+    return Parser(file=file, prepare=valid.write_vocab, parse=tokenizers.tokenize, damaged=damaged)
 
 
 def _run_file(file: str, damaged: Any, parse: Any = _read_run) -> Parser:
@@ -219,21 +191,6 @@ def _image(kind: str) -> Parser:
     return Parser(file="image", prepare=prepare, parse=_decode_image, damaged=damaged_bytes)
 
 
-def _table(file: str, prepare: Any, damaged: Any, *, share: float = 2.0) -> Parser:
-    parse = tables.read_lines(file)
-    return Parser(file=file, prepare=prepare, parse=parse, damaged=damaged, share=share)
-
-
-def _tokenizer(model: str) -> Parser:
-    return Parser(
-        file="tokenizer.json",
-        prepare=tokenizers.write(model),
-        parse=_tokenize,
-        damaged=tokenizers.damaged_tokenizers,
-        share=2.0,
-    )
-
-
 PARSERS: dict[str, Parser] = {
     **{f"config.json of {case}": _hugging_face(case) for case in ARCHITECTURES},
     "preprocessor_config.json": Parser(
@@ -253,7 +210,10 @@ PARSERS: dict[str, Parser] = {
         "pytorch_model.bin", valid.write_pickle, damaged_bytes, allows_pickle=True
     ),
     "tokenizer.json": Parser(
-        file="tokenizer.json", prepare=valid.write_tokenizer, parse=_tokenize, damaged=damaged_json
+        file="tokenizer.json",
+        prepare=valid.write_tokenizer,
+        parse=tokenizers.tokenize,
+        damaged=damaged_json,
     ),
     "chat template": Parser(
         file="chat_template.jinja",
@@ -261,18 +221,21 @@ PARSERS: dict[str, Parser] = {
         parse=render_template,
         damaged=damaged_template,
     ),
-    **{f"tokenizer.json with {m}": _tokenizer(m) for m in ("BPE", "Unigram", "WordLevel")},
+    **tokenizers.PARSERS,
     "vocab.json": _vocab_file("vocab.json", damaged_json),
     "merges.txt": _vocab_file("merges.txt", damaged_bytes),
     "vocab.txt": Parser(
-        file="vocab.txt", prepare=valid.write_vocab_txt, parse=_tokenize, damaged=damaged_bytes
+        file="vocab.txt",
+        prepare=valid.write_vocab_txt,
+        parse=tokenizers.tokenize,
+        damaged=damaged_bytes,
     ),
     "special_tokens_map.json": _vocab_file("special_tokens_map.json", damaged_json),
     "added_tokens.json": _vocab_file("added_tokens.json", damaged_json),
     "tokenizer_config.json": Parser(
         file="tokenizer_config.json",
         prepare=valid.write_tokenizer_config,
-        parse=_tokenize,
+        parse=tokenizers.tokenize,
         damaged=damaged_json,
     ),
     "config.yaml of a text run": _run_config(valid.write_config, "h100:1x8"),
@@ -318,29 +281,7 @@ PARSERS: dict[str, Parser] = {
         parse=lambda directory: list(open_token_file(str(directory / "tokens"))),
         damaged=damaged_bytes,
     ),
-    **{
-        f"Arrow {kind}": _table(
-            "rows.arrow", tables.write_arrow(kind, compression), tables.damaged_arrow
-        )
-        for kind, compression in (("file", None), ("stream", "zstd"))
-    },
-    "Arrow file with images": Parser(
-        file="rows.arrow",
-        prepare=tables.write_arrow("file", "lz4"),
-        parse=tables.read_images("rows.arrow"),
-        damaged=tables.damaged_arrow,
-    ),
-    "Parquet": _table("rows.parquet", tables.write_parquet("none"), tables.damaged_parquet),
-    "compressed Parquet": _table(
-        "rows.parquet", tables.write_parquet("zstd"), tables.damaged_parquet
-    ),
-    "state of save_to_disk": Parser(
-        file="saved/state.json",
-        prepare=tables.write_saved,
-        parse=tables.read_lines("saved"),
-        damaged=damaged_json,
-        share=0.5,
-    ),
+    **tables.PARSERS,
     **{f"{kind} image": _image(kind) for kind in IMAGE_FORMATS},
     "cached array": Parser(
         file="array",

@@ -17,7 +17,8 @@ from data.config import DataConfig
 from data.images.tables import unpacked
 from data.text.tables import as_lines
 from data.text.text_files import find_files
-from tests.fuzz.mutations import damaged_bytes
+from tests.fuzz.mutations import damaged_bytes, damaged_json
+from tests.fuzz.parser import Parser
 
 _INTEGERS = (0, 1, -1, 2, 7, 8, 64, 100, 1000, 2**16, 2**24, 2**30, 2**31 - 1, -(2**31))
 _LARGE_INTEGERS = (2**31, 2**32, 2**40, 2**62, 2**63 - 1, -(2**63))
@@ -44,8 +45,8 @@ def _table() -> pa.Table:
     return pa.table(columns)
 
 
-def write_arrow(kind: str, compression: str | None) -> Callable[[Path], Any]:
-    """Write `rows.arrow` in one of Arrow's two formats; kind is "file" or "stream"."""
+def _arrow_writer(kind: str, compression: str | None) -> Callable[[Path], Any]:
+    """Return a writer of `rows.arrow`; kind, "file" or "stream", is one of Arrow's formats."""
 
     def prepare(directory: Path) -> None:
         table = _table().append_column(
@@ -60,7 +61,7 @@ def write_arrow(kind: str, compression: str | None) -> Callable[[Path], Any]:
     return prepare
 
 
-def write_parquet(compression: str) -> Callable[[Path], Any]:
+def _parquet_writer(compression: str) -> Callable[[Path], Any]:
     def prepare(directory: Path) -> None:
         pq.write_table(
             _table(), directory / "rows.parquet", row_group_size=5, compression=compression
@@ -69,14 +70,14 @@ def write_parquet(compression: str) -> Callable[[Path], Any]:
     return prepare
 
 
-def write_saved(directory: Path) -> None:
+def _write_saved(directory: Path) -> None:
     """Write a folder of `save_to_disk`."""
     datasets.disable_progress_bars()
     rows = [{"text": f"row {i}", "label": i % 2} for i in range(9)]
     datasets.Dataset.from_list(rows).save_to_disk(str(directory / "saved"), num_shards=2)
 
 
-def read_lines(path: str) -> Callable[[Path], Any]:
+def _read_lines(path: str) -> Callable[[Path], Any]:
     """Return a parser of a table, or of a folder of tables, as lines of text."""
 
     def parse(directory: Path) -> None:
@@ -91,7 +92,7 @@ def read_lines(path: str) -> Callable[[Path], Any]:
     return parse
 
 
-def read_images(path: str) -> Callable[[Path], Any]:
+def _read_images(path: str) -> Callable[[Path], Any]:
     """Return a parser of a table of images."""
 
     def parse(directory: Path) -> None:
@@ -193,3 +194,29 @@ def damaged_parquet(contents: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     integers = [_damaged_integers(contents)] * 16
     footers = [_damaged_footers(contents)] * 16
     return st.one_of(*integers, *footers, *[damaged_bytes(contents)] * 7, _bombs("parquet"))
+
+
+def _lines(file: str, prepare: Any, damaged: Any) -> Parser:
+    parse = _read_lines(file)
+    return Parser(file=file, prepare=prepare, parse=parse, damaged=damaged, share=2.0)
+
+
+PARSERS = {
+    "Arrow file": _lines("rows.arrow", _arrow_writer("file", None), damaged_arrow),
+    "Arrow stream": _lines("rows.arrow", _arrow_writer("stream", "zstd"), damaged_arrow),
+    "Arrow file with images": Parser(
+        file="rows.arrow",
+        prepare=_arrow_writer("file", "lz4"),
+        parse=_read_images("rows.arrow"),
+        damaged=damaged_arrow,
+    ),
+    "Parquet": _lines("rows.parquet", _parquet_writer("none"), damaged_parquet),
+    "compressed Parquet": _lines("rows.parquet", _parquet_writer("zstd"), damaged_parquet),
+    "state of save_to_disk": Parser(
+        file="saved/state.json",
+        prepare=_write_saved,
+        parse=_read_lines("saved"),
+        damaged=damaged_json,
+        share=0.5,
+    ),
+}

@@ -10,7 +10,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.fuzz.parsers import PARSERS, Parser
+from tests.fuzz.parser import Parser
+from tests.fuzz.parsers import PARSERS
 from tests.fuzz.persistent import persistent_processes
 from tests.limits import MAX_SECONDS, limited_memory
 from untrusted.messages import sentence_of

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from tests.fuzz.mutations import damaged_json, damaged_values
+from tests.fuzz.parser import Parser
+from tests.fuzz.valid import TEXT
 
 _STRINGS = ("", "a", " ", "▁", "##", "é", "ﷺ", "</s>", "xx", "a" * 50, "x" * 5000, "\0", "\n")
 _PATTERNS = (
@@ -87,8 +90,8 @@ def _content(kind: str) -> dict[str, Any]:
     }
 
 
-def write(kind: str) -> Callable[[Path], Any]:
-    """Write a tokenizer.json with a model of this kind."""
+def _writer(kind: str) -> Callable[[Path], Any]:
+    """Return a function that writes a tokenizer.json with a model of this kind."""
     return lambda directory: (directory / "tokenizer.json").write_text(json.dumps(_content(kind)))
 
 
@@ -195,3 +198,26 @@ def _hostile_model(draw: Any, model: dict[str, Any]) -> dict[str, Any]:
 def damaged_tokenizers(contents: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     """Draw a tokenizer.json with other steps, wrong values or wrong bytes."""
     return st.one_of(*[_recombined(contents)] * 4, damaged_json(contents))
+
+
+def tokenize(directory: Path) -> None:
+    """Parse the tokenizer of a directory, and use it."""
+    tokenizer = load_tokenizer_file(str(directory))
+    (ids,) = tokenizer.encode_batch([TEXT])
+    tokenizer.decode(ids)
+    tokenizer.is_text()
+
+
+def _parser(model: str) -> Parser:
+    return Parser(
+        file="tokenizer.json",
+        prepare=_writer(model),
+        parse=tokenize,
+        damaged=damaged_tokenizers,
+        share=2.0,
+    )
+
+
+PARSERS = {
+    f"tokenizer.json with {model}": _parser(model) for model in ("BPE", "Unigram", "WordLevel")
+}

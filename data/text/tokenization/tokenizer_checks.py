@@ -26,7 +26,8 @@ import tokenizers
 
 from data.config import cache_path
 from data.text.tokenization.refusing import refusing
-from untrusted.files import make_private_directory, others_may_write, write_with
+from untrusted.cached import others_may_write
+from untrusted.files import make_private_directory, write_with
 from untrusted.limited import LimitExceeded, run_limited
 from untrusted.limited_process import Limits
 
