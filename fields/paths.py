@@ -11,7 +11,7 @@ from typing import Any
 
 from fields.numbers import shown
 
-#: `s3://bucket/x`, `gs:/bucket/x` (what a Path makes of it), and chains such as `zip::s3://x.zip`.
+#: `s3://bucket/x`, `gs:/bucket/x` (the same as a Path), and chains such as `zip::s3://x.zip`.
 #: A scheme has at least two characters and no dot, so `config.py:/argument` is none.
 _URL = re.compile(r"(?:[A-Za-z][\w+-]+::)*([A-Za-z][A-Za-z0-9+-]+):/+(.*)", re.DOTALL)
 #: Owner and name of a repository of the Hugging Face hub, without a revision.

@@ -29,7 +29,7 @@ class RefuseOtherSites:
 
     Args:
         app: Gets the requests.
-        allowed: Names of hosts that are allowed in both headers, besides this machine's.
+        allowed: Names of hosts that are allowed in both headers, in addition to this machine's.
     """
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str]):

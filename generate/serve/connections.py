@@ -158,6 +158,6 @@ class _Connection(H11Protocol):
             self._deadline.cancel()
 
     def _abort(self) -> None:
-        """Close the connection without waiting until the client has read what was sent."""
+        """Close the connection at once, and drop data that the client has not read yet."""
         self.connections.discard(self)  # now, because more connections may follow at once
         self.transport.abort()

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from data.text.chat import rendering
 from data.text.chat.template import ROLES, Dialogue, find_template
-from tests.data.text.test_chat import CONVERSATIONS, TEMPLATES
-from tests.data.text.test_chat_masks import PARTS
-from tests.data.text.test_chat_tools import CALLS, FUNCTIONS, TOOLS
+from tests.data.text.chat.test_chat import CONVERSATIONS, TEMPLATES
+from tests.data.text.chat.test_chat_masks import PARTS
+from tests.data.text.chat.test_chat_tools import CALLS, FUNCTIONS, TOOLS
 from tests.fuzz.mutations import damaged_bytes
 from untrusted.limited import LimitedProcesses
 from untrusted.limited_process import Limits

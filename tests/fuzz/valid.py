@@ -19,7 +19,7 @@ from sharding.analysis.targets import TARGETS, parse_target
 from sharding.distributed.handshake import Process
 from tests.convert import cases
 from tests.data.corpora import word_piece
-from tests.data.text.tokenizer_folders import KINDS
+from tests.data.text.tokenization.tokenizer_folders import KINDS
 from tests.runs import TINY, make_run, write_corpus
 from train.config.config_files import as_yaml, load
 from train.lifecycle.restore import identity_of, restore_or_initialize

@@ -20,10 +20,8 @@ from convert.source import read_source
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from generate.evaluation.task_model import TaskModel
-from generate.evaluation.task_options import applied_settings, task_options
 from generate.lm_eval import main
 from generate.prompts import stop_tokens_of
-from generate.sampling import Sampling
 
 TASKS = ("choose", "perplexity", "continue", "search")
 POSITIONS = 64
@@ -300,34 +298,6 @@ def test_special_tokens_stop_texts_as_in_the_hugging_face_backend(stop, penalty,
 def test_generation_settings_apply_as_in_the_hugging_face_backend(generation, options, backends):
     backends.set_generation(**generation)
     assert_equal_texts(backends, **options)
-
-
-@pytest.mark.parametrize(
-    "generation, options, message",
-    [
-        ({"no_repeat_ngram_size": 2}, {}, r"generation_config\.json has .*no_repeat_ngram_size"),
-        ({"typical_p": 0.5}, {"temperature": 0.5}, r"generation_config\.json has .*typical_p"),
-        ({"repetition_penalty": "much"}, {}, "repetition_penalty is 'much', but must be"),
-        ({"num_beams": 2, "repetition_penalty": 1.2}, {}, "num_beams=2 with do_sample"),
-        ({}, {"do_sample": True}, "have do_sample without a temperature"),
-        ({}, {"best_of": 2}, r"generation_kwargs have \['best_of'\]"),
-    ],
-)
-def test_generation_settings_that_are_not_supported_are_refused(generation, options, message):
-    with pytest.raises(ValueError, match=message):
-        task_options(options, generation)
-
-
-def test_generation_settings_have_the_defaults_of_transformers():
-    harmless = {"no_repeat_ngram_size": 0, "typical_p": 0.5, "bad_words_ids": None, "unknown": 1}
-    found = task_options({"temperature": 0.5}, {"top_p": 0.8})
-    assert found.search == Sampling(temperature=0.5, top_k=50, top_p=0.8)
-    found = task_options({"max_gen_toks": 3}, harmless | {"top_p": 0.8, "max_new_tokens": 9})
-    assert found.search == Sampling(temperature=0.0)
-    assert (found.num_reserved, found.max_new_tokens) == (3, 9)
-    assert applied_settings(harmless | {"top_p": 0.8, "repetition_penalty": 1.1}) == {
-        "repetition_penalty": 1.1
-    }
 
 
 @pytest.mark.parametrize(

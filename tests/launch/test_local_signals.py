@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.launcher import READY, launch, read_pids, start, wait_until_gone
 
-#: What a training process does with signals before its first step.
+#: A process that reacts to signals like a training process before its first step.
 STARTING = """
 def stop(number, frame):
     print(signal.Signals(number).name, flush=True)

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other during training, and what they wait for.
+"""Messages and barriers between the processes of a run during training.
 
 A signal reaches the processes at different times, or only some of them. So at every step each
 process tells the others in a small collective whether it wants to stop, and all act on the result

@@ -32,12 +32,12 @@ def write_config(
     saved: Mapping[str, Any] | None,
     completed: Callable[[Mapping[str, Any]], Mapping[str, Any]],
 ) -> None:
-    """Write `config.yaml`, keep earlier configs that differ from it, and log what has changed.
+    """Write `config.yaml`, keep earlier configs that differ from it, and log the changes.
 
     Args:
         workdir: the run's directory.
         config: the full config of this start.
-        saved: the config of the newest checkpoint, which decides what has changed; None: the
+        saved: the config of the newest checkpoint, which the changes refer to; None: the
             present `config.yaml` decides.
         completed: adds the defaults of keys that an earlier config does not have.
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and what they do to its process.
+"""Signals that ask a run to stop, and their effects on its process.
 
 This module imports only the standard library, so that a command can watch for signals before it
 loads jax, which takes seconds.

@@ -123,7 +123,7 @@ def write_run_files(
 ) -> None:
     """Write `config.yaml`, `memory.txt`, and in `hf/` the input of `python -m convert.to_hf`.
 
-    If the run resumes with another config, log what has changed, and keep the earlier config; see
+    If the run resumes with another config, log the changes, and keep the earlier config; see
     config_history.py.
 
     `hf/` contains the tokenizer, its chat template, the token that ends answers, the labels of a

@@ -38,7 +38,7 @@ class FileTokenizer:
     Args:
         content: The content of a tokenizer.json.
         source: The path of the file, as in `data.tokenizer`.
-        settings: What the files next to it say.
+        settings: The settings in the files next to it.
 
     Attributes:
         bos_id: The id of the token that begins a text; None if the tokenizer has none.

@@ -46,7 +46,7 @@ def build_tokenizer(directory: Path) -> tuple[tokenizers.Tokenizer, TokenizerSet
         directory: The directory.
 
     Returns:
-        The tokenizer, and what the other files say about it.
+        The tokenizer, and the settings in the other files.
 
     Raises:
         ValueError: A file is damaged or leads out of the directory, or the class of the tokenizer

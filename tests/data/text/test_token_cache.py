@@ -8,7 +8,7 @@ import pytest
 
 from data.text.text_corpus import load_text
 from tests.data.corpora import documents, jsonl_config, tokens_of
-from tests.data.text.tokenizer_folders import KINDS, save_json
+from tests.data.text.tokenization.tokenizer_folders import KINDS, save_json
 
 
 @pytest.mark.parametrize("is_at", ["final", "temporary"])

@@ -110,7 +110,7 @@ def test_client_that_does_not_read_its_answer_is_closed():
     with serving_slowly(limits) as address, socket.create_connection(address) as connection:
         connection.sendall(b"GET /long" + HEAD + b"\r\n")
         time.sleep(2)
-        assert is_closed(connection, within_s=1)  # after what its buffers hold
+        assert is_closed(connection, within_s=1)  # after the contents of its buffers
 
 
 def test_waiting_connections_make_room_for_others():

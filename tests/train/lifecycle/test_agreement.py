@@ -1,4 +1,4 @@
-"""What processes tell each other during training: the delayed maximum, and the timer of saves."""
+"""The delayed maximum over processes, and the timer of saves."""
 
 import time
 

@@ -13,8 +13,8 @@ from data.text.chat import rendering
 from data.text.chat.conversations import end_of_answers
 from data.text.chat.template import ROLES, ChatTemplate, Dialogue
 from data.text.tokenization.file_tokenizer import FileTokenizer
-from tests.data.text.test_chat import CONVERSATIONS, TEMPLATES, chat_tokenizer, config_of
-from tests.data.text.test_preferences import rows_of, texts
+from tests.data.text.chat.test_chat import CONVERSATIONS, TEMPLATES, chat_tokenizer, config_of
+from tests.data.text.chat.test_preferences import rows_of, texts
 
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 #: Marks the reasoning, the answer, and the end of the answer on their own, as templates do that

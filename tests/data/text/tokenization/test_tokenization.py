@@ -15,7 +15,7 @@ from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
 from generate.prompts import TextCodec
 from tests.data.corpora import byte_level, sentence_piece, word_piece
-from tests.data.text.tokenizer_folders import KINDS, save_bpe, save_json, vocab_size
+from tests.data.text.tokenization.tokenizer_folders import KINDS, save_bpe, save_json, vocab_size
 
 TEXTS = ["def f(x):\n    return x\n", "naïve — 数据 🙂\n\n\t", "", "<|endoftext|> is only text"]
 

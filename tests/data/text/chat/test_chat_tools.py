@@ -14,7 +14,7 @@ from data.corpus import load_corpus
 from data.text.chat.conversations import open_chats
 from data.text.chat.template import ROLES, ChatTemplate, Dialogue, load_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
-from tests.data.text.test_chat import CONVERSATIONS, chat_tokenizer, config_of
+from tests.data.text.chat.test_chat import CONVERSATIONS, chat_tokenizer, config_of
 
 TOOLS = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"

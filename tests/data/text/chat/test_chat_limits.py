@@ -6,7 +6,7 @@ import pytest
 
 from data.text.chat import rendering
 from data.text.chat.template import ChatTemplate, Dialogue, Rendered
-from tests.data.text.test_chat import CONVERSATIONS
+from tests.data.text.chat.test_chat import CONVERSATIONS
 from untrusted.limited import LimitedProcesses
 from untrusted.limited_process import Limits
 
