@@ -5,9 +5,9 @@ Jinja's sandbox, which has neither files nor imports, and in a process with limi
 about that process. In training it has neither a clock nor chance, because a model must not depend
 on the day of its training.
 
-The text of the assistant is what the model learns. A template can mark it with
-`{% generation %}…{% endgeneration %}`. For others, it is what a message adds to the text of the
-messages before it, after the prompt for an answer.
+The model learns the text of the assistant. A template can mark it with
+`{% generation %}…{% endgeneration %}`. For others, it is the part that a message adds to the text
+of the messages before it, after the prompt for an answer.
 """
 
 import dataclasses

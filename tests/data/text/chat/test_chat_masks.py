@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,10 @@ def test_no_message_can_mark_itself(monkeypatch):
     nonces = iter([nonce, nonce[1:] + "1"])
     monkeypatch.setattr("secrets.token_hex", lambda size: next(nonces))
     # Were the marks known, the text would differ without them, which is an error.
-    request = {"text": ROLES, "for_tools": None, "source": "x.jinja", "tokens": _TOKENS}
-    conversation = {"messages": messages, "tools": None, "add_generation_prompt": False}
-    (found,) = rendering.render(
-        request | {"is_repeatable": True, "conversations": [conversation | {"num_given": 0}]}
-    )
-    assert "the text of the assistant is not clear" in found["error"]
+    here: Any = types.SimpleNamespace(call=lambda request, subject: rendering.render(request))
+    template = ChatTemplate(ROLES, "x.jinja", _TOKENS, processes=here)
+    with pytest.raises(ValueError, match=r"the text of the assistant is not clear"):
+        template.learned(Dialogue(messages))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_changing_marked_text_is_refused():
 def test_token_after_an_answer_of_several_parts_is_found():
     tokenizer = FileTokenizer(chat_tokenizer(), "tokenizer.json")
     found = end_of_answers(ChatTemplate(PARTS, "x.jinja", _TOKENS), tokenizer)
-    assert found == tokenizer.token_id("<|im_end|>")
+    assert found is not None and tokenizer.decode([found]) == "<|im_end|>"
 
 
 def test_shared_answers_of_several_parts_are_not_learned(tmp_path):
