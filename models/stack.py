@@ -45,7 +45,8 @@ A class can declare further properties:
   using sharding/logical.py. Such a batch is a single microbatch.
 - `objectives = ("causal_lm",)`: the model only supports these values of `data.objective`.
 - `not_decayed = ("class_token",)`: names of parameters, or of modules that contain them, without
-  weight decay. Weight decay applies to matrices and tables, but never to a `bias` or `scale`.
+  weight decay. Weight decay applies to matrices and tables, but never to a vector, `bias` or
+  `scale`. The `layers` axis of a stack does not count: a vector in each block is still a vector.
 """
 
 import contextlib

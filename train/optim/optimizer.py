@@ -12,6 +12,7 @@ import optax
 
 from fields.field import field
 from fields.section import Section
+from models.adapters import is_adapter
 from train.optim.layer_decay import Depths, scaled_by_depth
 from train.optim.trust_ratio import scale_by_layers_trust_ratio
 from untrusted.imports import import_object
@@ -23,7 +24,8 @@ ELEMENTWISE = ("adamw", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
 WARMUPS = ("linear", "log")
 
-#: Names of parameters without weight decay in every model: biases, and the scales of norms.
+#: Names of parameters without weight decay in every model: biases, and the scales of norms. Names
+#: are needed because a bias can have two dimensions, such as heads and head_dim.
 NOT_DECAYED = ("bias", "scale")
 
 #: Trust coefficient of LARS: norm of an update / norm of the weights, before the learning rate.
@@ -62,8 +64,8 @@ class OptimizerConfig(Section, section="optimizer"):
     )
     weight_decay: float = field(
         0.1,
-        "Weight decay, multiplied by the learning rate. It does not apply to biases, norm scales "
-        "and the parameters that the model names in `not_decayed`.",
+        "Weight decay, multiplied by the learning rate. It does not apply to biases, norm scales, "
+        "other vectors and the parameters that the model names in `not_decayed`.",
         ge=0,
         required=True,
     )
@@ -146,13 +148,16 @@ def _logarithmic(peak: float, num_steps: int, count: Any) -> Any:
     return peak * jnp.log1p(count) / math.log(max(num_steps, 2))
 
 
-def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
+def decay_mask(params: Any, *, stacks: Collection[str], not_decayed: Collection[str] = ()) -> Any:
     """Return a bool per parameter: whether weight decay applies to it.
 
-    It applies to matrices and embedding tables, but not to NOT_DECAYED.
+    It applies to matrices and embedding tables, but not to vectors, to NOT_DECAYED, or to DoRA's
+    magnitudes, which PEFT stores as vectors. A parameter of a stack counts as one layer's: a vector
+    in each block is `[slots, D]`, and is still a vector.
 
     Args:
         params: tree of parameters.
+        stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
         not_decayed: names of additional parameters, or of modules, without weight decay.
 
     Raises:
@@ -165,7 +170,12 @@ def decay_mask(params: Any, not_decayed: Collection[str] = ()) -> Any:
 
     def is_decayed(path: tuple, leaf: Any) -> bool:
         keys = [getattr(key, "key", None) for key in path]
-        return keys[-1] not in NOT_DECAYED and not {*keys} & {*not_decayed} and leaf.ndim > 1
+        if keys[-1] in NOT_DECAYED or {*keys} & {*not_decayed}:
+            return False
+        if is_adapter(keys) and keys[-1] == "magnitude":
+            return False
+        num_dims = leaf.ndim - (keys[0] in stacks)
+        return num_dims > 1
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 
@@ -197,7 +207,7 @@ def make_optimizer(
     Raises:
         ValueError: `config.name` is neither an optimizer nor an import path.
     """
-    mask = partial(decay_mask, not_decayed=not_decayed)
+    mask = partial(decay_mask, stacks=stacks, not_decayed=not_decayed)
     optimizer = _named(config, learning_rate_schedule, stacks, mask)
     if config.layer_decay != 1:
         assert depths is not None

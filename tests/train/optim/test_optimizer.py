@@ -1,4 +1,4 @@
-"""Learning-rate schedules, decay masks, and optimizers against PyTorch's and published formulas."""
+"""Learning-rate schedules, and optimizers against PyTorch's and published formulas."""
 
 import dataclasses
 from typing import Any
@@ -9,21 +9,12 @@ import numpy as np
 import optax
 import pytest
 import torch
-from flax import nnx
 
-from models.vision.swin import Swin
-from models.vision.swin_config import SwinConfig
-from models.vision.vit import ViT, ViTConfig
 from sharding.mesh import make_mesh
-from tests.runs import CONFIG, ROOT
+from tests.runs import CONFIG
 from train.config.config_files import load
 from train.config.schema import validate_config
-from train.optim.optimizer import (
-    OptimizerConfig,
-    decay_mask,
-    make_learning_rate_schedule,
-    make_optimizer,
-)
+from train.optim.optimizer import OptimizerConfig, make_learning_rate_schedule, make_optimizer
 from train.run.assemble import assemble_run
 
 BASE = OptimizerConfig(
@@ -98,98 +89,11 @@ def test_optimizer_with_factored_state_works_on_a_mesh():
     assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
 
 
-def test_decay_mask_of_gpt2_selects_matrices_and_embeddings():
-    config = validate_config(load(CONFIG))
-    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(run.state_layout.abstract.params))
-    names = {".".join(key.key for key in path): decayed for path, decayed in mask}
-    decayed = {name for name, is_decayed in names.items() if is_decayed}
-    assert decayed == {
-        "token_embedding",
-        "position_embedding",
-        *(f"decoder.layers.attention.{name}.kernel" for name in ("qkv", "out")),
-        *(f"decoder.layers.mlp.{name}.kernel" for name in ("up", "down")),
-    }
-    kept = {name.rpartition(".")[2] for name in names.keys() - decayed}
-    assert kept == {"bias", "scale"} and len(names.keys() - decayed) == 10
-
-
-def not_decayed_of(model: Any) -> set[str]:
-    params = nnx.to_pure_dict(nnx.split(model)[1])
-    mask = jax.tree_util.tree_leaves_with_path(decay_mask(params, model.not_decayed))
-    names = {".".join(key.key for key in path) for path, is_decayed in mask if not is_decayed}
-    return {name for name in names if not name.endswith((".bias", ".scale"))}
-
-
-def test_image_models_do_not_decay_tokens_positions_and_scales():
-    """Match `no_weight_decay` and `no_weight_decay_keywords` of the models' published code."""
-    vit: dict[str, Any] = {
-        name: 4 for name in ("image_size", "num_layers", "num_heads", "embed_dim", "mlp_dim")
-    }
-    swin: dict[str, Any] = {
-        "image_size": 8,
-        "embed_dim": 4,
-        "depths": (2,),
-        "num_heads": (2,),
-        "window_size": 4,
-    }
-    build = nnx.eval_shape
-    assert not_decayed_of(build(lambda: ViT(ViTConfig(**vit, patch_size=2), rngs=nnx.Rngs(0)))) == {
-        "class_token",
-        "position_embedding",
-    }
-    first = build(lambda: Swin(SwinConfig(**swin), rngs=nnx.Rngs(0)))
-    blocks = [f"stage0.layers.{block}" for block in ("first", "second")]
-    assert not_decayed_of(first) == {f"{block}.bias.table" for block in blocks}
-    second = build(lambda: Swin(SwinConfig(**swin, version=2), rngs=nnx.Rngs(0)))
-    of_block = ("bias.up.kernel", "bias.down.kernel", "attention.q_norm.log_scale")
-    assert not_decayed_of(second) == {f"{block}.{name}" for block in blocks for name in of_block}
-
-
-@pytest.mark.thorough
-def test_run_does_not_decay_parameters_named_by_the_model():
-    config = validate_config(load(str(ROOT / "configs" / "vit.py"), ["optimizer.warmup_steps=0"]))
-    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), num_labels=10)
-    params = run.state_layout.initial().params
-    zeros: Any = jax.tree.map(jnp.zeros_like, params)
-    updates: Any = run.optimizer.update(zeros, run.optimizer.init(params), params)[0]
-    largest = jax.tree.map(lambda x: float(jnp.abs(x).max()), updates)
-    assert largest["class_token"] == largest["position_embedding"] == 0
-    assert largest["classifier"]["kernel"] > 0
-
-
-def test_adamw_equals_pytorchs():
-    """Ten steps on random gradients; only the kernel is decayed."""
-    schedule: Any = make_learning_rate_schedule(BASE, 10)
-    rng = np.random.default_rng(0)
-    start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=(2, 3))}
-    with jax.enable_x64(True):
-        optimizer = make_optimizer(BASE, schedule)
-        params: Any = jax.tree.map(jnp.asarray, start)
-        state = optimizer.init(params)
-        theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
-        groups = [
-            {"params": [theirs["kernel"]], "weight_decay": 0.1},
-            {"params": [theirs["bias"]], "weight_decay": 0.0},
-        ]
-        reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-        for step in range(10):
-            grads = {k: rng.normal(size=v.shape) for k, v in start.items()}
-            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
-            params = optax.apply_updates(params, updates)
-            for group in reference.param_groups:
-                group["lr"] = float(schedule(step))
-            for name, parameter in theirs.items():
-                parameter.grad = torch.tensor(grads[name])
-            reference.step()
-        for name, parameter in theirs.items():
-            # The learning rate is float32: a relative error of 1e-7 in each step of 0.02.
-            np.testing.assert_allclose(params[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
-
-
 #: A stack with three slots, of which the last is padding, and an embedding table.
 STACKS = ("blocks",)
-SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4)}
+SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4), "gain": (3, 4)}
+#: Tensors of these names are vectors: they have no decay and a trust ratio of 1.
+VECTORS = ("bias", "gain")
 
 
 def stacked(rng: np.random.Generator) -> dict[str, Any]:
@@ -207,9 +111,39 @@ def tensors(tree: Any) -> dict[str, np.ndarray]:
     return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
 
 
+def test_adamw_equals_pytorchs_for_every_tensor():
+    """Ten steps on random gradients; vectors are not decayed, also in a stack."""
+    schedule: Any = make_learning_rate_schedule(BASE, 10)
+    rng = np.random.default_rng(0)
+    start = stacked(rng)
+    with jax.enable_x64(True):
+        optimizer = make_optimizer(BASE, schedule, stacks=STACKS)
+        params: Any = jax.tree.map(jnp.asarray, start)
+        state = optimizer.init(params)
+        theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in tensors(start).items()}
+        groups = [
+            {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in theirs.values() if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+        for step in range(10):
+            grads = stacked(rng)
+            updates, state = optimizer.update(jax.tree.map(jnp.asarray, grads), state, params)
+            params = optax.apply_updates(params, updates)
+            for group in reference.param_groups:
+                group["lr"] = float(schedule(step))
+            for name, gradient in tensors(grads).items():
+                theirs[name].grad = torch.tensor(gradient)
+            reference.step()
+        found = tensors(params)
+        for name, parameter in theirs.items():
+            # The learning rate is float32: a relative error of 1e-7 in each step of 0.02.
+            np.testing.assert_allclose(found[name], parameter.detach().numpy(), atol=1e-8, rtol=0)
+
+
 def trust_ratio(name: str, weights: np.ndarray, update: np.ndarray) -> float:
     lengths = np.sqrt(np.square(weights).sum()), np.sqrt(np.square(update).sum())
-    return 1.0 if name.startswith("bias") or 0 in lengths else lengths[0] / lengths[1]
+    return 1.0 if name.startswith(VECTORS) or 0 in lengths else lengths[0] / lengths[1]
 
 
 def lamb(name, w, g, memory, rate, step):
@@ -217,15 +151,15 @@ def lamb(name, w, g, memory, rate, step):
     m, v = memory.get(name, (0, 0))
     memory[name] = m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
     u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
-    u += 0.0 if name.startswith("bias") else 0.1 * w
+    u += 0.0 if name.startswith(VECTORS) else 0.1 * w
     return w - rate * trust_ratio(name, w, u) * u
 
 
 def lars(name, w, g, memory, rate, step):
     """Section 4 of You et al. (2017), but with the norm of g + decay × w, as in MoCo v3."""
-    u = g + (0.0 if name.startswith("bias") else 0.1 * w)
+    u = g + (0.0 if name.startswith(VECTORS) else 0.1 * w)
     ratio = trust_ratio(name, w, u)
-    ratio *= 1.0 if name.startswith("bias") or not w.any() else 0.001
+    ratio *= 1.0 if name.startswith(VECTORS) or not w.any() else 0.001
     memory[name] = 0.9 * memory.get(name, 0) + rate * ratio * u
     return w - memory[name]
 
@@ -251,7 +185,7 @@ def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
             for name, g in tensors(grads).items():
                 expected[name] = formula(name, expected[name], g, memory, rate, step)
         found = tensors(params)
-    assert not found["kernel2"].any() and not found["bias2"].any()
+    assert not any(found[f"{name}2"].any() for name in SLOTS)
     for name, before in tensors(start).items():
         # The learning rate is float32: a relative error of 1e-7 in the change.
         change = max(np.abs(expected[name] - before).max(), 1e-30)
