@@ -203,13 +203,21 @@ def _highest(bins: jax.Array) -> jax.Array:
 
 
 def _narrow(x: jax.Array, scales: dict[str, jax.Array], name: str) -> jax.Array:
-    """Return x / scale in the float8 format of a tensor."""
+    """Return x / scale in the float8 format of a tensor.
+
+    Infinite values become NaN. Otherwise they would be clipped, and the step would not be skipped.
+    """
     dtype = FORMATS[name]
     largest = float(jnp.finfo(dtype).max)
     # The division is exact, and so is the clipping: 448 and 57344 exist in every dtype. Without
     # clipping, larger values would become NaN or infinity.
     inverse = (1 / scales[name]).astype(x.dtype)
-    return jnp.clip(x * inverse, -largest, largest).astype(dtype)
+    clipped = jnp.clip(x * inverse, -largest, largest)
+    # The scale of a kernel with infinite values is NaN already. XLA gathers a kernel in float8 only
+    # if nothing but clipping is between the division and the conversion.
+    if name in WITH_HISTORY:
+        clipped = jnp.where(jnp.isinf(x), jnp.nan, clipped)
+    return clipped.astype(dtype)
 
 
 def _wide(narrow: jax.Array, scales: dict[str, jax.Array], name: str, dtype: Any) -> jax.Array:
@@ -233,9 +241,13 @@ def _scale_of(x: jax.Array, name: str) -> jax.Array:
 
 
 def _scale_for(largest: jax.Array, dtype: Any) -> jax.Array:
-    """Return the smallest scales with which values fit into a format, but at least 2^-44."""
+    """Return the smallest scales with which values fit into a format, but at least 2^-44.
+
+    NaN if the largest value is not finite.
+    """
     exponent = jnp.maximum(_fitting_exponent(largest, dtype), LOWEST_EXPONENT)
-    return jnp.ldexp(jnp.ones((), jnp.float32), exponent)
+    scale = jnp.ldexp(jnp.ones((), jnp.float32), exponent)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
 def _fitting_exponent(largest: jax.Array, dtype: Any) -> jax.Array:

@@ -69,6 +69,30 @@ def test_delayed_scaling_uses_the_given_scales_and_clips(exponents):
     check_products(x, kernel, dy, scaling(exponents), [2.0**e for e in exponents])
 
 
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("is_delayed", [False, True])
+@pytest.mark.parametrize("operand", ["x", "kernel", "dy"])
+def test_product_is_nonfinite_wherever_it_is_in_float64(operand, is_delayed, value):
+    tensors = dict(zip(("x", "kernel", "dy"), map(np.array, arrays()), strict=True))
+    tensors[operand][(2,) * tensors[operand].ndim] = value
+    x, kernel, dy = (jnp.asarray(tensor) for tensor in tensors.values())
+    given = None
+    if is_delayed:
+        scale = float8.kernel_scales(kernel[None], jnp.float32)
+        rows = float8.scaling_of(jnp.zeros((1, 2, float8.NUM_BINS)), scale)[0]
+        given = (rows[0], rows[1:])
+    y, vjp = jax.vjp(lambda x, kernel: float8.product(x, kernel, 2, given), x, kernel)
+    dx, dkernel = vjp(dy)
+    wide = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    x64 = wide["x"].reshape(24, 32)
+    kernel64 = wide["kernel"].reshape(32, 48)
+    with np.errstate(invalid="ignore"):
+        expected = (x64 @ kernel64, wide["dy"] @ kernel64.T, x64.T @ wide["dy"])
+    for found, product in zip((y, dx, dkernel), expected, strict=True):
+        is_finite = np.isfinite(np.asarray(found).reshape(product.shape))
+        assert not is_finite[~np.isfinite(product)].any()
+
+
 def test_products_keep_bfloat16():
     x, kernel, dy = arrays(jnp.bfloat16)
     y, vjp = jax.vjp(lambda x, kernel: float8.product(x, kernel, 2, None), x, kernel)

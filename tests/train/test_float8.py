@@ -133,6 +133,18 @@ def test_clipped_values_are_counted(corpus, monkeypatch):
     assert overflows() == 8  # the outputs of the norms; at first, other inputs are smaller
 
 
+def test_step_with_infinite_activations_is_skipped(corpus):
+    """An infinite bias before a ReLU gives the next layer an infinite input."""
+    run, data = make_run((*FLOAT8, *corpus, "model.activation=relu"))
+    state = run.state_layout.initial()
+    up = state.params["decoder"]["layers"]["mlp"]["up"]
+    up["bias"] = up["bias"].at[1, 0].set(jnp.inf)
+    before = jax.device_get(state.params)
+    state, metrics = run.compile_train_step()(state, placed_batch(run, data))
+    assert int(metrics["num_skipped"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+
+
 def test_model_without_suitable_sizes_is_refused(corpus, tmp_path, capsys):
     sizes = ("model.embed_dim=40", "model.num_heads=4")
     error = refusal(tmp_path, (*FLOAT8, *corpus, *sizes, "model.mlp_dim=40"), capsys)
