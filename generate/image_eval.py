@@ -38,6 +38,7 @@ from fields.paths import local_path
 from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
+from models.vision.common import label_rank
 from sharding.distributed.startup import start
 from sharding.mesh import REPLICA_AXES, use_mesh
 from untrusted.documents import read_yaml
@@ -155,8 +156,7 @@ def evaluate_images(
                 f"the model has {logits.shape[1]} labels, but the data has {len(known)}; evaluate "
                 "images of the classes that it was trained on"
             )
-        own = jnp.take_along_axis(logits, targets[:, None], axis=1)
-        return jnp.argmax(logits, axis=1), jnp.sum(logits > own, axis=1)
+        return jnp.argmax(logits, axis=1), label_rank(logits, targets)
 
     data = dataclasses.replace(data, global_batch_size=batch_size)
     confusion = np.zeros((len(known), len(known)), np.int64)

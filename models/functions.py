@@ -10,24 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.basic import float8_linears
-from models.stack import Stack, block_function, checkpoint_policy
+from models.stack import Stack, Sums, block_function, checkpoint_policy
 from sharding.jaxprs import walk
 
 Tree = Any
-
-#: Names of metrics that the step computes itself; see train/step/train_step.py.
-RESERVED_METRICS = {
-    "loss",
-    "weight",
-    "grad_norm",
-    "learning_rate",
-    "loss_scale",
-    "num_skipped",
-    "num_nonfinite_in_a_row",
-    "num_stuck_in_a_row",
-    "float8_overflows",
-    "float8_underflows",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +28,7 @@ class ModelFunctions:
     embed: Callable[[Tree, Tree], Tree]
     blocks: Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]
     before: Mapping[str, Callable[[Tree, Tree, Tree], Tree]]
-    head: Callable[[Tree, Tree, Tree], tuple[jax.Array, jax.Array, dict]]
+    head: Callable[[Tree, Tree, Tree], tuple[Sums, Sums, dict]]
     # (non_stack, x [B, T, D]) -> logits [B, T, V]; None: the model cannot generate text.
     logits: Callable[[Tree, jax.Array], jax.Array] | None
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
@@ -197,53 +183,6 @@ def _stacks(model: Any) -> dict[str, Stack]:
     return {key: found[key] for key in order if key in found}
 
 
-def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
-    """Check that the model's functions fit together.
-
-    Args:
-        functions: the model's functions.
-        params: its parameters, in the dtype that it computes in; may be ShapeDtypeStructs.
-        microbatch: a batch as the model receives it; may be ShapeDtypeStructs.
-
-    Raises:
-        ValueError: if activations are not floating or change their type within a stack, if a result
-            of `head` is not a scalar, or if the name of a metric is reserved.
-    """
-    parts = functions.split(params)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    _check_floating("embed", jax.eval_shape(functions.embed, parts["non_stack"], microbatch))
-    x = None
-    for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
-        if stack in functions.before:
-            _check_floating(f"before_{stack}", x)
-        layer = one_layer(parts["stacks"][stack])
-        y = jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
-        if _shapes(y) != _shapes(x):
-            raise ValueError(
-                f"a block of {stack} takes activations {_shapes(x)} and returns {_shapes(y)}; "
-                "a block must keep their structure, shapes and dtypes"
-            )
-    microbatch = functions.with_teacher_output_types(parts["non_stack"], x, microbatch)
-    loss, weight, metrics = jax.eval_shape(functions.head, parts["non_stack"], x, microbatch)
-    for name, value in {"loss": loss, "weight": weight, **metrics}.items():
-        if value.shape:
-            raise ValueError(
-                f"head's {name} has the shape {value.shape}; it must be a scalar, a sum over tokens"
-            )
-    for name in sorted(RESERVED_METRICS & metrics.keys()):
-        raise ValueError(f"head's metric {name!r} has a name that the step itself uses; rename it")
-
-
-def _check_floating(function: str, x: Tree) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"{function} returns {leaf.dtype}{list(leaf.shape)} at "
-                f"x{jax.tree_util.keystr(path)}; activations must be floating, so put other arrays "
-                "into the batch"
-            )
-
-
 def can_share_vocab(model: Any) -> bool:
     """Return whether the class that defines the model's `embed` and `head` can share the vocab."""
     for cls in type(model).__mro__:
@@ -264,8 +203,8 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
 
     Args:
         model: the model.
-        params: as for `check`.
-        microbatch: as for `check`.
+        params: as for `models.check.check`.
+        microbatch: as for `models.check.check`.
     """
     # Not the run's own functions: `train.remat` may name activations that do not exist.
     functions = functions_of(model, remat="none")
@@ -283,7 +222,3 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
         names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
         found.update(eqn.params["name"] for eqn in names)
     return found
-
-
-def _shapes(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)

@@ -11,7 +11,12 @@ A model is an `nnx.Module` with
 - Optionally `before_<stack>(x, batch) -> x`, which runs before the first block of that stack, e.g.
   to embed decoder inputs. It may return another structure or other shapes.
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`, which returns scalars: sums over the tokens
-  of the batch.
+  of the batch. Sums of all microbatches, devices and batches are added up before they are divided:
+  the loss and the metrics by the sum of weights. A metric with weights of its own is a pair
+  (sum, sum of its weights). If losses with different weights are added, `loss_sum` and `weight_sum`
+  are dicts with an entry per loss, which is also a metric of that name. The loss is then the sum of
+  the means. Each sum of weights is then the sum of one array of the batch, `weights` or
+  `*_weights`, because a training step scales these to the same sum.
 
 `x` is an array or a tree of arrays, all of a floating dtype. It keeps its structure, shapes and
 dtypes within a stack. `batch` is a dict of arrays with a leading batch dim. During training,
@@ -63,6 +68,9 @@ from models.layers.basic import use_float8
 from models.layers.lora import use_dropout
 
 Tree = Any
+
+#: Sums of losses, or of their weights: of one loss, or name of a loss -> its sum.
+Sums = jax.Array | dict[str, jax.Array]
 
 #: Primitives whose results are never saved: functions made by `models.layers.basic.recomputed`, and
 #: views and casts, whose argument is saved instead.

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from train.lifecycle.phases import Phases
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from train.run.run import Run
 from train.state.train_state import TrainState
+from train.step.means import means_of
 
 
 def evaluate(
@@ -36,23 +38,25 @@ def evaluate(
 
     Returns:
         `eval_loss` (nats), the head's metrics as `eval_*`, and for tokens `eval_perplexity`; None
-        if the evaluation was abandoned.
+        if the evaluation was abandoned. Each is a sum over the whole split, divided by the sum of
+        its own weights; NaN without weights.
     """
     with phases("compile"):
         eval_step = run.compile_eval_step()
-    sums: dict[str, np.ndarray] = {}
+    sums: Any = None
     config = run.config.data
     params = run.params_to_evaluate(state)
     with phases("eval"):
         for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
             with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s
                 placed = run.place_batch(batch)
-                for name, value in jax.device_get(eval_step(*params, placed)).items():
-                    sums[name] = sums.get(name, np.float64(0)) + value
+                batch_sums = jax.device_get(eval_step(*params, placed))
+                batch_sums = jax.tree.map(np.float64, batch_sums)
+                sums = batch_sums if sums is None else jax.tree.map(np.add, sums, batch_sums)
             if is_stopping():
                 return None
-    weight = sums.pop("weight")
-    scores = {f"eval_{name}": float(value / weight) for name, value in sums.items()}
+    means = means_of(sums, lambda value, weight: value / weight if weight else math.nan)
+    scores = {f"eval_{name}": float(value) for name, value in means.items()}
     if config.has_perplexity:
         loss = scores.get("eval_mlm_loss", scores["eval_loss"])
         scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf

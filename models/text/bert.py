@@ -23,7 +23,7 @@ from models.layers.basic import LayerNorm, Linear, lookup, param
 from models.layers.dropout import dropout
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
-from models.stack import Stack
+from models.stack import Stack, Sums
 from models.text.common import (
     check_has_loss,
     check_heads_divide,
@@ -186,13 +186,14 @@ class Bert(nnx.Module):
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
         return constrain_residual(x_BTD)
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted losses, sum of weights, sums of the head's metrics)."""
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[Sums, Sums, dict]:
+        """Return (sums of weighted losses, sums of weights, sums of the head's metrics)."""
         config = self.config
         check_has_loss(config)
         if self.masked_lm is None:
             logits = self._label_logits(x_BTD, batch)
-            return label_loss(logits, batch["targets"], batch["weights"])
+            loss, weight, hits = label_loss(logits, batch["targets"], batch["weights"])
+            return loss, weight, {"accuracy": hits}
         loss, weight = vocab_loss(
             self.masked_lm(x_BTD),
             self.token_embedding[...],
@@ -204,9 +205,10 @@ class Bert(nnx.Module):
         if self.classifier is None:
             return loss, weight, {}
         logits = self._label_logits(x_BTD, batch)
-        pair_loss, _, right = label_loss(logits, batch["labels"], batch["label_weights"])
-        metrics = {"mlm_loss": loss, "nsp_loss": pair_loss, "nsp_accuracy": right["accuracy"]}
-        return loss + pair_loss, weight, metrics
+        pair_loss, pair_weight, hits = label_loss(logits, batch["labels"], batch["label_weights"])
+        losses = {"mlm_loss": loss, "nsp_loss": pair_loss}
+        weights = {"mlm_loss": weight, "nsp_loss": pair_weight}
+        return losses, weights, {"nsp_accuracy": (hits, pair_weight)}
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
@@ -275,8 +277,8 @@ class Bert(nnx.Module):
 
 def label_loss(
     logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, dict]:
-    """Return (sum of weighted losses, sum of weights, {"accuracy": weighted number of hits}).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (sum of weighted losses, sum of weights, sum of the weights of hits).
 
     Args:
         logits: float32[..., C].
@@ -288,5 +290,4 @@ def label_loss(
     losses = -jnp.take_along_axis(flat, targets.reshape(-1, 1), axis=1)[:, 0]
     weights = weights.reshape(-1).astype(losses.dtype)
     hits = (jnp.argmax(logits, axis=-1) == targets).reshape(-1)
-    right = jnp.sum(jnp.where(hits, weights, 0))
-    return jnp.sum(losses * weights), jnp.sum(weights), {"accuracy": right}
+    return jnp.sum(losses * weights), jnp.sum(weights), jnp.sum(jnp.where(hits, weights, 0))

@@ -231,7 +231,7 @@ def label_loss(
     if "dropout_keys" in batch:
         targets = (1 - smoothing) * targets + smoothing / num_labels
     losses = -jnp.sum(targets * jax.nn.log_softmax(logits_BK), axis=1)
-    rank = _rank(logits_BK, batch["targets"])
+    rank = label_rank(logits_BK, batch["targets"])
     metrics = {"accuracy": jnp.sum(weights * (rank < 1))}
     if num_labels > 5:
         metrics["top5_accuracy"] = jnp.sum(weights * (rank < 5))
@@ -248,8 +248,12 @@ def soft_targets(batch: dict, num_labels: int, dtype: Any) -> jax.Array:
     return shares * targets + (1 - shares) * others
 
 
-def _rank(logits_BK: jax.Array, labels_B: jax.Array) -> jax.Array:
-    """Return the number of labels ranked before each image's own; ties go to the first label."""
+def label_rank(logits_BK: jax.Array, labels_B: jax.Array) -> jax.Array:
+    """Return the number of labels ranked before each image's own, int[B].
+
+    Ties go to the first label. Labels whose logit is NaN rank before an image's own, and all do if
+    its own is NaN.
+    """
     own = jnp.take_along_axis(logits_BK, labels_B[:, None], axis=1)
     is_after = jnp.arange(logits_BK.shape[1]) >= labels_B[:, None]  # or is its own
     # Count the labels that do not rank after it: comparisons with NaN are false, and must not make

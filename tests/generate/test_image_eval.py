@@ -1,18 +1,26 @@
 """Scores of images equal those of scikit-learn and of training, on every mesh."""
 
 import csv
+import dataclasses
 import json
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import sklearn.metrics
 import torch
 import transformers
+from flax import nnx
 from PIL import Image
 
-from generate.image_eval import ImageScores, main
+from data.batches import validation_batches
+from data.config import DataConfig
+from data.corpus import load_corpus
+from data.image_config import ImageConfig
+from generate.image_eval import ImageScores, evaluate_images, main
+from models.vision.common import label_loss
 from tests.runs import ROOT
 from train.main import main as train
 
@@ -106,6 +114,26 @@ def test_scores_of_a_run_equal_those_of_training(tmp_path, capsys):
     for name in ("accuracy", "top5_accuracy"):
         assert scores[name] == pytest.approx(last[f"eval_{name}"], abs=1e-6)
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("logit", [0.0, np.nan])
+def test_top5_accuracy_of_equal_logits_is_that_of_training(logit):
+    class Undecided(nnx.Module):
+        def __call__(self, images):
+            return jnp.full((len(images), 7), logit, jnp.float32)
+
+    data = DataConfig(
+        name="tests.data.images.pictures:uneven_images",
+        objective="image_classification",
+        global_batch_size=1,
+    )
+    corpus = load_corpus(data, ImageConfig(size=8, channels=1))
+    scores = evaluate_images(Undecided(), corpus, data, (), batch_size=8)
+    (batch,) = validation_batches(
+        corpus, dataclasses.replace(data, global_batch_size=37), range(37)
+    )
+    _, weight, hits = label_loss(Undecided()(batch["images"]), batch, smoothing=0.0)
+    assert scores.top5_accuracy == pytest.approx(float(hits["top5_accuracy"] / weight))
 
 
 def test_classes_name_what_they_are_mistaken_for():

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from models.functions import can_share_vocab, check, functions_of
+from models.check import check
+from models.functions import can_share_vocab, functions_of
 from models.layers.basic import Linear
 from models.stack import Stack, run_layers
 from sharding.gather_modes import all_once
@@ -172,6 +173,13 @@ def inputs_of(model):
         ("head", lambda h: (*h[:2], {"hits": jnp.zeros(1)}), r"head's hits has the shape \(1,\)"),
         ("head", lambda h: (*h[:2], {"grad_norm": h[0]}), "'grad_norm' has a name that the step"),
         ("head", lambda h: (*h[:2], {"loss": h[0]}), "'loss' has a name that the step itself"),
+        ("head", lambda h: (*h[:2], {"hits": [h[0]] * 3}), "'hits' must be a sum, or a pair"),
+        ("head", lambda h: ({"a": h[0]}, h[1], {}), r"losses are \{a\}, .* weights a scalar"),
+        ("head", lambda h: ({"a": h[0]}, {"b": h[1]}, {}), r"losses are \{a\}, .* weights \{b\}"),
+        ("head", lambda h: ({"a": h[0]}, {"a": h[1]}, {"a": (h[0], h[1])}), "name of a loss"),
+        ("head", lambda h: ({"a": h[0]}, {"a": h[1]}, {"hits": h[1]}), "'hits' must be a pair"),
+        ("head", lambda h: ({"a": h[0]}, {"a": h[0]}, {}), "loss 'a' depends on target"),
+        ("head", lambda h: ({"a": h[0]}, {"a": jnp.zeros(())}, {}), "depends on nothing"),
     ],
 )
 def test_check_rejects_incompatible_functions(method, change, message):
@@ -189,6 +197,18 @@ def test_check_rejects_a_block_that_changes_its_dtype():
     model.encoder = Stack(lambda rngs: Narrow(rngs=rngs), 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="a block of encoder takes activations .*bfloat16"):
         check(functions_of(model, remat="none"), *inputs_of(model))
+
+
+def test_check_rejects_one_sum_of_weights_for_two_arrays_of_weights():
+    class TwoWeights(EncoderDecoder):
+        def head(self, x, batch):
+            loss, weight, metrics = super().head(x, batch)
+            return loss * batch["weights"].sum() + batch["label_weights"].sum(), weight, metrics
+
+    params, batch = inputs_of(TwoWeights(rngs=nnx.Rngs(0)))
+    batch |= {"weights": jnp.ones(2), "label_weights": jnp.ones(2)}
+    with pytest.raises(ValueError, match="depends on label_weights and weights, but has one sum"):
+        check(functions_of(TwoWeights(rngs=nnx.Rngs(0)), remat="none"), params, batch)
 
 
 def test_check_accepts_sums_that_are_plain_numbers():

@@ -42,8 +42,8 @@ def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
 
     Args:
         functions: the model's functions.
-        params: the parameters, as for models.functions.check.
-        batch: a batch, as for models.functions.check.
+        params: the parameters, as for models.check.check.
+        batch: a batch, as for models.check.check.
     """
     non_stack_params = functions.split(params)["non_stack"]
     depths = dict.fromkeys(_read_by(functions.embed, non_stack_params, batch), -1)

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from models.functions import ModelFunctions, check, named_activations
+from models.check import check
+from models.functions import ModelFunctions, named_activations
 from models.layers.attention import SelectedKernel
 from sharding.hardware import Hardware
 from sharding.logical import Rules
@@ -46,7 +47,7 @@ class ModelTraces:
         return microbatch_shapes(self.config, self.mesh)
 
     def check(self) -> None:
-        """Check that the model's functions fit together; see models.functions.check.
+        """Check that the model's functions fit together; see models.check.check.
 
         Raises:
             ValueError: they do not.

@@ -37,6 +37,7 @@ from train.run.model_traces import ModelTraces
 from train.state.averaged import params_to_evaluate
 from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState, shardings_of
+from train.step.means import means_of
 from train.step.reference_step import make_reference_step
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
 from train.step.update import Update
@@ -284,7 +285,7 @@ class Run:
         tree = eval_step.out_tree
         checkpoint = self.config.checkpoint
         sums = jax.tree.unflatten(tree, range(tree.num_leaves))
-        names = [f"eval_{name}" for name in sums if name != "weight"]
+        names = [f"eval_{name}" for name in means_of(sums, lambda value, weight: 0)]
         if self.config.data.has_perplexity:
             names.append("eval_perplexity")
         if checkpoint.keep_best and checkpoint.best_metric not in names:

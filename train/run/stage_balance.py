@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from models.flops import traced_flops
 from models.functions import ModelFunctions, one_layer
+from sharding.pipeline.runtime.trees import total_of
 from sharding.pipeline.stack_layout import balanced_cut
 
 Tree = Any
@@ -101,7 +102,7 @@ def count_work(
     (_, x) = [*types.values()][-1]
 
     def loss(non_stack_params: Tree, x: Tree, batch: Tree) -> jax.Array:
-        return functions.head(non_stack_params, x, batch)[0]
+        return total_of(functions.head(non_stack_params, x, batch)[0])
 
     head = jax.grad(loss, argnums=(0, 1))
     head_batch = functions.with_teacher_output_types(parts["non_stack"], x, batch)

@@ -8,7 +8,7 @@ The path of a batch through the training step, with M microbatches of B examples
       -> microbatches [M, B, ...]
       -> teacher outputs, for a model that learns from the average of its parameters
       -> loss_and_grad: the pipeline schedule; sums of losses, weights and gradients
-      -> divide the losses and metrics by the sum of weights, for the log
+      -> divide the losses and metrics by the sums of their weights, for the log
       -> update (update.py): divide the gradients by it, clip, apply the optimizer; skipped if the
          step is nonfinite or a spike
 """
@@ -41,6 +41,7 @@ from train.state.amax_history import (
 )
 from train.state.averaged import averaged
 from train.state.train_state import TrainState
+from train.step.means import gradient_weight, means_of, nonzero
 from train.step.spikes import detect_spike
 from train.step.tracing import traced_for
 from train.step.update import StepOutcome, Update
@@ -82,8 +83,8 @@ def make_train_step(
     weights of additional losses, `*_weights`, are first scaled to the same sum.
 
     Metrics are scalars: `loss, grad_norm, num_skipped, num_nonfinite_in_a_row`, `learning_rate` if
-    it is known (see train/optim/logged_rate.py), and the head's metrics as weighted means. In
-    float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite steps at which
+    it is known (see train/optim/logged_rate.py), and the head's metrics as weighted means
+    (means.py). In float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite steps at which
     the scale could not become smaller. In float8 with delayed scaling there are `float8_overflows`
     and `float8_underflows`; see train/state/amax_history.py.
 
@@ -111,8 +112,8 @@ def make_train_step(
                 microbatches |= teach(averaged(state), microbatches)
             microbatches |= to_microbatches({"dropout_keys": keys}, config)
             sums, grads, seen = loss_and_grad(state, microbatches)
-        weight = _nonzero(sums.pop("weight"))
-        metrics = {name: value / weight for name, value in sums.items()}
+        metrics = means_of(sums, lambda value, weight: value / nonzero(weight))
+        weight = gradient_weight(sums["weight"])
         grad_norm = update.norm(grads, weight)
         num_updates = state.step - state.num_skipped  # as the optimizer counts
         metrics |= {"grad_norm": grad_norm, **_scaling_metrics(state, seen, config)}
@@ -130,11 +131,12 @@ def make_eval_step(
     config: StepConfig,
     param_sharding: ParamSharding,
     rules: Rules,
-) -> Callable[[Tree, Tree | None, Batch], dict[str, jax.Array]]:
+) -> Callable[[Tree, Tree | None, Batch], dict[str, Tree]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are of
-    `loss`, `weight` and the head's metrics.
+    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are
+    `loss`, `weight` and the head's metrics, to be added up over all batches and then divided
+    (means.py).
 
     Args:
         functions: the model's functions.
@@ -146,9 +148,11 @@ def make_eval_step(
     evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
     teach = make_teacher(functions, config, param_sharding)
 
-    def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, jax.Array]:
+    def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, Tree]:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            microbatches = to_microbatches(_with_even_weights(batch), config)
+            # The weights stay as they are: to even them out within a batch would give each batch
+            # the same share of a mean, however many weights it has.
+            microbatches = to_microbatches(batch, config)
             if teach is not None:
                 microbatches |= teach(teacher, microbatches)
             return evaluate(functions.split(params), microbatches)
@@ -274,11 +278,6 @@ def _scaling_metrics(
     return metrics
 
 
-def _nonzero(weight: jax.Array) -> jax.Array:
-    """Return a sum of weights to divide by: 1 if there is no weight."""
-    return jnp.where(weight > 0, weight, 1)
-
-
 def _counters(state: TrainState) -> dict[str, jax.Array]:
     """Return the metrics that count skipped and nonfinite steps, after the step."""
     counters = {
@@ -307,8 +306,8 @@ def _with_loss_weights(batch: Batch, state: TrainState, config: StepConfig) -> B
 def _with_even_weights(batch: Batch) -> Batch:
     """Scale the weights of additional losses, `*_weights`, to the same sum as `weights`.
 
-    All sums of a head are divided by the sum of `weights` in the end. With equal sums, each loss is
-    a mean over its own weights.
+    All gradients are divided by one sum of weights in the end. With equal sums, they are the
+    gradients of a sum of means, each over its own weights.
     """
 
     def scaled(weights: jax.Array) -> jax.Array:

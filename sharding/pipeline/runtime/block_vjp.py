@@ -96,7 +96,7 @@ class BlockVJP:
         num_inputs = [len(jax.tree.leaves(tree)) for tree in inputs]
         jaxpr = self._forward.jaxpr
         num_y = num_inputs[1]
-        if self._y != self._x:  # models.functions.check refuses a run's blocks earlier
+        if self._y != self._x:  # models.check.check refuses a run's blocks earlier
             raise ValueError(
                 f"a block's output must have the type of its input, {self._x}; it returns {self._y}"
             )

@@ -31,7 +31,7 @@ from sharding.logical import on_whole_tokens
 from sharding.pipeline.runtime.packed_activations import PackedActivations
 from sharding.pipeline.runtime.pipeline_functions import PipelineFunctions
 from sharding.pipeline.runtime.tick_plan import Operation, TickPlan
-from sharding.pipeline.runtime.trees import add, read, where, wide, without, write, zeros
+from sharding.pipeline.runtime.trees import add, read, total_of, where, wide, without, write, zeros
 
 Tree = Any
 
@@ -73,7 +73,7 @@ class EmbedAndHead:
         (non_stack_grads,) = vjp(dx)
         return non_stack_grads
 
-    def sums(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+    def sums(self, x: Tree, microbatch: Tree) -> dict[str, Tree]:
         """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
         return self._sums(self._non_stack_params, x, microbatch)
 
@@ -89,7 +89,7 @@ class EmbedAndHead:
 
         def loss(non_stack_params, x):
             sums = self._sums(non_stack_params, x, microbatch)
-            return sums["loss"], sums
+            return total_of(sums["loss"]), sums
 
         grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
         (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
@@ -105,7 +105,7 @@ class EmbedAndHead:
         x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))
         return self._packed.pack(x)
 
-    def _sums(self, non_stack_params: Tree, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+    def _sums(self, non_stack_params: Tree, x: Tree, microbatch: Tree) -> dict[str, Tree]:
         x = self._packed.unpack(x, self._head_input_type)
         loss, weight, metrics = on_whole_tokens(
             lambda x: self._functions.head(non_stack_params, x, microbatch), x

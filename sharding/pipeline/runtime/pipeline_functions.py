@@ -46,10 +46,11 @@ class PipelineFunctions(Protocol):
         """Return the activations that enter the first layer: a tree of floating-point arrays."""
         ...
 
-    def head(
-        self, non_stack_params: Tree, x: Tree, microbatch: Tree, /
-    ) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of losses, sum of weights, sums of further metrics), all scalars."""
+    def head(self, non_stack_params: Tree, x: Tree, microbatch: Tree, /) -> tuple[Tree, Tree, dict]:
+        """Return (sum of losses, sum of weights, sums of further metrics): trees of scalars.
+
+        If there are several sums of losses, gradients are of their total.
+        """
         ...
 
     @property

@@ -125,7 +125,7 @@ class Stage:
 
     # Evaluation.
 
-    def evaluate(self) -> dict[str, jax.Array]:
+    def evaluate(self) -> dict[str, Tree]:
         """Run a table of forwards; return the head's sums, which are 0 except on the last stage."""
 
         def include(sums: Tree, x: Tree, index: jax.Array) -> Tree:

@@ -48,7 +48,7 @@ class TrainingCarry:
     """
 
     num_backwards: jax.Array
-    sums: dict[str, jax.Array]
+    sums: dict[str, Tree]
     non_stack_grads: Tree
     stacks_grads: dict[str, Tree]
     residuals: ChunkResiduals
@@ -61,7 +61,7 @@ class TrainingCarry:
 class TrainingStage(Stage):
     """A stage that runs forwards, backwards and weight gradients."""
 
-    def train(self) -> tuple[dict[str, jax.Array], dict[str, Tree]]:
+    def train(self) -> tuple[dict[str, Tree], dict[str, Tree]]:
         """Run a training schedule.
 
         Returns:

@@ -1,5 +1,7 @@
 """Small operations on trees of arrays, and on buffers with a leading slot dimension."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +49,11 @@ def without(tree: Tree, marks: Tree | None) -> Tree:
 def is_none(x: Any) -> bool:
     """Return whether `x` is None: `jax.tree.map(..., is_leaf=is_none)` then visits Nones too."""
     return x is None
+
+
+def total_of(tree: Tree) -> jax.Array:
+    """Return the sum of the leaves of a tree of scalars."""
+    return functools.reduce(operator.add, jax.tree.leaves(tree))
 
 
 def zeros(tree: Tree, *leading: int) -> Tree:
