@@ -1,4 +1,4 @@
-"""Checks that the functions of a model fit together, and return what models/stack.py describes."""
+"""Checks that the functions of a model fit together, and follow the rules of models/stack.py."""
 
 from collections.abc import Callable
 from typing import Any

@@ -105,8 +105,11 @@ class Interpreter(Kernels):
         consts = op.num_consts
         carried = op.num_consts + op.num_carry
         inputs = []
+        unsplit = self.unsplit_arrays(op.inputs, frame)
         for i, value in enumerate(op.inputs):
             storage = self.make(value, frame)
+            if value in unsplit:
+                self.memory.release(unsplit.pop(value))
             # The carry lives in the buffer of its initial value, or in a copy if others read that.
             if consts <= i < carried:
                 is_last = frame.num_uses[value] == storage.buffers[0].num_holders == 1

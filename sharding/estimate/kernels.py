@@ -85,7 +85,13 @@ class Kernels:
         is_costly = op.name in COSTLY or any(h.is_costly and not h.is_made for h in inputs)
         moved = frozenset(buffers if op.name in MOVES else (b for h in inputs for b in h.moved))
         is_slice = op.outputs[0] in self.counted_slices and inputs[0].is_made
-        fused = Storage(buffers, is_costly=is_costly, moved=moved, is_slice=is_slice)
+        fused = Storage(
+            buffers,
+            is_costly=is_costly,
+            moved=moved,
+            is_slice=is_slice,
+            is_empty=op.name == "empty",
+        )
         outputs = [self.memory.retain(fused) for _ in op.outputs]
         self.done(frame, *op.inputs)
         return outputs
@@ -157,6 +163,31 @@ class Kernels:
             frame.num_uses[value] -= 1
             if frame.num_uses[value] <= 0 and value in frame.storage:
                 self.memory.release(frame.storage.pop(value))
+
+    def unsplit_arrays(self, values: Iterable[Value], frame: Frame) -> dict[Value, Storage]:
+        """Allocate the arrays without initial values that devices first hold as a whole.
+
+        XLA splits zeros like the values that are written to them. But it allocates an array without
+        values as a whole on every device, which then copies its own part:
+
+            buffer = lax.empty(L, T, D)    [L, T, D]            all buffers of a loop
+            its own part of it             [L, T/context, D]    one after another
+
+        Args:
+            values: inputs of a loop.
+            frame: the program's values.
+
+        Returns:
+            A value that is split -> its whole array, to be released when the value is made.
+        """
+        found = {}
+        for value in values:
+            storage = frame[value]
+            whole = dataclasses.replace(value, axes=((),) * len(value.shape))
+            is_split = self.memory.size(whole) > self.memory.size(value)
+            if storage.is_empty and is_split and not storage.is_made and value not in found:
+                found[value] = self.memory.allocate(whole, storage.label)
+        return found
 
     def make(self, value: Value, frame: Frame, *, is_output: bool = False) -> Storage:
         """Store a value as an array in memory, and return its storage.

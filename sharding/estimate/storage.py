@@ -38,6 +38,7 @@ class Storage:
         moved: the subset of `buffers` that is not read element by element, and so cannot be written
             over by this fusion.
         is_slice: whether it is a loop's slice of an array, read from that array without a copy.
+        is_empty: whether it will be an array without initial values.
     """
 
     buffers: tuple[Buffer, ...] = ()
@@ -46,6 +47,7 @@ class Storage:
     label: str = TEMPORARIES
     moved: frozenset[Buffer] = frozenset()
     is_slice: bool = False
+    is_empty: bool = False
 
 
 class Frame:

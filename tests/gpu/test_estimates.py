@@ -26,6 +26,7 @@ CHOSEN = {
     "LLaMA-3.2-3B, ZeRO 3, data=8",
     "LLaMA-3-8B, pipeline=4, data=2",
     "LLaMA-3-70B, pipeline=4, data=2, model=8",
+    "LLaMA-3-8B, 131,072 tokens, data=8, context=8",
 }
 
 

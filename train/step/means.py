@@ -39,7 +39,7 @@ def means_of(sums: Mapping[str, Any], divided: Callable[[Any, Any], Any]) -> dic
 
 
 def gradient_weight(weight: Any) -> jax.Array:
-    """Return what the sums of gradients are divided by, from the `weight` of a step's sums.
+    """Return the sum of weights that gradients are divided by, from the `weight` of a step's sums.
 
     The weights of several losses have been scaled to the same sum, unless a loss has none.
     """

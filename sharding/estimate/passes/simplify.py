@@ -18,7 +18,8 @@ from typing import Any
 
 from sharding.estimate.operations import RENAMES, Operation, Program, Value
 
-#: Never merged: collectives, and operations whose purpose is to prevent merging.
+#: Never merged: collectives, allocations of arrays without values, and operations whose purpose is
+#: to prevent merging.
 _KEPT_APART = (
     "all_gather",
     "psum",
@@ -27,6 +28,7 @@ _KEPT_APART = (
     "ppermute",
     "pmax",
     "pmin",
+    "empty",
     "optimization_barrier",
     "device_put",
 )

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
 
 from sharding.estimate.labels import TEMPORARIES, counted_as
 from sharding.mesh import MeshConfig, make_mesh
@@ -61,6 +62,28 @@ def test_loop_stacks_its_outputs_and_reads_slices_without_a_copy():
         return jax.lax.map(lambda x: jnp.tanh(x) + 1, xs)
 
     assert estimate_of(outer, (8, 256)).device_bytes == 16 * KIB
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        # Both arrays as a whole, 32 KiB each, and this device's part of the first one, 8 KiB.
+        (jax.lax.empty, 2 * 32 * KIB + 8 * KIB),
+        (jnp.zeros, 2 * 8 * KIB),
+    ],
+)
+def test_loop_splits_arrays_without_values_only_after_they_are_allocated(make, expected):
+    mesh = make_mesh(MeshConfig(context=4), jax.devices())
+
+    def fill(x):
+        def body(i, buffers):
+            row = jax.lax.with_sharding_constraint(x * i, NamedSharding(mesh, P("context")))
+            return [jax.lax.dynamic_update_index_in_dim(b, row, i, 0) for b in buffers]
+
+        return jax.lax.fori_loop(0, 8, body, [make((8, 1024), jnp.float32) for _ in range(2)])
+
+    found = estimate_of(fill, ((1024,), P("context")), mesh=mesh)
+    assert found.device_bytes == pytest.approx(KIB + expected, abs=64 + 0.03 * expected)
 
 
 def test_cond_counts_its_most_expensive_branch():
