@@ -84,9 +84,9 @@ def make_train_step(
 
     Metrics are scalars: `loss, grad_norm, num_skipped, num_nonfinite_in_a_row`, `learning_rate` if
     it is known (see train/optim/logged_rate.py), and the head's metrics as weighted means
-    (means.py). In float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite steps at which
-    the scale could not become smaller. In float8 with delayed scaling there are `float8_overflows`
-    and `float8_underflows`; see train/state/amax_history.py.
+    (means.py). In float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite
+    steps at which the scale could not become smaller. In float8 with delayed scaling there are
+    `float8_overflows` and `float8_underflows`; see train/state/amax_history.py.
 
     A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
     scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
