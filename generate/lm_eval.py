@@ -87,7 +87,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Return what lm-eval says about a model.
+    """Return lm-eval's results for a model.
 
     Args:
         args: the arguments of the command.

@@ -76,12 +76,14 @@ _CLASSES = {
 }
 #: Classes that say nothing about the tokenizer.
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
+#: The longest token; the library overflows the stack for much longer ones.
+_MAX_CHARACTERS = 4096
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-    """What the files next to a tokenizer say about it.
+    """The content of the files next to a tokenizer.
 
     Attributes:
         tokenizer_class: The class in `transformers`, without "Fast"; empty if no file says.
@@ -241,6 +243,7 @@ def _named(value: Any, where: str) -> tokenizers.AddedToken | None:
 
 
 def _token(content: str, *, is_special: bool = True) -> tokenizers.AddedToken:
+    _check_length(content)
     return tokenizers.AddedToken(content, special=is_special, normalized=not is_special)
 
 
@@ -248,9 +251,18 @@ def _described(value: Mapping[str, Any], where: str) -> tokenizers.AddedToken:
     """Return a token that a file describes with its properties."""
     content = value.get("content")
     check(content, str, f"{where}: content")
+    _check_length(str(content))
     flags = {name: value[name] for name in _FLAGS if name in value}
     check(flags, dict[str, bool], where)
     return tokenizers.AddedToken(str(content), **flags)
+
+
+def _check_length(content: str) -> None:
+    if len(content) > _MAX_CHARACTERS:
+        raise ValueError(
+            f"the added token {shortened(content)!r} has {len(content):,} characters, but at most "
+            f"{_MAX_CHARACTERS:,} are allowed"
+        )
 
 
 def _number(text: str, where: str) -> int:

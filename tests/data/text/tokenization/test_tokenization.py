@@ -278,6 +278,13 @@ def test_end_of_text_is_looked_up_in_the_order_of_transformers(files, eos, tmp_p
     assert (tokenizer.fingerprint == alone.fingerprint) == (eos == alone.eos_id)
 
 
+def test_too_long_added_tokens_are_refused(tmp_path):
+    KINDS["gpt2"](tmp_path)
+    save_json(tmp_path, added_tokens={"x" * 5000: vocab_size(tmp_path)})
+    with pytest.raises(ValueError, match="'xxx.* has 5,000 characters, but at most 4,096 are"):
+        load_tokenizer_file(str(tmp_path))
+
+
 def test_older_tokenizer_of_unknown_class_is_refused(tmp_path):
     KINDS["gpt2"](tmp_path)
     save_json(tmp_path, tokenizer_config={"tokenizer_class": "WhisperTokenizer"})

@@ -52,7 +52,7 @@ def gpt2(directory: Path) -> None:
 
 
 def opt(directory: Path) -> None:
-    """Write a folder like those of OPT, whose texts begin with the token that also ends them."""
+    """Write a folder like OPT's, whose texts begin with the token that also ends them."""
     token = {"__type": "AddedToken", "content": "</s>", **_PLAIN, "normalized": True}
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "add_prefix_space": False}
     named = {"bos_token": token, "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
@@ -88,7 +88,7 @@ def roberta(directory: Path) -> None:
 
 
 def qwen2(directory: Path) -> None:
-    """Write a folder like those of Qwen's chat models, which have no beginning of text."""
+    """Write a folder like a Qwen chat model's, which have no beginning of text."""
     save_bpe(directory, [], config={"model_type": "qwen2", "eos_token_id": 341})
     first = vocab_size(directory)
     names = [END, "<|im_start|>", "<|im_end|>"]
@@ -157,7 +157,7 @@ def llama(directory: Path) -> None:
 
 
 def deepseek(directory: Path) -> None:
-    """Write a folder like those of DeepSeek's distilled models."""
+    """Write a folder like a distilled DeepSeek model's."""
     first, last = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
     save_bpe(directory, [])
     content = {
