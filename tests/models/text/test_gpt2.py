@@ -94,6 +94,7 @@ def loss_of(params: dict, batch: dict) -> tuple[jax.Array, jax.Array]:
     x = run_layers(functions().blocks["decoder"], cut["stacks"]["decoder"], x, batch)
     loss, weight, metrics = functions().head(cut["non_stack"], x, batch)
     assert metrics == {}
+    assert isinstance(loss, jax.Array) and isinstance(weight, jax.Array)
     return loss, weight
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from checkpoint.layout import DATA_STATE, MANIFEST, STRUCTURE
 from data.batches import train_batches
 from models.layers.lora import LoraConfig
 from sharding.analysis.communication import collectives
@@ -112,7 +113,9 @@ def test_resuming_with_other_frozen_parameters_or_average_is_rejected(corpus_ove
     checkpoint = tmp_path / "checkpoints" / "3"
     checkpoint.mkdir(parents=True)
     # Older versions listed no config.yaml in the checksums, so the one of the workdir counts.
-    (checkpoint / "checksums.sha256").write_text("# 0 files\n")
+    names = (STRUCTURE, MANIFEST, DATA_STATE)
+    lines = (f"{'0' * 64}  {name}\n" for name in names)
+    (checkpoint / "checksums.sha256").write_text(f"# {len(names)} files\n{''.join(lines)}")
     check(tmp_path, run)
     for change, line in {
         "optimizer.frozen=": "optimizer.frozen: ['*.mlp.*'] -> []",
