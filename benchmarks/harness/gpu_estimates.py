@@ -51,12 +51,6 @@ _WITHOUT_CHECKPOINT = {
 }
 _TEXT_AT_SCALE = ("train.remat=full", "memory.zero_stage=1")
 _EIGHT = ("mesh.data=8", "memory.zero_stage=3", "train.remat=full", "data.global_batch_size=128")
-_LONG = (
-    "data.sequence_length=131072",
-    "model.max_positions=131072",
-    "memory.zero_stage=3",
-    "train.remat=full",
-)
 _IMAGES = ("mesh.data=8", "data.global_batch_size=1024")
 #: Name -> config and overrides.
 PUBLISHED = {
@@ -88,21 +82,6 @@ PUBLISHED = {
         "data.global_batch_size=64",
         "train.num_microbatches=32",
         *_TEXT_AT_SCALE,
-    ),
-    "LLaMA-3-8B, 131,072 tokens, data=8, context=8": (
-        "llama.py:3-8b",
-        "mesh.data=8",
-        "mesh.context=8",
-        "data.global_batch_size=8",
-        "train.num_microbatches=1",
-        *_LONG,
-    ),
-    "LLaMA-3-8B, 131,072 tokens, context=8": (
-        "llama.py:3-8b",
-        "mesh.context=8",
-        "data.global_batch_size=8",
-        "train.num_microbatches=8",
-        *_LONG,
     ),
     "GPT-3 175B, pipeline=8, data=16, model=8": (
         "gpt2.py:175b",

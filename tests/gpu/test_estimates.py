@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.harness import gpu_estimates
 from benchmarks.harness.gpu_estimates import Case
+from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -26,7 +27,6 @@ CHOSEN = {
     "LLaMA-3.2-3B, ZeRO 3, data=8",
     "LLaMA-3-8B, pipeline=4, data=2",
     "LLaMA-3-70B, pipeline=4, data=2, model=8",
-    "LLaMA-3-8B, 131,072 tokens, data=8, context=8",
 }
 
 
@@ -44,6 +44,30 @@ def test_estimate_is_close_to_the_compiled_memory(case):
     # buffer can be several percent of the memory.
     low, high = gpu_estimates.bounds(figures["model"])
     assert low <= figures["ratio"] <= high, figures
+
+
+_LLAMA = ("precision.compute=bfloat16", "data.global_batch_size=8", "memory.zero_stage=3")
+_LONG = (*_LLAMA, "data.sequence_length=131072", "model.max_positions=131072", "train.remat=full")
+_KEPT = ("data.sequence_length=32768", "model.max_positions=32768", "model.num_layers=8")
+#: Sequences of 131,072 or 32,768 tokens, which are split over `context`.
+SPLIT_SEQUENCES = {
+    "data=8, context=8": (*_LONG, "mesh.data=8", "mesh.context=8", "train.num_microbatches=1"),
+    "context=8": (*_LONG, "mesh.context=8", "train.num_microbatches=8"),
+    "context=8, all kept": (
+        *_LLAMA,
+        *_KEPT,
+        "train.remat=none",
+        "mesh.context=8",
+        "train.num_microbatches=8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT_SEQUENCES)
+def test_estimate_of_a_split_sequence_is_close_to_the_compiled_memory(case):
+    run = steps.make_run("llama:3-8b", SPLIT_SEQUENCES[case])
+    low, high = gpu_estimates.BOUNDS
+    assert low <= run.estimate_memory().device_bytes / steps.compiled_bytes(run) <= high
 
 
 def test_chosen_cases_exist():
