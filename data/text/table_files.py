@@ -32,6 +32,9 @@ _MAX_EXPANSION = 256
 _MIN_BYTES = 16 * 2**20
 _MAX_ROWS_PER_BYTE = 16
 _MIN_ROWS = 10_000
+# Compressed lists of numbers have up to 10 values per byte. A million values take about a second.
+_MAX_VALUES_PER_BYTE = 64
+_MIN_VALUES = 2_000_000
 # A batch of an Arrow file may be compressed, and as large as the file.
 _MEMORY_PER_BYTE = 16
 _MIN_MEMORY_BYTES = 2**30
@@ -43,7 +46,9 @@ Batches = Callable[[list[str]], Iterator[Any]]
 
 
 class Budget:
-    """Counts the rows that tables expand to, and refuses more than a file of their size has.
+    """Counts the rows, values and bytes that tables expand to.
+
+    It refuses more than real files of their size expand to.
 
     Args:
         files: The tables.
@@ -54,7 +59,9 @@ class Budget:
         num_bytes = _size_of(files)
         self.max_bytes = _MIN_BYTES + _MAX_EXPANSION * num_bytes
         self._max_rows = _MIN_ROWS + _MAX_ROWS_PER_BYTE * num_bytes
+        self._max_values = _MIN_VALUES + _MAX_VALUES_PER_BYTE * num_bytes
         self._num_bytes = 0
+        self._num_values = 0
         self.num_rows = 0
 
     def spend(self, num_bytes: int) -> None:
@@ -68,24 +75,28 @@ class Budget:
         """
         self.num_rows += 1
         self._num_bytes += num_bytes
-        if self.num_rows > self._max_rows:
-            raise ValueError(self._message(f"more than {self._max_rows:,} rows"))
-        self.check_bytes(self._num_bytes)
+        self._check(self.num_rows, self._max_rows, "rows")
+        self._check(self._num_bytes, self.max_bytes, "bytes")
 
-    def check_bytes(self, num_bytes: int) -> None:
-        """Check a number of bytes, or of values that take at least a byte each.
+    def spend_values(self, num_values: int) -> None:
+        """Count the values of a batch before they become Python objects.
+
+        Args:
+            num_values: Their number; a list and each of its elements are values.
 
         Raises:
-            ValueError: It is too large.
+            ValueError: The tables expand to too many values.
         """
-        if num_bytes > self.max_bytes:
-            raise ValueError(self._message(f"more than {self.max_bytes:,} bytes"))
+        self._num_values += num_values
+        self._check(self._num_values, self._max_values, "values")
 
-    def _message(self, what: str) -> str:
-        return (
-            f"{_subject(self._files)} expands to {what}, which is suspicious for "
-            f"{_size_of(self._files):,} bytes; if you trust it, convert it to .jsonl or image files"
-        )
+    def _check(self, number: int, most: int, what: str) -> None:
+        if number > most:
+            raise ValueError(
+                f"{_subject(self._files)} expands to more than {most:,} {what}, which is "
+                f"suspicious for {_size_of(self._files):,} bytes; if you trust it, convert it to "
+                ".jsonl or image files"
+            )
 
 
 def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]) -> int:
@@ -184,7 +195,7 @@ def _valid_batches(batches: Iterator[Any], columns: list[str], budget: Budget) -
     for batch in batches:
         batch = batch.select(columns)
         batch.validate(full=True)  # checks offsets, lengths, indices and UTF-8
-        budget.check_bytes(sum(_num_values(column) for column in batch.columns))
+        budget.spend_values(sum(_num_values(column) for column in batch.columns))
         for start in range(0, batch.num_rows, BATCH_ROWS):
             yield batch.slice(start, BATCH_ROWS)
 
@@ -195,10 +206,9 @@ def _num_values(array: Any) -> int:
 
     if types.is_struct(array.type):
         return len(array) + sum(_num_values(array.field(i)) for i in range(len(array.type)))
-    if types.is_fixed_size_list(array.type):
-        return len(array) + len(array) * array.type.list_size
-    if types.is_list(array.type) or types.is_large_list(array.type):
-        return len(array) + _num_values(array.values)
+    is_list = types.is_list(array.type) or types.is_large_list(array.type)
+    if is_list or types.is_fixed_size_list(array.type):
+        return len(array) + _num_values(array.flatten())
     return len(array)
 
 
