@@ -49,7 +49,8 @@ def locked(path: Path) -> Iterator[None]:
     system without `flock` the block runs without a lock, after a warning.
 
     Args:
-        path: Path of the file; the lock file is next to it, with `.lock` appended.
+        path: Path of the file; the lock file is next to it, with `.lock` appended. Its directory is
+            created if it does not exist.
 
     Yields:
         Nothing.
@@ -59,6 +60,7 @@ def locked(path: Path) -> Iterator[None]:
         OSError: The lock file cannot be opened.
     """
     file = Path(f"{path}.lock")
+    make_private_directory(file.parent)
     with os.fdopen(open_in_place(file, os.O_RDWR), "r+b") as stream:
         try:
             _lock(stream.fileno(), path)
