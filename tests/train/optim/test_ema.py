@@ -146,6 +146,7 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
     base = (*TINY, *corpus_overrides, *FLOAT64, *features)
     with jax.enable_x64(True):
         run, corpus = make_run((*base, *UNEVEN))
+        write_run_files(tmp_path, run, corpus)
         losses, whole = steps(run, restore_or_initialize(run, corpus, tmp_path), 4, save_after=2)
         again, state = steps(run, restore_or_initialize(run, corpus, tmp_path), 2)
         assert again == losses[2:] and digest(state) == digest(whole)
@@ -153,7 +154,6 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
         start = restore_or_initialize(other, corpus, tmp_path)
         restored = averaged(other.state_layout.to_portable(start.state))
         # Starting from the run, or converting it, uses the average.
-        write_run_files(tmp_path, run, corpus)
         for is_averaged in (True, False):
             source = read_source(tmp_path, averaged=is_averaged)
             read = load_params(source, other.state_layout.portable.params)
