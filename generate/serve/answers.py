@@ -56,8 +56,8 @@ def new_answer(kind: str, prefix: str, model: str) -> dict[str, Any]:
         model: name of the model.
     """
     created = int(time.time())
-    found = f"{prefix}-{secrets.token_hex(12)}"
-    return {"id": found, "object": kind, "created": created, "model": model}
+    answer_id = f"{prefix}-{secrets.token_hex(12)}"
+    return {"id": answer_id, "object": kind, "created": created, "model": model}
 
 
 def usage(num_prompt_tokens: int, num_new_tokens: int) -> dict[str, int]:

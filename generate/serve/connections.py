@@ -63,8 +63,9 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ValueError(f"--port={port} must be from 0 to 65535")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
+        kind = socket.SOCK_STREAM
+        addresses = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = addresses[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         number = error.errno or 0  # negative if the host has no address
