@@ -83,7 +83,7 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
     for path in sorted(directory.glob(f"*{TMP_SUFFIX}*")):
         print(f"{path.name} is being written, or was left behind by a process that was killed")
     for suffix, reason in ((DAMAGED_SUFFIX, "damaged"), (DIVERGED_SUFFIX, "not finite")):
-        for path in sorted(directory.glob(f"*{suffix}")):
+        for path in sorted(directory.glob(f"*{suffix}*")):
             print(f"{path.name} was found {reason} and set aside; delete it to free its space")
     return 0
 

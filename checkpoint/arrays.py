@@ -20,7 +20,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from checkpoint.errors import ReadError, read_patiently
+from checkpoint.errors import ReadError, is_file, read_patiently
 from checkpoint.layout import MANIFEST, STATE, STRUCTURE
 from checkpoint.paths import check_path
 from untrusted.documents import read_json
@@ -76,11 +76,11 @@ def open_arrays(step: Path) -> dict[str, ts.TensorStore]:
         listed = read_patiently(step / STRUCTURE, lambda: _read_list(step))
     except FileNotFoundError:
         raise ValueError(f"{STRUCTURE} is missing, which lists the arrays") from None
-    if not read_patiently(step / MANIFEST, (step / MANIFEST).is_file):
+    if not is_file(step / MANIFEST):
         raise ValueError(f"{MANIFEST} is missing, which merges the arrays of all processes")
     try:
         stored, chunks = read_patiently(state, lambda: _open(state, listed))
-    except ReadError:
+    except (ReadError, MemoryError):
         raise
     except Exception as error:  # TensorStore's, which has several lines
         raise ValueError(f"{STATE}/ does not have the listed arrays ({shortened(error)})") from None

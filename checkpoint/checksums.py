@@ -16,9 +16,10 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from checkpoint.arrays import find_damage_of_arrays
-from checkpoint.errors import ReadError, read_patiently
+from checkpoint.errors import ReadError, is_file, read_patiently
 from checkpoint.layout import CONFIG, DATA_STATE, MANIFEST, STRUCTURE
 from untrusted.files import digest_of, read_text
 
@@ -116,7 +117,7 @@ def find_missing(directory: Path) -> str | None:
         expected = _read_list(directory)
     except _Damaged as error:
         return str(error)
-    missing = (name for name in sorted(expected) if not _is_file(directory / name))
+    missing = (name for name in sorted(expected) if not is_file(directory / name))
     damage = next((f"{name} is missing" for name in missing), None)
     return damage or _find_unlisted(directory, expected)
 
@@ -160,22 +161,16 @@ def _read_list(directory: Path) -> dict[str, str]:
     return expected
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return read_patiently(path, path.is_file)
-    except ReadError:
-        raise
-    except OSError:  # A damaged list may have names that are too long.
-        return False
-
-
 def _find_unlisted(directory: Path, expected: Mapping[str, str]) -> str | None:
     """Return a sentence about a file that belongs to the checkpoint, but has no checksum, or None.
 
     `config.yaml` is not considered, because older versions did not list it, nor are hidden files,
     such as those that NFS leaves in place of deleted ones.
     """
-    names = read_patiently(directory, lambda: _covered_files(directory))
+    try:
+        names = read_patiently(directory, lambda: _covered_files(directory))
+    except FileNotFoundError as error:
+        return f"{error.filename} was deleted while it was read"
     unlisted = (
         name
         for name in names
@@ -185,14 +180,21 @@ def _find_unlisted(directory: Path, expected: Mapping[str, str]) -> str | None:
 
 
 def _covered_files(directory: Path) -> list[str]:
-    """Return the names of the files of a checkpoint that its list of checksums covers."""
-    return sorted(
-        path.relative_to(directory).as_posix()
-        for item in directory.iterdir()
-        if item.is_dir() or item.name == CONFIG
-        for path in (item, *item.rglob("*"))
-        if path.is_file()
-    )
+    """Return the names of the files of a checkpoint that its list of checksums covers.
+
+    Raises:
+        OSError: a directory cannot be listed; `Path.rglob` would leave its files out.
+    """
+
+    def stop(error: OSError) -> NoReturn:
+        raise error
+
+    names = []
+    for parent, _, files in os.walk(directory, onerror=stop):
+        if parent == str(directory):
+            files = [CONFIG] if CONFIG in files else []
+        names += [file for name in files if is_file(file := Path(parent, name))]
+    return sorted(file.relative_to(directory).as_posix() for file in names)
 
 
 def _digests(directory: Path, names: Sequence[str]) -> list[str | None]:

@@ -14,6 +14,7 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.errors import WRITE_ERRORS, reason_of
 from checkpoint.layout import (
     DAMAGED_SUFFIX,
+    DIVERGED_SUFFIX,
     STATE,
     TMP_SUFFIX,
     best_steps,
@@ -145,7 +146,12 @@ class CheckpointDirectory:
             path = self.path / str(step)
             if path.exists():
                 aside = path.with_name(f"{step}{suffix}")
-                shutil.rmtree(aside, ignore_errors=True)  # from an earlier start
+                if suffix == DIVERGED_SUFFIX:
+                    shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
+                number = 1
+                while aside.exists():  # the earlier one may have been intact
+                    number += 1
+                    aside = path.with_name(f"{step}{suffix}-{number}")
                 path.rename(aside)
 
     def remove_half_written(self) -> None:

@@ -12,6 +12,7 @@ expired (EACCES). Such reads are repeated, and then end in a `ReadError`:
 import errno
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,6 +76,22 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
                 ) from error
         time.sleep(delay_s)
     raise AssertionError  # The loop ends with a result or an exception.
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is a regular file.
+
+    Unlike `Path.is_file`, which in some versions of Python answers False after any error.
+
+    Raises:
+        ReadError: this cannot be found out.
+    """
+    try:
+        return stat.S_ISREG(read_patiently(path, lambda: os.stat(path)).st_mode)
+    except ReadError:
+        raise
+    except (OSError, ValueError):  # A damaged list may have names that are too long.
+        return False
 
 
 def first_error(written: Sequence[Any]) -> Exception | None:

@@ -50,7 +50,7 @@ from checkpoint.errors import WRITE_ERRORS, SaveError, first_error, reason_of
 from checkpoint.layout import CONFIG, DATA_STATE, DIVERGED_SUFFIX, METRICS, read_data_state
 from checkpoint.quiet import keep_quiet
 from checkpoint.state_files import StateFiles
-from sharding.distributed.messages import Exchange
+from sharding.distributed.messages import LONGEST_START_S, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,9 @@ class Checkpoints:
         keep_quiet()
         self._config = config
         self._exchange = Exchange(config.timeout_s)
+        # The timeout is for saves. Reading may take much longer on one host, whose file system is
+        # cold or busy.
+        self._reading = Exchange(LONGEST_START_S)
         self._state_files = StateFiles()
         self._directory = CheckpointDirectory(Path(directory).absolute(), config, self._state_files)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -191,7 +194,7 @@ class Checkpoints:
                 state = self._state_files.read(path, abstract_state, may_lack)
                 return state, read_data_state(path)
 
-            return step, *self._exchange.on_all(read)
+            return step, *self._reading.on_all(read)
         if self._skipped and not self.all_steps():
             steps = ", ".join(map(str, sorted(self._skipped)))
             raise ValueError(
@@ -344,5 +347,5 @@ class Checkpoints:
         """Verify a checkpoint; the processes share the reading and all return the same result."""
         process = jax.process_index()
         num_processes = jax.process_count()
-        damage = self._exchange.on_all(lambda: find_damage(path, process, num_processes))
-        return self._exchange.agree(damage)
+        damage = self._reading.on_all(lambda: find_damage(path, process, num_processes))
+        return self._reading.agree(damage)

@@ -21,7 +21,13 @@ def check_path(path: Path) -> Path:
     Raises:
         ValueError: they would use another directory or none.
     """
-    real = path.resolve()
+    try:
+        real = path.resolve()
+    except (OSError, RuntimeError) as error:  # a RuntimeError before Python 3.13
+        raise ValueError(
+            f"checkpoints cannot be stored in {path}: it is a link in a circle ({error}); remove "
+            "the link, or choose another directory"
+        ) from None
     try:
         is_kept = ts.KvStore.Spec({"driver": "file", "path": f"{real}/"}).path == f"{real}/"
     except (ValueError, RuntimeError):  # A RuntimeError if the path is not UTF-8.

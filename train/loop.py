@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from checkpoint.errors import ReadError
 from data.examples import BrokenExample, Corpus
 from train.config.config_files import as_yaml
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
@@ -97,6 +98,7 @@ def train(
     Raises:
         Diverged: too many steps in a row were not finite.
         BrokenExample: an example that was intact at the start can no longer be read.
+        ReadError: a checkpoint cannot be read for a rollback.
     """
     loop = _TrainingLoop(run, corpus, restored, workdir, logs, phases, signals)
     signals.defer()
@@ -112,7 +114,7 @@ def train(
             scores = loop.evaluate_if_due()
             if saves:
                 loop.save_if_due(scores)
-    except (Diverged, BrokenExample) as error:
+    except (Diverged, BrokenExample, ReadError) as error:
         loop.record.write(loop.step, "failed")
         if isinstance(error, Diverged) and error.first_bad_step is not None and saves:
             loop.set_checkpoints_aside(error.first_bad_step)

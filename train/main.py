@@ -139,6 +139,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
     with ExitStack() as stack:
         if options.is_fast_dev_run:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
+            signals.remove_at_exit(Path(directory))
             options = dataclasses.replace(options, workdir=Path(directory))
         with refusing_bad_input():
             built = build_run(options)

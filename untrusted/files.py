@@ -39,12 +39,10 @@ def check_link(path: Path, directory: Path) -> None:
 
     Raises:
         ValueError: A link in `path` leads out of `directory`, or in a circle.
+        OSError: A link cannot be read, so it is unknown where it leads.
     """
-    try:
-        real = path.resolve(strict=False)
-        base = directory.resolve(strict=False)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{path} cannot be resolved: {error}; remove the link") from None
+    real = _resolved(path)
+    base = _resolved(directory)
     roots = [base]
     if base.parent.name == "snapshots":
         roots.append(base.parent.parent / "blobs")
@@ -53,6 +51,21 @@ def check_link(path: Path, directory: Path) -> None:
             f"{path} is a link to {real}, outside {directory}; if you trust it, replace the link "
             "by a copy of the file, otherwise delete it"
         )
+
+
+def _resolved(path: Path) -> Path:
+    """Return a path without links.
+
+    `Path.resolve` returns a link that it cannot read unchanged, as if it were a file.
+    """
+    try:
+        return Path(os.path.realpath(path, strict=True))
+    except (FileNotFoundError, NotADirectoryError):
+        return Path(os.path.realpath(path))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError(f"{path} cannot be resolved: {error}; remove the link") from None
+        raise
 
 
 def check_links(directory: Path) -> None:

@@ -117,7 +117,7 @@ class LimitedProcesses:
         Raises:
             LimitExceeded: The call exceeded a limit, or ended its process.
             ValueError: The function raised an error, or the argument is nested too deeply.
-            RuntimeError: The process cannot start.
+            OSError: The process cannot start.
         """
         try:
             content = as_bytes(argument)
@@ -221,7 +221,7 @@ class _Process:
                 self.end()
                 output.seek(0)
                 problem = output.read(2**16).decode("utf-8", "replace").strip()
-                raise RuntimeError(
+                raise OSError(
                     f"a process that runs {arguments[2]} with limits cannot start: "
                     f"{shortened(problem.splitlines()[-1] if problem else 'it ended')}"
                 )

@@ -4,10 +4,12 @@ untrusted/limited.py starts it. It imports as little as possible, because it sta
 """
 
 import dataclasses
+import fcntl
 import importlib
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -75,7 +77,8 @@ def serve(descriptor: int, path: str, limits: Limits) -> None:
         limits: The limits of each call.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    for number in (signal.SIGPROF, signal.SIGIO):
+        signal.signal(number, signal.SIG_DFL)
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     module, _, name = path.partition(":")
@@ -95,6 +98,7 @@ def serve(descriptor: int, path: str, limits: Limits) -> None:
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
             reply = _answer(stream, size, function)
             signal.setitimer(signal.ITIMER_PROF, 0)
+            _end_when_closed(stream, False)
             if len(reply) > limits.reply_bytes:
                 os._exit(TOO_LONG)
             stream.sendall(HEADER.pack(len(reply)) + reply)
@@ -103,6 +107,7 @@ def serve(descriptor: int, path: str, limits: Limits) -> None:
 def _answer(stream: socket.socket, size: int, function: Callable[[Any], Any]) -> bytes:
     try:
         argument = json.loads(read(stream, size).decode("utf-8", "surrogatepass"))
+        _end_when_closed(stream, True)
         try:
             return as_bytes(["value", function(argument)])
         except ValueError as error:
@@ -111,6 +116,24 @@ def _answer(stream: socket.socket, size: int, function: Callable[[Any], Any]) ->
         os._exit(OUT_OF_MEMORY)
     except Exception as error:
         return as_bytes(["failure", f"{type(error).__name__}: {shortened(error)}"])
+
+
+def _end_when_closed(stream: socket.socket, is_on: bool) -> None:
+    """Let the kernel end this process, whatever it does, when the parent's end is closed.
+
+    The kernel closes that end if the parent is killed. It then sends SIGIO, whose default is to end
+    the process. SIGIO would also announce a message, but none arrives during a call.
+    """
+    flags = fcntl.fcntl(stream, fcntl.F_GETFL)
+    if not is_on:
+        fcntl.fcntl(stream, fcntl.F_SETFL, flags & ~os.O_ASYNC)
+        return
+    fcntl.fcntl(stream, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(stream, fcntl.F_SETFL, flags | os.O_ASYNC)
+    poll = select.poll()
+    poll.register(stream, 0)  # reports only that the other end is closed
+    if poll.poll(0):
+        os._exit(0)
 
 
 def _limit(kind: int, value: int) -> None:

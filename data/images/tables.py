@@ -8,10 +8,12 @@ whose name is in the schema.
 """
 
 import dataclasses
+import glob
 import hashlib
 import io
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,8 @@ def _unpacked(path: str, config: DataConfig) -> str:
     target = directory / f"{files[0].stem}-{key}"
     with locked(target):
         if not target.exists():
+            for leftover in directory.glob(f".{glob.escape(target.name)}.tmp-*"):
+                shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
             with new_directory(target) as folder:
                 argument = {
                     "tables": [str(file) for file in files],

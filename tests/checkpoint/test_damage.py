@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint.checksums import find_damage
 from checkpoint.errors import SaveError
 from tests.checkpoint.states import abstract, assert_same_bits, make_state
 
@@ -127,6 +128,29 @@ def test_damaged_checkpoint_is_set_aside_once_another_is_complete(
     checkpoints.wait()
     assert checkpoints.all_steps() == [1, 3]
     assert sorted(path.name for path in directory.iterdir()) == ["1", "2.damaged", "3"]
+
+
+def test_checkpoint_that_was_set_aside_is_never_overwritten(damaged_copy, open_checkpoints):
+    directory = damaged_copy()
+    original = damaged_copy("original") / "2"
+    first = (original / "data_state" / "metadata").read_bytes()
+    for number in (1, 2, 3):
+        if number > 1:
+            shutil.copytree(original, directory / "2")
+        (directory / "2" / "data_state" / "metadata").write_bytes(first + b" " * number)
+        checkpoints = open_checkpoints(directory)
+        checkpoints.restore(abstract(make_state(0)), before_step=3)
+        checkpoints.save(2 + number, make_state(3), {})
+        checkpoints.wait()
+    for number, name in ((1, "2.damaged"), (2, "2.damaged-2"), (3, "2.damaged-3")):
+        kept = (directory / name / "data_state" / "metadata").read_bytes()
+        assert kept == first + b" " * number
+
+
+def test_verification_says_that_a_checkpoint_was_deleted_meanwhile(damaged_copy, monkeypatch):
+    directory = damaged_copy() / "2"
+    monkeypatch.setattr("checkpoint.checksums._compare", lambda *_: shutil.rmtree(directory))
+    assert find_damage(directory) == f"{directory} was deleted while it was read"
 
 
 def test_tidy_removes_leftovers_of_a_killed_process(damaged_copy, open_checkpoints):

@@ -70,3 +70,11 @@ def test_unusable_directory_is_refused_before_anything_is_written(tmp_path, name
     assert from_hf.main([str(tmp_path / "source"), str(directory)]) == 2
     assert "checkpoints cannot be stored in" in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
+
+
+def test_link_in_a_circle_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ValueError, match="it is a link in a circle .*; remove the link"):
+        Checkpoints(
+            tmp_path / "loop" / "checkpoints", CheckpointConfig(every_steps=1, max_to_keep=2)
+        )

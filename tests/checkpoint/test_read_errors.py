@@ -9,6 +9,8 @@ import pytest
 
 from checkpoint import errors
 from checkpoint.__main__ import main
+from checkpoint.arrays import find_damage_of_arrays
+from checkpoint.checksums import find_damage, find_missing, write_checksums
 from checkpoint.config import CheckpointConfig
 from checkpoint.errors import ReadError, SaveError
 from checkpoint.lazy import stored_arrays
@@ -128,6 +130,57 @@ def test_save_whose_files_cannot_be_read_back_fails(tmp_path, open_checkpoints, 
     with pytest.raises(SaveError, match="Input/output error"):
         checkpoints.wait()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_folder_that_cannot_be_listed_is_not_left_out_of_the_checksums(
+    damaged_copy, monkeypatch, code
+):
+    directory = damaged_copy() / "2"
+    before = (directory / "checksums.sha256").read_text()
+    scandir = os.scandir
+
+    def fail(path="."):
+        if os.fspath(path).endswith("state/d"):
+            raise OSError(code, os.strerror(code), path)
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            write_checksums(directory)
+        with pytest.raises(ReadError, match="state/d cannot be read"):
+            find_damage(directory)
+    assert (directory / "checksums.sha256").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["state/manifest.ocdbt", "state/d"])
+def test_file_whose_status_cannot_be_read_is_not_missing(damaged_copy, monkeypatch, name):
+    directory = damaged_copy() / "2"
+    stat = os.stat
+
+    def fail(path, **options):
+        if isinstance(path, (str, os.PathLike)) and name in os.fspath(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        for function in (find_damage, find_missing, find_damage_of_arrays):
+            if name == "state/d" and function == find_damage_of_arrays:
+                continue  # TensorStore has functions of its own
+            with pytest.raises(ReadError, match=f"{name}.* cannot be read"):
+                function(directory)
+    assert find_damage(directory) is None
+
+
+def test_checkpoint_is_not_damaged_if_there_is_too_little_memory(two_steps, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("checkpoint.arrays._open", fail)
+    with pytest.raises(MemoryError):
+        find_damage(two_steps / "2")
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])

@@ -1,5 +1,6 @@
 """Files in received directories: links, named pipes, devices and huge files."""
 
+import errno
 import os
 import resource
 from pathlib import Path
@@ -47,6 +48,26 @@ def test_directory_may_be_a_link_itself(secret, tmp_path):
     (tmp_path / "received" / "file").write_text("x")
     (tmp_path / "alias").symlink_to("received")
     assert read_bytes(tmp_path / "alias" / "file", within=tmp_path / "alias") == b"x"
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_link_that_cannot_be_read_does_not_lead_outside(tmp_path, monkeypatch, code):
+    """The error says nothing about the link, and the next attempt may succeed."""
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "directory")
+    lstat = os.lstat
+
+    def fail_once(path, **options):
+        if os.fspath(path).endswith("link"):
+            monkeypatch.setattr(os, "lstat", lstat)
+            raise OSError(code, os.strerror(code), path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", fail_once)
+    file = tmp_path / "link" / "file"
+    with pytest.raises(OSError, match=os.strerror(code)):
+        check_link(file, tmp_path / "link")
+    check_link(file, tmp_path / "link")
 
 
 def test_links_into_the_blobs_of_a_hub_cache_are_followed(secret, tmp_path):

@@ -143,9 +143,20 @@ def test_pickled_object_starts_its_own(processes):
     copy.close()
 
 
-@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_processes_end_with_their_parent(end):
-    pid = int(_run(f"print(pool.call('describe', 'x')['pid'], flush=True); {end}"))
+_KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("busy", ["", "sleep", "multiply"])
+@pytest.mark.parametrize("end", ["sys.exit()", _KILL])
+def test_processes_end_with_their_parent(end, busy):
+    """Also in the middle of a call, even in native code that no signal handler of Python stops."""
+    if busy:
+        pool = "pool = LimitedProcesses(act, Limits(cpu_s=60, memory_bytes=2**30))"
+        call = f"threading.Thread(target=pool.call, args=({busy!r}, 'x'), daemon=True).start()"
+        end = f"import threading, time; {call}; time.sleep(0.5); {end}"
+    else:
+        pool = ""
+    pid = int(_run(f"{pool}\nprint(pool.call('describe', 'x')['pid'], flush=True); {end}"))
     for _ in range(100):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().split()[2]
@@ -164,7 +175,7 @@ def _run(program: str) -> str:
 
 
 def test_function_that_cannot_be_imported_is_an_error_of_ours():
-    with pytest.raises(RuntimeError, match=r"test_limited:test_.* cannot start: .*AttributeError"):
+    with pytest.raises(OSError, match=r"test_limited:test_.* cannot start: .*AttributeError"):
         run_limited(_local(), 1, "x", _LIMITS)
 
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from grain import DatasetIterator
 
+from checkpoint.errors import ReadError
 from checkpoint.manager import Checkpoints
 from convert.runs import CHECKPOINTS
 from convert.source import Source
@@ -19,7 +20,7 @@ from train.lifecycle.divergence import Diverged
 from train.run.init_from import start_params
 from train.run.run import Run
 from train.state.train_state import MAY_LACK, TrainState
-from untrusted.messages import shortened
+from untrusted.messages import sentence_of, shortened
 from untrusted.schema import check_fields
 
 #: The largest number of a batch in a checkpoint; larger ones could overflow.
@@ -155,15 +156,20 @@ def roll_back(
         The restored state, with the current step number.
 
     Raises:
-        Diverged: there is no such checkpoint.
-        OSError: a checkpoint cannot be read, though it may be intact.
+        Diverged: there is no such checkpoint, or all of them are damaged.
+        ReadError: a checkpoint cannot be read, though it may be intact.
     """
     step = int(state.step)
     sharding = state.step.sharding
     jax.tree.map(lambda leaf: leaf.delete(), state)  # there may be no room for two states
-    restored = checkpoints.restore(
-        run.state_layout.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
-    )
+    try:
+        restored = checkpoints.restore(
+            run.state_layout.portable, may_lack=MAY_LACK, before_step=first_bad_step - 1
+        )
+    except ValueError as error:
+        raise Diverged(f"cannot roll back: {sentence_of(error)}") from error
+    except OSError as error:  # on some processes, it is the error of another one
+        raise ReadError(f"cannot roll back: {sentence_of(error)}") from error
     if restored is None:
         raise Diverged(
             f"cannot roll back: no checkpoint is older than step {first_bad_step - 1}; lower "

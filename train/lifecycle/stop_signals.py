@@ -11,8 +11,10 @@ loads jax, which takes seconds.
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -60,6 +62,11 @@ class StopSignals:
         self._is_deferred = False
         self._is_watched = False
         self._num_interrupts = 0
+        self._scratch: Path | None = None
+
+    def remove_at_exit(self, directory: Path) -> None:
+        """Remove a temporary directory if a signal ends the process before `defer`."""
+        self._scratch = directory
 
     def watch(self) -> None:
         """End the process immediately on a signal until `defer`, and afterwards on a second Ctrl-C.
@@ -90,12 +97,13 @@ class StopSignals:
     def defer(self) -> None:
         """Record signals from now on, instead of ending the process."""
         self._is_deferred = True
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not self._is_watched:  # only the main thread may set handlers
+        if threading.current_thread() is threading.main_thread():  # others may not set handlers
+            # Even if they are set: a library may have replaced them since.
             self._set_handlers()
 
     def _set_handlers(self) -> None:
-        self._before = {name: signal.signal(name, self._on_signal) for name in heeded_signals()}
+        for name in heeded_signals():
+            self._before.setdefault(name, signal.signal(name, self._on_signal))
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number)
@@ -114,6 +122,8 @@ class StopSignals:
                 continue
             name = signal.Signals(number[0])
             if not self._is_deferred:
+                if self._scratch is not None:
+                    shutil.rmtree(self._scratch, ignore_errors=True)
                 _end_process(f"{name.name}: stopping now, as there is nothing to save yet", STOPPED)
             self._num_interrupts += name == signal.SIGINT
             if self._num_interrupts > 1:

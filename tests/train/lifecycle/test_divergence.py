@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from checkpoint.config import CheckpointConfig
+from checkpoint.errors import ReadError
 from checkpoint.manager import Checkpoints
 from data.batches import train_batches
 from tests.runs import CONFIG, TINY, digest, make_run, placed_batch
@@ -190,10 +191,12 @@ class Poisoned:
         return self._batches.get_state()
 
 
-def train(workdir: Path, overrides, bad_steps, replaced=NAN) -> int:
+def train(workdir: Path, overrides, bad_steps, replaced=NAN, *, restore=None) -> int:
     run, corpus = make_run(overrides)
     start = restore_or_initialize(run, corpus, workdir)
     start = dataclasses.replace(start, batches=Poisoned(start.batches, bad_steps, replaced))
+    if restore is not None:  # called for rollbacks
+        start.checkpoints.restore = restore
     phases = Phases()
     signals = StopSignals()
     logs = loop.open_logs(run, start.step, workdir, phases)
@@ -300,6 +303,22 @@ def test_rollback_without_an_older_checkpoint_raises_an_error(corpus_overrides, 
         Diverged, match="cannot roll back: no checkpoint is older than step 2; lower"
     ):
         train(tmp_path, (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2"), {3, 4})
+
+
+@pytest.mark.parametrize(
+    "error, expected", [(OSError("process 1: x"), ReadError), (ValueError("all x"), Diverged)]
+)
+def test_rollback_names_the_error_of_reading(corpus_overrides, tmp_path, error, expected):
+    """A plain OSError is the error of another process; it must end this one in the same way."""
+
+    def fail(*_, **__):
+        raise error
+
+    changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
+    overrides = (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2")
+    with pytest.raises(expected, match=f"cannot roll back: {error}"):
+        train(tmp_path, overrides, {6, 7}, restore=fail)
+    assert [start.ended for start in summarize(tmp_path).starts] == ["failed"]
 
 
 @pytest.mark.thorough

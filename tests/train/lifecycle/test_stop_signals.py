@@ -207,10 +207,11 @@ def test_process_with_a_full_log_ends_when_its_peer_is_killed(killed, overrides,
             process.wait()
 
 
-def watching(before: str = "", after: str = "") -> subprocess.Popen:
+def watching(before: str = "", after: str = "", *, is_ready: bool = True) -> subprocess.Popen:
     """Start a program that watches for signals, and return once it does so."""
     code = f"""
-import hashlib, signal
+import hashlib, signal, sys
+from pathlib import Path
 from train.lifecycle.stop_signals import StopSignals
 {before}
 signals = StopSignals()
@@ -227,7 +228,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout and process.stdout.readline() == "ready\n"
+    assert process.stdout and (not is_ready or process.stdout.readline() == "ready\n")
     return process
 
 
@@ -253,6 +254,23 @@ def test_second_ctrl_c_ends_a_busy_process_without_saving():
     assert process.returncode == 128 + signal.SIGINT
     assert errors.endswith("SIGINT again: stopping now, without saving\n")
     assert "Traceback" not in errors
+
+
+def test_handlers_of_a_library_that_was_loaded_meanwhile_are_replaced():
+    other = "signal.signal(signal.SIGTERM, lambda *_: None)"
+    after = f"{other}\nsignals.defer()\nsignal.raise_signal(signal.SIGTERM)"
+    process = watching(after=f"{after}\nif signals.has_received: sys.exit(3)", is_ready=False)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 3, errors
+
+
+def test_signal_with_nothing_to_save_removes_the_temporary_directory(tmp_path):
+    (tmp_path / "scratch" / "folder").mkdir(parents=True)
+    process = watching(after=f"signals.remove_at_exit(Path({str(tmp_path / 'scratch')!r}))")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == STOPPED
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_hangup_under_nohup_is_ignored():
