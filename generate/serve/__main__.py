@@ -81,14 +81,20 @@ def _serve(args: argparse.Namespace) -> None:
     # Listen first: loading takes a while, after which a port in use would be a late surprise.
     with listen(args.host, args.port) as listening, opened(args) as (served, engine):
         logging.getLogger(__package__).setLevel(logging.INFO)
-        address, port = listening.getsockname()[:2]
-        _log.info("%s is served on http://%s:%d", served.name, _in_url(address), port)
+        for each in listening:
+            address, port = each.getsockname()[:2]
+            _log.info("%s is served on http://%s:%d", served.name, _in_url(address), port)
         limits = ConnectionLimits(
             head_s=_HEAD_S,
             request_s=served.body_s + served.timeout_s + _MARGIN_S,
             max_connections=max_connections(),
         )
-        make_server(make_app(served, engine), limits).run(sockets=[listening])
+        make_server(make_app(served, engine), limits).run(sockets=listening)
+
+
+def allowed_hosts(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the names that requests may have in their headers, besides those of this machine."""
+    return (args.host, *args.allowed_hosts.split(","))
 
 
 def _in_url(address: str) -> str:
@@ -174,7 +180,7 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
                 limits=Limits(max_length=max_length, max_choices=args.max_choices),
                 max_body_bytes=int(args.max_body_mib * _MIB),
                 body_s=_BODY_S,
-                allowed_hosts=(args.host, *args.allowed_hosts.split(",")),
+                allowed_hosts=allowed_hosts(args),
                 timeout_s=args.timeout_s,
             ),
             engine,

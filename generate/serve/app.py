@@ -160,7 +160,7 @@ class _Server:
     def __init__(self, served: Served, engine: Engine):
         self._served = served
         self._engine = engine
-        self._readers = Readers(served.timeout_s)
+        self._readers = Readers()
         self._description = {
             "id": served.name,
             "object": "model",
@@ -217,7 +217,17 @@ class _Server:
         try:
             async with asyncio.timeout(self._served.body_s):
                 fields = await self._fields(request)
-            wanted = await self._readers.read(read, fields, is_chat=form is CHAT)
+        except TimeoutError:
+            return JSONResponse(error("the request did not arrive in time", 408), 408)
+        except BadRequest as problem:
+            return JSONResponse(error(str(problem), problem.status), problem.status)
+        except ClientDisconnect:
+            return Response(status_code=_CLOSED_REQUEST)
+        deadline_s = asyncio.get_running_loop().time() + self._served.timeout_s
+        try:
+            wanted = await self._readers.read(
+                read, fields, is_chat=form is CHAT, deadline_s=deadline_s
+            )
             answer = _Answer(wanted, self._served.codec, self._engine)
         except BadRequest as problem:
             return JSONResponse(error(str(problem), problem.status), problem.status)
@@ -226,13 +236,14 @@ class _Server:
         except Unavailable as problem:
             return JSONResponse(error(str(problem), 503), 503)
         except TimeoutError:
-            return JSONResponse(error("the request did not arrive in time", 408), 408)
-        except ClientDisconnect:
-            return Response(status_code=_CLOSED_REQUEST)
+            return JSONResponse(self._too_late(), 504)
         if wanted.streams:
-            events = self._events(answer, wanted, form)
+            events = self._events(answer, wanted, form, deadline_s)
             return StreamingResponse(events, media_type="text/event-stream")
-        return await self._whole(request, answer, wanted, form)
+        return await self._whole(request, answer, wanted, form, deadline_s)
+
+    def _too_late(self) -> dict[str, Any]:
+        return error(f"the answer took more than {self._served.timeout_s:g} s", 504)
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         """Return the JSON object of a request, after checks of its size and its model."""
@@ -252,9 +263,14 @@ class _Server:
         return fields
 
     async def _whole(
-        self, request: Request, answer: _Answer, wanted: CompletionRequest, form: Format
+        self,
+        request: Request,
+        answer: _Answer,
+        wanted: CompletionRequest,
+        form: Format,
+        deadline_s: float,
     ) -> Response:
-        """Return an answer when it is complete."""
+        """Return an answer when it is complete, or an error at the deadline."""
         texts = [""] * len(answer.jobs)
         reasons: list[str | None] = [None] * len(answer.jobs)
 
@@ -265,15 +281,13 @@ class _Server:
 
         task = asyncio.ensure_future(collect())
         clock = asyncio.get_running_loop().time
-        deadline = clock() + self._served.timeout_s
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=min(_POLL_S, max(0.0, deadline - clock())))
+                await asyncio.wait([task], timeout=min(_POLL_S, max(0.0, deadline_s - clock())))
                 if not task.done() and await request.is_disconnected():
                     return Response(status_code=_CLOSED_REQUEST)
-                if not task.done() and clock() >= deadline:
-                    problem = f"the answer took more than {self._served.timeout_s:g} s"
-                    return JSONResponse(error(problem, 504), 504)
+                if not task.done() and clock() >= deadline_s:
+                    return JSONResponse(self._too_late(), 504)
             task.result()
         except BadRequest as problem:
             return JSONResponse(error(str(problem), problem.status), problem.status)
@@ -289,13 +303,13 @@ class _Server:
         return JSONResponse(body | {"choices": choices, "usage": counts})
 
     async def _events(
-        self, answer: _Answer, wanted: CompletionRequest, form: Format
+        self, answer: _Answer, wanted: CompletionRequest, form: Format, deadline_s: float
     ) -> AsyncIterator[str]:
         """Yield an answer piece by piece, as server-sent events."""
         body = new_answer(form.kind_of_piece, form.prefix, self._served.name)
         begun: set[int] = set()
         try:
-            async with asyncio.timeout(self._served.timeout_s):
+            async with asyncio.timeout_at(deadline_s):
                 async for number, text, reason in answer.pieces():
                     choice = form.piece(text, number not in begun)
                     begun.add(number)
@@ -306,8 +320,7 @@ class _Server:
                 yield _event(body | {"choices": [], "usage": counts})
             yield "data: [DONE]\n\n"
         except TimeoutError:
-            problem = f"the answer took more than {self._served.timeout_s:g} s"
-            yield _event(error(problem, 504))
+            yield _event(self._too_late())
         except BadRequest as problem:
             yield _event(error(str(problem), problem.status))
         finally:

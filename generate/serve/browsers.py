@@ -34,7 +34,9 @@ class RefuseOtherSites:
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str]):
         self._app = app
-        self._allowed = frozenset(name.lower().strip("[]") for name in allowed)
+        names = (name.strip().lower().strip("[]") for name in allowed)
+        # An empty name would allow every origin that has no host, such as "null".
+        self._allowed = frozenset(name for name in names if name)
         self._own = socket.gethostname().lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

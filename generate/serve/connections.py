@@ -7,15 +7,19 @@ keeps a connection (and its file descriptor) for long:
     opened ──> waiting ──── head is complete ────> busy ── answer is sent ──> waiting ──> ...
                   └── head_s is over: closed        └── request_s is over: closed
 
-If a new connection exceeds their largest number, the one that has waited longest is closed.
+If a new connection exceeds their largest number, the one that has waited longest is closed. A
+connection whose request has no complete body counts as waiting, too.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import resource
 import socket
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -49,12 +53,18 @@ def max_connections() -> int:
     return min(most // 2, _MOST_CONNECTIONS) if most > 0 else _MOST_CONNECTIONS
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; requests wait in it until a server accepts them.
+@contextlib.contextmanager
+def listen(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Listen on all addresses of a host; requests wait until a server accepts them.
+
+    `localhost`, for example, may have an address of IPv4 and one of IPv6.
 
     Args:
         host: Name or address of this machine.
         port: The port; 0: any free one.
+
+    Yields:
+        A socket for each address, all with the same port; they are closed at the end.
 
     Raises:
         ValueError: The port is not from 0 to 65535.
@@ -62,24 +72,41 @@ def listen(host: str, port: int) -> socket.socket:
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"--port={port} must be from 0 to 65535")
-    try:
-        kind = socket.SOCK_STREAM
-        addresses = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = addresses[0]
-        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
-    except OSError as error:
-        number = error.errno or 0  # negative if the host has no address
-        reason = os.strerror(number) if number > 0 else error.strerror
-        raise OSError(
-            f"the server cannot listen on --host={host} --port={port}: {reason}; choose another "
-            "address or port"
-        ) from None
+    with contextlib.ExitStack() as stack:
+        try:
+            sockets = [stack.enter_context(each) for each in _open_sockets(host, port)]
+        except OSError as error:
+            number = error.errno or 0  # negative if the host has no address
+            reason = os.strerror(number) if number > 0 else error.strerror
+            raise OSError(
+                f"the server cannot listen on --host={host} --port={port}: {reason}; choose "
+                "another address or port"
+            ) from None
+        yield sockets
+
+
+def _open_sockets(host: str, port: int) -> Iterator[socket.socket]:
+    kind = socket.SOCK_STREAM
+    infos = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
+    addresses = dict.fromkeys((family, address[0]) for family, _, _, _, address in infos)
+    has_opened = False
+    for family, address in addresses:
+        try:
+            opened = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            # A host may have a name for IPv6 without supporting it.
+            if has_opened and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            raise
+        port = opened.getsockname()[1]
+        has_opened = True
+        yield opened
 
 
 def make_server(
     app: Starlette, limits: ConnectionLimits, log_level: str = "info"
 ) -> uvicorn.Server:
-    """Return a server; its `run(sockets=[listen(...)])` ends when the process is stopped.
+    """Return a server; its `run(sockets=...)` ends when the process is stopped.
 
     Args:
         app: Answers the requests.
@@ -121,7 +148,7 @@ class _Connection(H11Protocol):
             waiting = [
                 other
                 for other in self.connections
-                if isinstance(other, _Connection) and not other._is_busy
+                if isinstance(other, _Connection) and not other._has_request()
             ]
             min(waiting, key=lambda other: other._waits_since)._abort()
 
@@ -149,6 +176,10 @@ class _Connection(H11Protocol):
         if is_answering and not self._is_busy:
             self._is_busy = True
             self._set_deadline(self._limits.request_s)
+
+    def _has_request(self) -> bool:
+        """Return whether a request is complete and has not been answered yet."""
+        return self._is_busy and not self.cycle.more_body
 
     def _set_deadline(self, seconds: float) -> None:
         self._clear_deadline()

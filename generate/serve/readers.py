@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from data.text.chat import rendering
 from generate.serve.engine import Busy
-from generate.serve.requests import BadRequest
 from untrusted.limited import LimitedProcesses
 from untrusted.limited_process import Limits
 
@@ -33,24 +32,31 @@ def template_processes() -> LimitedProcesses:
 
 
 class Readers:
-    """The threads that read requests.
+    """The threads that read requests."""
 
-    Args:
-        timeout_s: most seconds of reading a request, with the time that it waits.
-    """
-
-    def __init__(self, timeout_s: float):
-        self._timeout_s = timeout_s
+    def __init__(self):
         self._of_chats = ThreadPoolExecutor(_NUM_CHAT_THREADS, "chats")
         self._num_unread = 0
 
     async def read(
-        self, function: Callable[[dict[str, Any]], T], fields: dict[str, Any], *, is_chat: bool
+        self,
+        function: Callable[[dict[str, Any]], T],
+        fields: dict[str, Any],
+        *,
+        is_chat: bool,
+        deadline_s: float,
     ) -> T:
         """Call a function with the fields of a request in a thread.
 
+        Args:
+            function: reads the fields.
+            fields: the fields of the request.
+            is_chat: whether the request is a chat.
+            deadline_s: time of the event loop until which the result is needed.
+
         Raises:
-            BadRequest: it took too long; or as for the function.
+            TimeoutError: the deadline is over.
+            BadRequest: as for the function.
             Busy: too many requests are waiting.
         """
         if self._num_unread >= _MAX_UNREAD:
@@ -58,10 +64,7 @@ class Readers:
         self._num_unread += 1
         threads = self._of_chats if is_chat else None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout_at(deadline_s):
                 return await asyncio.get_running_loop().run_in_executor(threads, function, fields)
-        except TimeoutError:
-            problem = f"reading the request took more than {self._timeout_s:g} s"
-            raise BadRequest(problem, 504) from None
         finally:
             self._num_unread -= 1

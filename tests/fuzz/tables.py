@@ -107,7 +107,9 @@ def _read_images(path: str) -> Callable[[Path], Any]:
         try:
             unpacked(config)
         finally:
+            left = [*(cache / "image_tables").glob(".*.tmp-*")]
             shutil.rmtree(cache, ignore_errors=True)
+            assert not left
 
     return parse
 

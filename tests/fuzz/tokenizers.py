@@ -200,6 +200,26 @@ def damaged_tokenizers(contents: Sequence[bytes]) -> st.SearchStrategy[bytes]:
     return st.one_of(*[_recombined(contents)] * 4, damaged_json(contents))
 
 
+@st.composite
+def _many_added_tokens(draw: Any) -> bytes:
+    """Draw an added_tokens.json with many or long tokens."""
+    size = draw(st.sampled_from([1, 40, 4000, 5000]))
+    count = min(draw(st.sampled_from([1, 10, 1000, 100_000])), 2**21 // size)
+    text = draw(st.sampled_from(["a", "▁", "é", "<", " "])) * size
+    first = len(_content("BPE")["model"]["vocab"]) + draw(st.sampled_from([0, 0, 0, 1, -1, 2**30]))
+    return json.dumps({f"{text}{i}": first + i for i in range(count)}).encode()
+
+
+def _write_added_tokens(directory: Path) -> None:
+    _writer("BPE")(directory)
+    added = {"<new>": len(_content("BPE")["model"]["vocab"])}
+    (directory / "added_tokens.json").write_text(json.dumps(added))
+
+
+def _damaged_added_tokens(contents: Sequence[bytes]) -> st.SearchStrategy[bytes]:
+    return st.one_of(_many_added_tokens(), damaged_json(contents))
+
+
 def tokenize(directory: Path) -> None:
     """Parse the tokenizer of a directory, and use it."""
     tokenizer = load_tokenizer_file(str(directory))
@@ -220,4 +240,11 @@ def _parser(model: str) -> Parser:
 
 PARSERS = {
     f"tokenizer.json with {model}": _parser(model) for model in ("BPE", "Unigram", "WordLevel")
+} | {
+    "added tokens": Parser(
+        file="added_tokens.json",
+        prepare=_write_added_tokens,
+        parse=tokenize,
+        damaged=_damaged_added_tokens,
+    )
 }

@@ -215,7 +215,11 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
             content = read_text(file, max_bytes=MAX_FILE_BYTES)
             # In the cache of Hugging Face, all files are links that lead out of their directory.
             is_link = file.resolve().parent != file.parent.resolve()
-            settings = read_settings(file.parent, within=None if is_link else file.parent)
+            settings = read_settings(
+                file.parent,
+                within=None if is_link else file.parent,
+                has_model=file.name == "tokenizer.json",
+            )
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "

@@ -60,6 +60,7 @@ _CLASSES = {
     "bert": "BertTokenizer",
     "distilbert": "BertTokenizer",
     "electra": "BertTokenizer",
+    "mobilebert": "BertTokenizer",
     "gpt2": "GPT2Tokenizer",
     "gpt_neo": "GPT2Tokenizer",
     "gptj": "GPT2Tokenizer",
@@ -74,10 +75,18 @@ _CLASSES = {
     "roberta": "RobertaTokenizer",
     "t5": "T5Tokenizer",
 }
+#: Classes that tokenize like another one.
+_ALIASES = {
+    "DistilBertTokenizer": "BertTokenizer",
+    "ElectraTokenizer": "BertTokenizer",
+    "MobileBertTokenizer": "BertTokenizer",
+}
 #: Classes that say nothing about the tokenizer.
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")
 #: The longest token; the library overflows the stack for much longer ones.
 _MAX_CHARACTERS = 4096
+#: All added tokens together. A normalizer may make them 100 times longer, in about 1 GB of memory.
+_MAX_ADDED_CHARACTERS = 2**17
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
@@ -113,7 +122,7 @@ class TokenizerSettings:
 
 
 def read_settings(
-    directory: Path, *, within: Path | None, default_class: str = ""
+    directory: Path, *, within: Path | None, default_class: str = "", has_model: bool = True
 ) -> TokenizerSettings:
     """Read the files next to a tokenizer; each of them may be absent.
 
@@ -121,6 +130,8 @@ def read_settings(
         directory: The directory of the tokenizer.
         within: The directory that the files must be in, even if they are links; None for any.
         default_class: The class of the tokenizer if no file says.
+        has_model: Whether config.json and generation_config.json there are the model's. If the user
+            named a tokenizer file of another name, they may be anything.
 
     Raises:
         ValueError: A file is damaged, or a link that leads out of the directory.
@@ -131,7 +142,8 @@ def read_settings(
         file = directory / name
         return read_json(file, within=within) if file.is_file() else {}
 
-    model = read("config.json")
+    model = read("config.json") if has_model else {}
+    generation = read("generation_config.json") if has_model else {}
     config = read(CONFIG_FILE)
     tokenizer_class = _class_of(config, model, default_class)
     numbered = config.get("added_tokens_decoder")
@@ -162,7 +174,7 @@ def read_settings(
         named=named,
         added=added,
         extra=[_token(name) for name in _extra_names(config) if name not in known],
-        end_ids=_end_ids(read("generation_config.json"), model, directory),
+        end_ids=_end_ids(generation, model, directory),
     )
 
 
@@ -180,11 +192,12 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> 
         Whether anything was added.
 
     Raises:
-        ValueError: A token would get another id than its file says.
+        ValueError: A token would get another id than its file says, or the tokens are too long.
     """
     present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     missing = [i for i in sorted(settings.added) if settings.added[i].content not in present]
     added = [settings.added[i] for i in missing]
+    _check_total(added)
     tokenizer.add_tokens(added)
     for i, token in zip(missing, added, strict=True):
         if (found := tokenizer.token_to_id(token.content)) != i:
@@ -198,6 +211,7 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> 
         for token in (*settings.named.values(), *settings.extra)
         if token.content not in present and tokenizer.token_to_id(token.content) is not None
     ]
+    _check_total(special)
     tokenizer.add_tokens(special)
     return bool(added or special)
 
@@ -213,7 +227,7 @@ def _class_of(config: Mapping[str, Any], model: Mapping[str, Any], default: str)
         return by_model
     declared = config.get("tokenizer_class") or model.get("tokenizer_class")
     name = str(declared or by_model).removesuffix("Fast")
-    return default if name in _GENERIC else name
+    return default if name in _GENERIC else _ALIASES.get(name, name)
 
 
 def _end_ids(
@@ -262,6 +276,17 @@ def _check_length(content: str) -> None:
         raise ValueError(
             f"the added token {shortened(content)!r} has {len(content):,} characters, but at most "
             f"{_MAX_CHARACTERS:,} are allowed"
+        )
+
+
+def _check_total(tokens: Sequence[tokenizers.AddedToken]) -> None:
+    total = sum(len(token.content) for token in tokens)
+    if total > _MAX_ADDED_CHARACTERS:
+        raise ValueError(
+            f"{len(tokens):,} added tokens are missing in the vocabulary, which have {total:,} "
+            f"characters, but at most {_MAX_ADDED_CHARACTERS:,} are allowed; add them to a "
+            "tokenizer.json with transformers: "
+            "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
         )
 
 

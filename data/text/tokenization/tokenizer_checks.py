@@ -95,11 +95,11 @@ def _verdict_file(content: bytes) -> Path | None:
     A config may name another cache directory, to which a stranger could write verdicts.
     """
     digest = hashlib.sha256(b"%d " % _REVISION + tokenizers.__version__.encode() + b" " + content)
-    directory = cache_path() / "checked_tokenizers"
     try:
+        directory = cache_path() / "checked_tokenizers"
         make_private_directory(directory)
         is_unsafe = others_may_write(directory)
-    except OSError:
+    except (OSError, ValueError, RuntimeError):  # a RuntimeError without a home directory
         return None
     return None if is_unsafe else directory / digest.hexdigest()
 

@@ -1,6 +1,7 @@
 """Requests that pages of other sites make a browser send."""
 
 import socket
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -10,7 +11,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from generate.serve.__main__ import _parser, allowed_hosts
 from generate.serve.browsers import RefuseOtherSites
+
+
+def request_with(headers: dict[str, str], allowed: tuple[str, ...]) -> Any:
+    """Send a request to an application with allowed hosts."""
+
+    async def answer(request: Request) -> Response:
+        del request
+        return Response("answer")
+
+    middleware = [Middleware(RefuseOtherSites, allowed=allowed)]
+    app = Starlette(routes=[Route("/", answer)], middleware=middleware)
+    return TestClient(app, base_url="http://127.0.0.1:8000").get("/", headers=headers)
+
+
+@pytest.mark.parametrize("option", [[], ["--allowed_hosts=a.example, b.example,"], ["--host="]])
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "null"}, {"Origin": "file://"}, {"Host": ":8000"}, {"Host": ""}]
+)
+def test_requests_without_a_name_are_refused_with_any_options(option, headers):
+    args = _parser().parse_args(["--model=x", *option])
+    assert request_with(headers, allowed_hosts(args)).status_code == 403
+    if "b.example" in args.allowed_hosts:
+        assert request_with({"Host": "b.example"}, allowed_hosts(args)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -37,14 +62,7 @@ from generate.serve.browsers import RefuseOtherSites
     ],
 )
 def test_requests_of_other_sites_are_refused(headers, status):
-    async def answer(request: Request) -> Response:
-        del request
-        return Response("answer")
-
-    routes = [Route("/", answer)]
-    allowed = ("model.example", "page.example")
-    app = Starlette(routes=routes, middleware=[Middleware(RefuseOtherSites, allowed=allowed)])
-    found = TestClient(app, base_url="http://127.0.0.1:8000").get("/", headers=headers)
+    found = request_with(headers, ("model.example", "page.example"))
     assert found.status_code == status
     if status == 403:
         assert "--allowed_hosts" in found.json()["error"]["message"]

@@ -48,10 +48,10 @@ def serving_slowly(limits: ConnectionLimits) -> Iterator[tuple[str, int]]:
     )
     with listen("127.0.0.1", 0) as listening:
         server = make_server(app, limits, "critical")
-        thread = threading.Thread(target=server.run, args=([listening],))
+        thread = threading.Thread(target=server.run, args=(listening,))
         thread.start()
         try:
-            yield listening.getsockname()[:2]
+            yield listening[0].getsockname()[:2]
         finally:
             server.force_exit = True
             server.should_exit = True
@@ -113,7 +113,12 @@ def test_client_that_does_not_read_its_answer_is_closed():
         assert is_closed(connection, within_s=1)  # after the contents of its buffers
 
 
-def test_waiting_connections_make_room_for_others():
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET /quick", b"POST /quick" + HEAD + b"Content-Length: 9\r\n\r\n1"],
+    ids=["head", "body"],
+)
+def test_waiting_connections_make_room_for_others(sent):
     limits = ConnectionLimits(head_s=60, request_s=60, max_connections=5)
     with serving_slowly(limits) as address, contextlib.ExitStack() as stack:
         url = f"http://{address[0]}:{address[1]}"
@@ -121,14 +126,31 @@ def test_waiting_connections_make_room_for_others():
         busy.sendall(b"GET /slow" + HEAD + b"\r\n")
         for _ in range(20):
             idle = stack.enter_context(socket.create_connection(address))
-            idle.sendall(b"GET /quick")
+            idle.sendall(sent)
             assert httpx.post(f"{url}/quick", content=b"x").text == "x"
         assert not is_closed(busy, within_s=0.2)
 
 
+def test_server_listens_on_all_addresses_of_a_name(monkeypatch):
+    infos = [
+        (family, socket.SOCK_STREAM, 0, "", (address, 0))
+        for family, address in (
+            (socket.AF_INET, "127.0.0.1"),
+            (socket.AF_INET, "127.0.0.2"),
+            (socket.AF_INET, "203.0.113.9"),  # not an address of this machine
+        )
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
+        with listen("name", 0) as listening:
+            names = [each.getsockname() for each in listening]
+    assert [address for address, _ in names] == ["127.0.0.1", "127.0.0.2"]
+    assert len({port for _, port in names}) == 1
+
+
 def test_unusable_address_is_refused_before_the_model_is_loaded(capsys, tmp_path):
     with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+        port = taken[0].getsockname()[1]
         assert main([f"--model={tmp_path / 'none'}", f"--port={port}"]) == 2
         assert f"--port={port}: Address already in use; choose another" in capsys.readouterr().err
     assert main([f"--model={tmp_path / 'none'}", "--port=70000"]) == 2

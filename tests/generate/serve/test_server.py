@@ -69,10 +69,10 @@ def serving(directory, *options: str) -> Iterator[str]:
     """Serve a model on a free port in a thread; yield its address."""
     args: argparse.Namespace = _parser().parse_args([f"--model={directory}", *options])
     with listen("127.0.0.1", 0) as listening:
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        address = f"http://127.0.0.1:{listening[0].getsockname()[1]}"
         with opened(args) as (served, engine):
             server = make_server(make_app(served, engine), LIMITS, "error")
-            thread = threading.Thread(target=server.run, args=([listening],))
+            thread = threading.Thread(target=server.run, args=(listening,))
             thread.start()
             try:
                 yield address
@@ -329,6 +329,7 @@ def test_requests_beyond_the_limits_are_turned_away(directory):
         late = httpx.post(f"{address}/v1/completions", json=many | {"n": 20})
         assert late.status_code == 504 and "more than 0.01 s" in late.json()["error"]["message"]
         stream = httpx.post(f"{address}/v1/completions", json=many | {"n": 20, "stream": True})
+        # If reading takes as long, the error is the answer; otherwise it is the last event.
         last = stream.text.strip().split("\n\n")[-1].removeprefix("data: ")
         assert json.loads(last)["error"]["code"] == 504
         wait_until_idle(address)

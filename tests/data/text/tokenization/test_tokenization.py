@@ -10,6 +10,7 @@ import transformers
 
 from convert.files.tokenizer_files import keep_tokenizer
 from data.text.chat.template import load_template
+from data.text.tokenization import tokenizer_checks
 from data.text.tokenization.bpe import load_bpe
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from data.text.tokenization.file_tokenizer import FileTokenizer, load_tokenizer_file
@@ -283,6 +284,47 @@ def test_too_long_added_tokens_are_refused(tmp_path):
     save_json(tmp_path, added_tokens={"x" * 5000: vocab_size(tmp_path)})
     with pytest.raises(ValueError, match="'xxx.* has 5,000 characters, but at most 4,096 are"):
         load_tokenizer_file(str(tmp_path))
+
+
+@pytest.mark.parametrize(("count", "size"), [(40, 4000), (30_000, 1)])
+def test_too_many_added_tokens_are_refused_before_they_are_added(count, size, tmp_path):
+    """Adding them would take gigabytes with some normalizers, in the process that trains."""
+    KINDS["gpt2"](tmp_path)
+    first = vocab_size(tmp_path)
+    added = {f"{'a' * size}{i:05d}": first + i for i in range(count)}
+    save_json(tmp_path, added_tokens=added)
+    with pytest.raises(ValueError, match="added tokens are missing .*, but at most 131,072 are"):
+        load_tokenizer_file(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["DistilBertTokenizer", "DistilBertTokenizerFast", "ElectraTokenizer"]
+)
+def test_tokenizers_like_berts_are_read(name, tmp_path):
+    KINDS["bert"](tmp_path)
+    expected = load_tokenizer_file(str(tmp_path)).encode_batch(["The cat sat."])[0]
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    save_json(tmp_path, tokenizer_config=config | {"tokenizer_class": name})
+    found = load_tokenizer_file(str(tmp_path))
+    assert found.encode_batch(["The cat sat."])[0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("other", ["[1]", "// a comment\n{}", '{"eos_token_id": 3}'])
+def test_file_of_another_name_has_no_model_next_to_it(other, tmp_path):
+    file = tmp_path / "own.json"
+    file.write_text(word_level("</s>"))
+    (tmp_path / "config.json").write_text(other)
+    assert load_tokenizer_file(str(file)).decode([load_tokenizer_file(str(file)).eos_id]) == "</s>"
+
+
+def test_tokenizer_is_loaded_without_a_home_directory(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(word_level("</s>"))
+
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(tokenizer_checks, "cache_path", fail)
+    assert load_tokenizer_file(str(tmp_path)).vocab_size == 4
 
 
 def test_older_tokenizer_of_unknown_class_is_refused(tmp_path):
