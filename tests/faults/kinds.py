@@ -42,7 +42,7 @@ DISK_FULL = "disk full"
 def kill_in_start(run: DisturbedRun, rng: random.Random) -> Hit:
     """Kill the run at a random moment before its first new step."""
     start = run.start()
-    start.sleep(rng.uniform(0, run.reference.start_s))
+    start.sleep_in_start(rng.uniform(0, run.reference.start_s))
     return kill(start)
 
 
@@ -132,7 +132,7 @@ def _kills_process(number: int) -> Fault:
         start = run.start()
         if rng.random() < 0.4:
             start.wait_until(lambda: number in start.pids(), f"process {number}")
-            start.sleep(rng.uniform(0, run.reference.start_s))
+            start.sleep_in_start(rng.uniform(0, run.reference.start_s))
         else:
             start.wait_for_step(rng.randint(1, MOST_STEPS))
             start.sleep(rng.uniform(0, 0.1))

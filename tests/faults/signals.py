@@ -24,13 +24,13 @@ Moment = Callable[[DisturbedRun, Attempt, random.Random], None]
 
 def in_start(run: DisturbedRun, start: Attempt, rng: random.Random) -> None:
     """Wait for a random moment before the first new step."""
-    start.sleep(rng.uniform(0, run.reference.start_s))
+    start.sleep_in_start(rng.uniform(0, run.reference.start_s))
 
 
 def in_compilation(run: DisturbedRun, start: Attempt, rng: random.Random) -> None:
     """Wait for a random moment between the first line of the log and the first new step."""
     start.wait_until(lambda: "model   GPT2" in start.log, "the name of the model")
-    start.sleep(rng.uniform(0, run.reference.start_s))
+    start.sleep_in_start(rng.uniform(0, run.reference.start_s))
 
 
 def in_step(run: DisturbedRun, start: Attempt, rng: random.Random) -> None:

@@ -145,6 +145,12 @@ class Attempt:
         while self.look() is None and time.monotonic() < deadline_s:
             time.sleep(min(0.002, seconds))
 
+    def sleep_in_start(self, seconds: float) -> None:
+        """Sleep for some seconds, or until the first step; a small run would end soon after it."""
+        deadline_s = time.monotonic() + seconds
+        while self.look() is None and self.first_step_s is None and time.monotonic() < deadline_s:
+            time.sleep(0.002)
+
     def end(self, bound_s: float = LONGEST_WAIT_S) -> int:
         """Wait until the process exits, and return its exit code.
 

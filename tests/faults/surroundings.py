@@ -62,7 +62,7 @@ def kill_launcher(run: DisturbedRun, rng: random.Random) -> Hit:
     """Kill the launcher, in start-up or after a few new steps: its processes must end at once."""
     start = run.start()
     if rng.random() < 0.4:
-        start.sleep(rng.uniform(0, run.reference.start_s))
+        start.sleep_in_start(rng.uniform(0, run.reference.start_s))
     else:
         start.wait_for_step(rng.randint(1, MOST_STEPS))
     pids = start.pids().values()
