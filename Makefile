@@ -6,7 +6,7 @@
 # make test-device: runs only the tests of tests/device, which need a GPU
 # make test-all: runs these three, one after another (an hour)
 # make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
-# make lint: runs ruff, codespell and the type checker
+# make lint: runs ruff, codespell and the type checker, and prints large files and folders
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
@@ -71,3 +71,4 @@ lint: setup-test
 	.venv/bin/ruff format --check .
 	.venv/bin/codespell
 	.venv/bin/basedpyright
+	.venv/bin/python -m tests.sizes

@@ -33,10 +33,11 @@ import jax
 import numpy as np
 
 from benchmarks.harness import report
+from benchmarks.harness.batches import random_batch
 from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, predict
 from benchmarks.harness.stage_parts import Part, StageParts
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
-from benchmarks.step import make_run, random_batch
+from benchmarks.step import make_run
 from sharding.analysis.flops import matmul_flops
 from sharding.analysis.memory import memory
 from sharding.batches import place_batch

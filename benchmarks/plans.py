@@ -37,9 +37,10 @@ from typing import Any
 import jax
 
 from benchmarks.harness import docs_page, report
+from benchmarks.harness.batches import random_batch
 from benchmarks.harness.ranks import kendall_tau
 from benchmarks.harness.timing import interleave
-from benchmarks.step import contender_of, random_batch
+from benchmarks.step import contender_of
 from fields.paths import local_path
 from sharding.analysis.targets import target_of
 from sharding.mesh import make_mesh

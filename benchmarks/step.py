@@ -26,9 +26,9 @@ import jax
 import numpy as np
 
 from benchmarks.harness import report
+from benchmarks.harness.batches import random_batch
 from benchmarks.harness.kernel_times import profiled
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
-from data.shapes import example_shapes
 from fields.paths import local_path
 from sharding.analysis.collective_table import summary
 from sharding.analysis.communication import collectives
@@ -174,36 +174,6 @@ def measure(
         if profile is not None:
             _profile(run, contenders["ours"], profile)
     return figures
-
-
-def random_batch(run: Run) -> dict[str, np.ndarray]:
-    """Return a global batch of random tokens or images, identical on all processes."""
-    data = run.config.data
-    rng = np.random.default_rng(0)
-    if data.reads_images:
-        return _random_images(run, rng)
-    shape = (data.global_batch_size, data.sequence_length)
-    high = run.model_config.vocab_size
-    return {
-        "tokens": rng.integers(high, size=shape, dtype=np.int32),
-        "targets": rng.integers(high, size=shape, dtype=np.int32),
-        "weights": np.ones(shape, np.float32),
-        "index": np.arange(shape[0], dtype=np.uint32),
-    }
-
-
-def _random_images(run: Run, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    size = run.config.data.global_batch_size
-    batch: dict[str, np.ndarray] = {"index": np.arange(size, dtype=np.uint32)}
-    highs = {"images": 256, "mask_seeds": 2**32}
-    num_labels = getattr(run.model_config, "num_labels", 1)
-    for name, (shape, dtype) in example_shapes(run.config.data, run.config.images).items():
-        if dtype == np.float32:
-            batch[name] = np.ones((size, *shape), dtype)
-        else:
-            high = highs.get(name, num_labels)
-            batch[name] = rng.integers(high, size=(size, *shape), dtype=dtype)
-    return batch
 
 
 def program(run: Run) -> dict[str, Any]:

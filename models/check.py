@@ -60,6 +60,13 @@ def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
 def _check_head(functions: ModelFunctions, non_stack_params: Tree, x: Tree, batch: dict) -> None:
     """Check the results of a model's head."""
     loss, weight, metrics = jax.eval_shape(functions.head, non_stack_params, x, batch)
+    for name, sums in (("loss", loss), ("weight", weight)):
+        values = list(sums.values()) if isinstance(sums, dict) else [sums]
+        if not values or not all(hasattr(value, "shape") for value in values):
+            raise ValueError(
+                f"head's {name} is of type {type(sums).__name__}; it must be a scalar, or a dict "
+                "of scalars that is not empty"
+            )
     for name, values in {"loss": loss, "weight": weight, **metrics}.items():
         for value in jax.tree.leaves(values):
             if value.shape:

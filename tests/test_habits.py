@@ -1,20 +1,15 @@
 """Habits of the code that no linter checks: assignments, literals, sizes, first lines, English."""
 
 import ast
-import collections
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import prose
+from tests.sizes import large_functions, modules
 
 ROOT = Path(__file__).parents[1]
-MAX_MODULES = 14  # per folder, not counting __init__.py
-MAX_LINES = 350  # per file
-MAX_FUNCTION_LINES = 60
-#: Tables of settings, one file per model, may be long.
-TABLES = "configs"
 
 
 def violations(source: str) -> Iterator[tuple[int, str]]:
@@ -60,30 +55,8 @@ def test_code_has_no_violations():
     assert found == []
 
 
-def modules() -> Iterator[tuple[Path, str]]:
-    """Yield (path, source) of every Python file, without the tables of settings."""
-    for file in prose.files_of([ROOT]):
-        path = file.relative_to(ROOT)
-        if path.suffix == ".py" and path.parts[0] != TABLES:
-            yield path, file.read_text(encoding="utf-8")
-
-
-def test_folders_files_and_functions_are_small():
-    found = []
-    num_modules = collections.Counter()
-    for path, source in modules():
-        num_modules[path.parent] += path.name != "__init__.py"
-        if source.count("\n") > MAX_LINES:
-            found.append(f"{path} has more than {MAX_LINES} lines")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:
-                    found.append(f"{path}: {node.name} has more than {MAX_FUNCTION_LINES} lines")
-    for folder, count in num_modules.items():
-        if count > MAX_MODULES:
-            found.append(f"{folder}/ has more than {MAX_MODULES} modules")
-    assert found == []
+def test_functions_are_small():
+    assert large_functions() == []
 
 
 def test_first_line_of_every_file_states_its_purpose():

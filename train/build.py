@@ -94,10 +94,11 @@ def build_run(options: RunOptions) -> BuiltRun:
         OSError: a file cannot be read.
     """
     check_path(options.workdir)
-    config, source, fixed = _load_config(options)
-    mesh = _start_devices(config, options, fixed)
-    if not config.mesh.auto:
-        config = dataclasses.replace(config, mesh=config.mesh.filled_in(mesh.size))
+    loaded = _load_config(options)
+    source = loaded.source
+    fixed = loaded.fixed
+    mesh = _start_devices(loaded.config, options, fixed)
+    config = _complete_config(loaded, mesh)
     if options.is_evaluation and config.memory.placement == AUTO:
         memory = Exchange().on_all(lambda: workdir.planned_memory(options.workdir))
         config = dataclasses.replace(config, memory=memory)
@@ -136,10 +137,27 @@ def build_run(options: RunOptions) -> BuiltRun:
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
 
 
-def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None, set[str]]:
-    """Return the config of a run, the checkpoint that its `init_from` names, and what is fixed.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _LoadedConfig:
+    """The config of a run before its devices are known.
 
-    What is fixed are the keys that the DeepSpeed JSON and the command line set.
+    Attributes:
+        config: the config.
+        source: the checkpoint that its `init_from` names, or None.
+        fixed: keys that the DeepSpeed JSON and the command line set.
+        open_batch: batch sizes of the DeepSpeed JSON that depend on the devices, or None.
+        command_line: keys that the command line sets.
+    """
+
+    config: RunConfig
+    source: Source | None
+    fixed: set[str]
+    open_batch: deepspeed.BatchSizes | None
+    command_line: set[str]
+
+
+def _load_config(options: RunOptions) -> _LoadedConfig:
+    """Load the config of a run.
 
     A later source overrides an earlier one: the config file, the DeepSpeed JSON, the command line.
     Then the model's sizes and the tokenizer are taken from the `init_from` checkpoint; a command
@@ -148,9 +166,12 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None, set[str
     overrides = options.overrides
     load = partial(config_files.load, options.config, allow_import=options.allow_import)
     given: Any = load(overrides)
+    command_line = _keys_of(overrides)
+    open_batch = None
     if options.deepspeed is not None:
-        fixed = {Override.parse(override).key for override in overrides}
-        overrides = [*deepspeed.read(options.deepspeed, given, fixed=fixed), *overrides]
+        translated = deepspeed.read(options.deepspeed, given, fixed=command_line)
+        overrides = [*translated.overrides, *overrides]
+        open_batch = translated.open_batch
         given = load(overrides)
     if options.is_evaluation and not (
         given.get("init_from") or workdir.has_checkpoint(options.workdir)
@@ -162,10 +183,38 @@ def _load_config(options: RunOptions) -> tuple[RunConfig, Source | None, set[str
     if options.is_fast_dev_run:
         config_files.shorten(given)
     source = take_init_from(given, overrides, allow_import=options.allow_import)
-    fixed = {Override.parse(override).key for override in overrides}
-    if not given.mesh.auto:
-        return validate_config(given), source, fixed
-    return open_config(given, fixed), source, fixed
+    fixed = _keys_of(overrides)
+    return _LoadedConfig(
+        config=open_config(given, fixed) if given.mesh.auto else validate_config(given),
+        source=source,
+        fixed=fixed,
+        open_batch=open_batch,
+        command_line=command_line,
+    )
+
+
+def _keys_of(overrides: Collection[str]) -> set[str]:
+    return {Override.parse(override).key for override in overrides}
+
+
+def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfig:
+    """Return the config with the sizes that depend on the number of devices.
+
+    With `mesh.auto`, a DeepSpeed JSON's batch size per replica refers to the mesh before it is
+    planned: all devices are replicas, except for those of axes that the command line fixes.
+    """
+    config = loaded.config
+    sections: dict[str, Any] = {}
+    if not config.mesh.auto:
+        sections["mesh"] = config.mesh.filled_in(mesh.size)
+    if loaded.open_batch is not None:
+        num_replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+        completed = loaded.open_batch.completed(num_replicas, config.train.num_microbatches)
+        for key in completed.keys() - loaded.command_line:
+            section, _, name = key.partition(".")
+            changed = dataclasses.replace(getattr(config, section), **{name: completed[key]})
+            sections[section] = changed
+    return dataclasses.replace(config, **sections)
 
 
 def _start_devices(

@@ -26,14 +26,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.harness.batches import random_batch
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS
-from benchmarks.step import random_batch
 from sharding.analysis.flops import matmul_flops
 from sharding.gather_modes import all_once
 from sharding.pipeline.runtime.gather import ParamGatherer, ParamSharding
 from sharding.pipeline.runtime.layers import Layers
 from sharding.pipeline.runtime.tick_plan import Slots
-from sharding.pipeline.runtime.trees import add, wide, zeros
+from sharding.pipeline.runtime.trees import add, total_of, wide, zeros
 from sharding.pipeline.stack_layout import StackLayout
 from train.run.run import Run
 
@@ -128,7 +128,7 @@ class StageParts:
 
         def head_gradient(grads, m, microbatch, non_stack_params, x):
             def loss_of(non_stack_params, x):
-                return functions.head(non_stack_params, x, microbatch)[0]
+                return total_of(functions.head(non_stack_params, x, microbatch)[0])
 
             loss, (gradient, dx) = jax.value_and_grad(loss_of, argnums=(0, 1))(non_stack_params, x)
             return add(grads, gradient), (loss, dx)
@@ -309,7 +309,7 @@ def _microbatches(run: Run) -> dict[str, Any]:
     batch = random_batch(run)
     size = len(batch.pop("index")) // count
     keys = jax.random.split(jax.random.key(0), (count, size))
-    arrays = {name: array.reshape(count, size, -1) for name, array in batch.items()}
+    arrays = {name: array.reshape(count, size, *array.shape[1:]) for name, array in batch.items()}
     return arrays | {"dropout_keys": keys}
 
 

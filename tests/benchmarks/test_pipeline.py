@@ -2,12 +2,14 @@
 
 import json
 
+import jax
 import pytest
 
 from benchmarks import pipeline
 from benchmarks.harness import report, schedule_prediction
+from benchmarks.harness.stage_parts import StageParts
 from sharding.pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
-from tests.runs import CONFIG, TINY
+from tests.runs import CONFIG, ROOT, TINY
 
 OVERRIDES = [
     *(o for o in TINY if not o.startswith(("data.name", "train.num_microbatches"))),
@@ -74,6 +76,16 @@ def test_prediction_counts_embedding_head_and_update_on_their_stages():
         "head_gradient": 8,
         "update": 4,
     }
+
+
+def test_head_with_several_losses_is_measured():
+    """BERT's pretraining has a dict of two losses."""
+    overrides = [*OVERRIDES, "model.mlp_dim=16", "data.sequence_length=24"]
+    config = str(ROOT / "configs" / "bert.py")
+    runs = pipeline.make_runs(config, overrides, ["1f1b"], num_stages=2, num_microbatches=2)
+    parts = StageParts(runs["1f1b", "full"], jax.devices()[:1])
+    parts.step_of(("head_gradient", 0))()
+    assert parts.flops(("head_gradient", 0))
 
 
 @pytest.mark.thorough

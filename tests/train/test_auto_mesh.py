@@ -84,3 +84,27 @@ def test_plans_use_all_devices_if_they_exceed_the_batch_or_data_is_fixed(
     run(tmp_path, auto, devices=8, num_steps=2)
     sizes = {axis: n for axis, n in mesh_in(tmp_path).items() if axis not in ("auto", "replan")}
     assert sizes["data"] == 2 and np.prod([*sizes.values()]) == 8
+
+
+@pytest.mark.thorough
+def test_batch_size_of_a_deepspeed_json_counts_all_devices(corpus_overrides, tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 8}')
+    overrides = [each for each in TINY if "global_batch_size" not in each]
+    flags = [f"--config.{each}" for each in (*overrides, *corpus_overrides, *FIXED)]
+    workdir = tmp_path / "run"
+    command = [sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={workdir}"]
+    command += [f"--deepspeed={file}", *flags, "--config.mesh.auto=True"]
+    variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    done = subprocess.run(
+        [*command, "--config.train.num_steps=2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=variables,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = yaml.safe_load((workdir / "config.yaml").read_text())
+    # mesh.model=2 and train.num_microbatches=2 are fixed on the command line: 2 replicas.
+    assert config["data"]["global_batch_size"] == 8 * 2 * 2

@@ -12,6 +12,7 @@ A key with the value "auto" is ignored, so that Taibai's config decides.
 Source: DeepSpeed's documentation of its configuration JSON.
 """
 
+import dataclasses
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -22,6 +23,7 @@ from fields.numbers import shown
 from train.config.deepspeed_keys import (
     DEFAULTS,
     DTYPES,
+    FLOAT32,
     LEFT_TO_XLA,
     OFF,
     ONLY,
@@ -35,7 +37,12 @@ from train.config.deepspeed_keys import (
     TORCH_ADAMW_WEIGHT_DECAY,
     TYPES,
 )
-from train.config.deepspeed_values import flat_values, parse_values, rename_old_keys
+from train.config.deepspeed_values import (
+    BatchSizes,
+    flat_values,
+    parse_values,
+    rename_old_keys,
+)
 from untrusted.documents import parse_json
 from untrusted.files import read_bytes
 from untrusted.messages import shortened
@@ -46,7 +53,21 @@ _MAX_NAMED = 10
 _log = logging.getLogger(__name__)
 
 
-def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> list[str]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Translated:
+    """A DeepSpeed JSON in Taibai's terms.
+
+    Attributes:
+        overrides: overrides `section.key=value`.
+        open_batch: the batch sizes if they depend on the number of replicas, which is known once
+            the devices are; then `overrides` has provisional ones. None: they are final.
+    """
+
+    overrides: list[str]
+    open_batch: BatchSizes | None
+
+
+def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> Translated:
     """Read a DeepSpeed JSON, and log the keys that have no effect.
 
     Args:
@@ -54,9 +75,6 @@ def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> list[str]:
         config: Taibai's config. Batch sizes depend on its mesh and number of microbatches, and
             offloading on its ZeRO stage if the file has none.
         fixed: the keys of `config` that `mesh.auto` must not change.
-
-    Returns:
-        Overrides `section.key=value`.
 
     Raises:
         ValueError: some keys cannot be translated; the message lists all of them.
@@ -72,7 +90,7 @@ def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> list[str]:
         _log.info("--deepspeed: left to XLA: %s", ", ".join(sorted(translation.left)))
     for note in translation.notes:
         _log.info("--deepspeed: %s", note)
-    return translation.found
+    return Translated(overrides=translation.found, open_batch=translation.open_batch)
 
 
 class _Translation:
@@ -87,6 +105,7 @@ class _Translation:
         self.left: list[str] = []  # keys left to XLA
         self.notes: list[str] = []  # other keys without an effect
         self.problems: list[str] = []
+        self.open_batch: BatchSizes | None = None
         self._values, self._without_value = flat_values(tree)
         rename_old_keys(self._values, self.problems)
         parse_values(self._values, self.problems)
@@ -162,6 +181,12 @@ class _Translation:
             self._refuse(f"communication_data_type={sent!r} is unknown; choose {known}")
         elif sent is not None:
             self._set("precision.reduce", DTYPES[sent.lower()])
+        summed = self._take("data_types.grad_accum_dtype", FLOAT32[0])
+        if summed not in FLOAT32:
+            self._refuse(
+                f"data_types.grad_accum_dtype={shown(summed)} is not supported; the only valid "
+                f"value is {FLOAT32[0]!r}"
+            )
 
     def _float16(self) -> None:
         self._with_defaults("fp16", DEFAULTS["fp16"])
@@ -221,10 +246,12 @@ class _Translation:
             self._refuse(f"scheduler.type={shown(kind)} is not supported; choose {known}")
             return self._drop("scheduler")
         self._check_params("scheduler", kind, PARAMS[kind])
+        # DeepSpeed takes every unknown type, such as "auto", for a logarithmic warmup.
+        self._without_value.discard("scheduler.params.warmup_type")
         self._with_defaults("scheduler.params", DEFAULTS[kind])
         schedule, final = SCHEDULES[kind]
         self._set("optimizer.schedule", schedule)
-        if final is not None and "scheduler.params.cos_min_ratio" not in self._values:
+        if final is not None:
             self._set("optimizer.final_learning_rate_fraction", final)
 
     def _check_params(self, section: str, kind: str, names: Collection[str]) -> None:
@@ -241,7 +268,7 @@ class _Translation:
     def _offloading(self, config: Any) -> None:
         stage = self._values.get("zero_optimization.stage", config.memory.zero_stage)
         optimizer = self._is_offloaded(OPTIMIZER_OFFLOAD, "cpu_offload")
-        parameters = self._is_offloaded(PARAM_OFFLOAD, "cpu_offload_param")
+        parameters = self._is_offloaded(PARAM_OFFLOAD, "cpu_offload_param", has_effect=stage >= 3)
         ratio = self._take(f"{OPTIMIZER_OFFLOAD}.ratio", 1.0)
         if parameters and stage < 3:
             self.notes.append(
@@ -262,8 +289,11 @@ class _Translation:
             self._set("memory.offload_optimizer_fraction", float(ratio) if optimizer else 0.0)
             self._set("memory.offload_parameters_fraction", float(parameters))
 
-    def _is_offloaded(self, place: str, old_name: str) -> bool:
-        """Return whether state is offloaded to the CPU; remove the keys that say so."""
+    def _is_offloaded(self, place: str, old_name: str, *, has_effect: bool = True) -> bool:
+        """Return whether state is offloaded; remove the keys that say so.
+
+        If offloading has no effect, its device may also be one that Taibai does not have.
+        """
         is_new = any(key.startswith(f"{place}.") for key in self._values)
         old = self._take(f"zero_optimization.{old_name}")
         if old is not None and is_new:
@@ -271,39 +301,40 @@ class _Translation:
                 f"zero_optimization.{old_name} is the old name of {place}; remove one of the two"
             )
         device = self._take(f"{place}.device", "cpu" if old else "none")
-        if device not in ("none", "cpu"):
+        if device not in ("none", "cpu") and has_effect:
             self._refuse(f"{place}.device={shown(device)} is unknown; choose cpu or none")
         if device != "cpu":
             self._drop(place)
-        return device == "cpu"
+        return device == "cpu" or (device != "none" and not has_effect)
 
     def _batch(self, config: Any, fixed: Collection[str]) -> None:
-        whole = self._take("train_batch_size")
-        micro = self._take("train_micro_batch_size_per_gpu")
-        count = self._take("gradient_accumulation_steps")
+        sizes = BatchSizes(
+            whole=self._take("train_batch_size"),
+            micro=self._take("train_micro_batch_size_per_gpu"),
+            count=self._take("gradient_accumulation_steps"),
+        )
         mesh = config.mesh
-        replicas = mesh.data * mesh.fsdp
-        is_open = mesh.auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
-        if micro is not None and (is_open or min(mesh.data, mesh.fsdp) < 1):
-            remedy = "set mesh.data and mesh.fsdp to numbers on the command line"
-            if is_open:
-                remedy += ", or train_batch_size instead, because mesh.auto=True chooses them"
-            return self._refuse(
-                "train_micro_batch_size_per_gpu needs a known number of replicas; "
-                f"{remedy}, or remove the key"
+        is_planned = mesh.auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
+        count = config.train.num_microbatches
+        if sizes.micro is None or not (is_planned or min(mesh.data, mesh.fsdp) < 1):
+            try:
+                completed = sizes.completed(mesh.data * mesh.fsdp, count)
+            except ValueError as error:
+                return self._refuse(str(error))
+        elif is_planned and sizes.whole is not None:
+            completed = dataclasses.replace(sizes, micro=None).completed(1, count)
+            self.notes.append(
+                "train_micro_batch_size_per_gpu is left to the plan of mesh.auto, because "
+                "train_batch_size is set"
             )
-        if micro is not None and whole is not None:
-            fitting, rest = divmod(whole, micro * replicas)
-            if rest or (count is not None and count != fitting):
-                return self._refuse(
-                    f"train_batch_size={whole} must equal train_micro_batch_size_per_gpu={micro} × "
-                    f"gradient_accumulation_steps={count or '...'} × "
-                    f"mesh.data={config.mesh.data} × mesh.fsdp={config.mesh.fsdp}"
-                )
-            count = fitting
-        elif micro is not None:
-            count = count or config.train.num_microbatches
-            whole = micro * replicas * count
-        for key, value in (("data.global_batch_size", whole), ("train.num_microbatches", count)):
-            if value is not None:
-                self._set(key, value)
+        else:
+            # These sizes only make the config valid until the devices are known.
+            assumed = dataclasses.replace(sizes, micro=None if sizes.whole else sizes.micro)
+            completed = assumed.completed(max(mesh.data, 1) * max(mesh.fsdp, 1), count)
+            if sizes.whole and not sizes.count:
+                completed["train.num_microbatches"] = 1
+            if is_planned and not sizes.count:
+                del completed["train.num_microbatches"]  # or the plan could not choose it
+            self.open_batch = sizes
+        for key, value in completed.items():
+            self._set(key, value)

@@ -74,6 +74,7 @@ TYPES: Mapping[str, Kind] = {
     "fp16.hysteresis": _SIZE,
     "fp16.min_loss_scale": Kind(float),
     "communication_data_type": Kind(str),
+    "data_types.grad_accum_dtype": Kind(str),
     "optimizer.type": Kind(str),
     "optimizer.params.lr": Kind(float),
     "optimizer.params.betas": Kind(list[float]),
@@ -122,6 +123,7 @@ _ZERO = """
     sub_group_size memory_efficient_linear ignore_unused_parameters elastic_checkpoint
     load_from_fp32_weights stage3_gather_fp16_weights_on_model_save cpu_offload_use_pin_memory
     pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
+    save_muon_momentum_buffer_in_memory
     """.split()
 _OFFLOAD = """
     pin_memory buffer_count buffer_size fast_init max_in_cpu nvme_path pipeline_read pipeline_write
@@ -167,7 +169,6 @@ ONLY = {
     "bf16.check_grad_overflow": True,
     "fp16.consecutive_hysteresis": False,
     "fp16.fp16_master_weights_and_grads": False,
-    "data_types.grad_accum_dtype": "fp32",
     "optimizer.params.bias_correction": True,
     "optimizer.params.amsgrad": False,
     "optimizer.params.adam_w_mode": True,
@@ -213,11 +214,13 @@ RENAMED = {
     "scheduler.params.cos_min_ratio": "optimizer.final_learning_rate_fraction",
 }
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+#: DeepSpeed's names of float32.
+FLOAT32 = ("fp32", "float32", "torch.float32", "float")
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
 SCHEDULES = {
     "WarmupLR": ("constant", None),
     "WarmupDecayLR": ("linear", 0.0),
-    "WarmupCosineLR": ("cosine", 1e-4),
+    "WarmupCosineLR": ("cosine", None),
 }
 
 #: Optimizer or scheduler -> the keys of its `params`.

@@ -4,12 +4,13 @@
 -> {"bf16.enabled": True}, and zero_optimization.stage is without a value
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from fields.numbers import number_problem, shown
-from train.config.deepspeed_keys import NULLABLE, PARSED_BY_PYDANTIC, TYPES, Kind
+from train.config.deepspeed_keys import NULLABLE, ONLY, PARSED_BY_PYDANTIC, TYPES, Kind
 from untrusted.schema import is_of
 
 _AUTO = "auto"
@@ -18,6 +19,50 @@ _BOOLS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The batch sizes of a file, which complete each other once the number of replicas is known.
+
+    whole = micro × count × replicas
+
+    Attributes:
+        whole: `train_batch_size`, or None.
+        micro: `train_micro_batch_size_per_gpu`, or None.
+        count: `gradient_accumulation_steps`, or None.
+    """
+
+    whole: int | None
+    micro: int | None
+    count: int | None
+
+    def completed(self, num_replicas: int, default_count: int) -> dict[str, int]:
+        """Return the values of `data.global_batch_size` and `train.num_microbatches`, if known.
+
+        Args:
+            num_replicas: `mesh.data` × `mesh.fsdp`.
+            default_count: the count if the file has only `micro`.
+
+        Raises:
+            ValueError: the file has all sizes, and they contradict each other.
+        """
+        whole = self.whole
+        count = self.count
+        if self.micro is not None and whole is not None:
+            fitting, rest = divmod(whole, self.micro * num_replicas)
+            if rest or count not in (None, fitting):
+                raise ValueError(
+                    f"train_batch_size={whole} must equal train_micro_batch_size_per_gpu="
+                    f"{self.micro} × gradient_accumulation_steps={count or '...'} × "
+                    f"{num_replicas} replicas (mesh.data × mesh.fsdp)"
+                )
+            count = fitting
+        elif self.micro is not None:
+            count = count or default_count
+            whole = self.micro * num_replicas * count
+        sizes = {"data.global_batch_size": whole, "train.num_microbatches": count}
+        return {key: size for key, size in sizes.items() if size is not None}
 
 
 def flat_values(tree: dict) -> tuple[dict[str, Any], set[str]]:
@@ -69,11 +114,14 @@ def parse_values(values: dict[str, Any], problems: list[str]) -> None:
         problems: a list that problems are added to.
     """
     for key, value in list(values.items()):
+        is_lax = key.startswith(PARSED_BY_PYDANTIC)
         kind = TYPES.get(key)
+        if kind is None and is_lax and key in ONLY:
+            kind = Kind(type(ONLY[key]))
         parsed = value
         problem = number_problem(value, is_float=True)
         if problem is None and kind is not None:
-            parsed = _parsed(value, kind, is_lax=key.startswith(PARSED_BY_PYDANTIC))
+            parsed = _parsed(value, kind, is_lax=is_lax)
             problem = f"must be {kind.description}" if parsed is None else None
         if problem is None:
             values[key] = parsed

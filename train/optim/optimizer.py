@@ -103,6 +103,11 @@ class OptimizerConfig(Section, section="optimizer"):
         remedy="write for example ('token_embedding',)",
     )
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the optimizer is one of OPTIMIZERS, not one of your own."""
+        return self.name in OPTIMIZERS
+
     def __post_init__(self):
         frozen = self.frozen
         frozen = frozen.split(",") if isinstance(frozen, str) else frozen

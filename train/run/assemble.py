@@ -28,7 +28,6 @@ from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
-from train.optim.logged_rate import NoticedSchedule
 from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
 from train.run.compatibility import (
     check_axes,
@@ -76,7 +75,7 @@ def assemble_run(
     functions = abstract.functions
     traces = ModelTraces(config, mesh, hardware, model, functions)
     check_parts(config, model, functions, traces, shares_vocab=shares_vocab)
-    learning_rate_schedule = _learning_rate_schedule(config)
+    learning_rate_schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
     optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
     schedule = _schedule(config, mesh)
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
@@ -95,7 +94,7 @@ def assemble_run(
         model=model,
         functions=functions,
         optimizer=optimizer,
-        learning_rate_schedule=learning_rate_schedule,
+        learning_rate_schedule=learning_rate_schedule if config.optimizer.is_built_in else None,
         schedule=schedule,
         layouts=layouts,
         state_layout=state_layout,
@@ -194,11 +193,6 @@ def _state_spec(
         ),
         frozen=frozen,
     )
-
-
-def _learning_rate_schedule(config: RunConfig) -> NoticedSchedule:
-    schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
-    return NoticedSchedule(schedule)
 
 
 def _optimizer(

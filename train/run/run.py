@@ -32,7 +32,6 @@ from sharding.pipeline.stack_layout import StackLayout
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
-from train.optim.logged_rate import NoticedSchedule
 from train.run.model_traces import ModelTraces
 from train.state.averaged import params_to_evaluate
 from train.state.state_layout import StateLayout
@@ -83,7 +82,7 @@ class Run:
     model: nnx.Module  # abstract
     functions: ModelFunctions  # the model's functions
     optimizer: optax.GradientTransformation  # without clipping, which the step does
-    learning_rate_schedule: NoticedSchedule
+    learning_rate_schedule: optax.Schedule | None  # None: the optimizer is not a built-in one
     schedule: Schedule  # pipeline schedule
     layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
     state_layout: StateLayout

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from models.functions import ModelFunctions
 from sharding.hardware import Hardware
@@ -29,7 +30,7 @@ from sharding.pipeline.runtime.gather import ParamSharding
 from sharding.pipeline.schedule import forward_only
 from sharding.pipeline.schedules.table import Schedule
 from sharding.pipeline.stack_layout import StackLayout
-from train.optim.logged_rate import NoticedSchedule, rate_of_update
+from train.optim.logged_rate import rate_of_update
 from train.precision import PrecisionConfig
 from train.state.amax_history import (
     misfit_metrics,
@@ -69,7 +70,7 @@ class StepConfig:
 def make_train_step(
     functions: ModelFunctions,
     update: Update,
-    learning_rate_schedule: NoticedSchedule,
+    learning_rate_schedule: optax.Schedule | None,
     config: StepConfig,
     param_sharding: ParamSharding,
     rules: Rules,
@@ -95,7 +96,8 @@ def make_train_step(
     Args:
         functions: the model's functions.
         update: the optimizer update.
-        learning_rate_schedule: for the metric; the optimizer has the same.
+        learning_rate_schedule: for the metric; the optimizer follows the same. None: the optimizer
+            is not a built-in one.
         config: all other settings of the step.
         param_sharding: how the parameters are sharded over the mesh.
         rules: sharding rules.

@@ -18,5 +18,5 @@ def written(tree: dict, directory: Path) -> str:
 
 def translated(tree: dict, directory: Path, *own: str) -> RunConfig:
     """Return the run config for a JSON, with command-line overrides."""
-    found = read(written(tree, directory), load(CONFIG, own))
-    return validate_config(load(CONFIG, [*found, *own]))
+    overrides = read(written(tree, directory), load(CONFIG, own)).overrides
+    return validate_config(load(CONFIG, [*overrides, *own]))

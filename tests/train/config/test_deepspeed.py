@@ -1,6 +1,7 @@
 """The translation of the keys of DeepSpeed JSONs."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 
 from tests.runs import CONFIG, TINY
 from tests.train.config.deepspeed_jsons import translated, written
+from train.build import RunOptions, _complete_config, _load_config, _start_devices
 from train.config.config_files import load
-from train.config.deepspeed import read
+from train.config.deepspeed_keys import ONLY
 from train.config.deepspeed_values import parse_values
+from train.config.schema import RunConfig
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
 from train.optim.optimizer import make_learning_rate_schedule
@@ -279,16 +282,87 @@ def test_keys_of_stage_3_have_two_names(tmp_path, caplog):
     assert left == {"aio.queue_depth", *(f"zero_optimization.{name}" for name in zero)}
 
 
-def test_micro_batch_waits_for_no_planned_mesh(tmp_path):
-    """The plan chooses the number of replicas after the file has been read."""
-    path = written({"train_micro_batch_size_per_gpu": 8}, tmp_path)
-    overrides = ["mesh.auto=True", "mesh.data=2", "mesh.fsdp=2"]
-    config = load(CONFIG, overrides)
-    with pytest.raises(ValueError, match="known number of replicas.* because mesh.auto=True"):
-        read(path, config, fixed={"mesh.auto", "mesh.data"})
-    assert "data.global_batch_size=32" in read(path, config, fixed={"mesh.data", "mesh.fsdp"})
-    whole = written({"train_batch_size": 32}, tmp_path)
-    assert read(whole, config) == ["data.global_batch_size=32"]
+@pytest.mark.parametrize("section", ["fp16", "bf16", "zero_optimization"])
+def test_strings_are_read_in_all_keys_that_pydantic_reads(section, tmp_path):
+    for key, only in ONLY.items():
+        if key.startswith(f"{section}.") and isinstance(only, bool | int):
+            name = key.removeprefix(f"{section}.")
+            enabled = {} if section == "zero_optimization" else {"enabled": "true"}
+            translated({section: {**enabled, name: str(only).lower()}}, tmp_path)
+
+
+def test_cosine_keeps_the_configs_last_rate_for_auto(tmp_path):
+    tree = {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "auto"}}}
+    run = translated(tree, tmp_path)
+    assert run.optimizer.final_learning_rate_fraction == 0.1
+    del tree["scheduler"]["params"]["cos_min_ratio"]
+    assert translated(tree, tmp_path).optimizer.final_learning_rate_fraction == 1e-4
+
+
+def test_unknown_warmup_type_is_logarithmic(tmp_path):
+    tree = {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "auto"}}}
+    assert translated(tree, tmp_path).optimizer.warmup_type == "log"
+
+
+def test_parameters_on_nvme_have_no_effect_before_stage_3(tmp_path):
+    zero = {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/x"}}
+    assert translated({"zero_optimization": zero}, tmp_path).memory.placement == "device"
+    with pytest.raises(ValueError, match="offload_param.device='nvme' is unknown"):
+        translated({"zero_optimization": zero | {"stage": 3}}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["fp32", "float32", "torch.float32", "float"])
+def test_gradients_are_summed_in_float32_under_any_of_its_names(name, tmp_path):
+    translated({"data_types": {"grad_accum_dtype": name}}, tmp_path)
+    with pytest.raises(ValueError, match="grad_accum_dtype='bf16' is not supported"):
+        translated({"data_types": {"grad_accum_dtype": "bf16"}}, tmp_path)
+
+
+MICRO = {"train_micro_batch_size_per_gpu": 8}
+ACCUMULATED = MICRO | {"gradient_accumulation_steps": 2}
+AUTO = ("mesh.auto=True",)
+REST = ("mesh.pipeline=1", "mesh.model=1", "mesh.data=-1")
+
+
+@pytest.mark.parametrize(
+    ("tree", "own", "size", "count"),
+    [
+        (MICRO, AUTO, 8 * 8, 1),  # on 8 devices, with the number of microbatches of the config
+        (MICRO, (*AUTO, "mesh.model=2"), 8 * 4, 1),
+        (MICRO, (*AUTO, "mesh.data=2", "mesh.fsdp=2"), 8 * 4, 1),
+        (MICRO, (*AUTO, "data.global_batch_size=16"), 16, 1),
+        (ACCUMULATED, AUTO, 8 * 8 * 2, 2),
+        (ACCUMULATED | {"train_batch_size": 48}, AUTO, 48, 2),
+        (MICRO | {"train_batch_size": 48}, AUTO, 48, 1),
+        (MICRO, REST, 8 * 8, 1),
+        (MICRO, (*REST, "mesh.model=2"), 8 * 4, 1),
+        (MICRO | {"train_batch_size": 128}, REST, 128, 2),
+        (ACCUMULATED | {"train_batch_size": 128}, REST, 128, 2),
+    ],
+)
+def test_micro_batch_size_counts_the_replicas_once_the_devices_are_known(
+    tree, own, size, count, tmp_path
+):
+    run = completed(tree, tmp_path, own)
+    assert (run.data.global_batch_size, run.train.num_microbatches) == (size, count)
+
+
+def test_contradicting_batch_sizes_are_refused_once_the_devices_are_known(tmp_path):
+    tree = MICRO | {"train_batch_size": 100}
+    with pytest.raises(ValueError, match=r"train_batch_size=100 must equal .* 8 replicas"):
+        completed(tree, tmp_path, REST)
+
+
+def completed(tree: dict, directory: Path, own: tuple[str, ...]) -> RunConfig:
+    """Return the config of a run on 8 devices, before its mesh is planned."""
+    options = RunOptions(
+        config=CONFIG,
+        overrides=[*own],
+        workdir=directory / "run",
+        deepspeed=written(tree, directory),
+    )
+    loaded = _load_config(options)
+    return _complete_config(loaded, _start_devices(loaded.config, options, loaded.fixed))
 
 
 @pytest.mark.parametrize(

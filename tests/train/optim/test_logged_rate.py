@@ -28,8 +28,22 @@ def mine(count):
     return 0.003 / (1 + count)
 
 
-def with_given_schedule(config, schedule):
-    return optax.sgd(schedule)
+def with_given_schedule_injected(config, schedule):
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
+
+
+def with_rare_updates(config, schedule):
+    """The schedule is called once in two steps."""
+    return optax.MultiSteps(optax.sgd(schedule), 2).gradient_transformation()
+
+
+def with_changed_schedule(config, schedule):
+    return optax.sgd(lambda count: 0.1 * schedule(count))
+
+
+def with_schedule_of_decay(config, schedule):
+    decay = optax.inject_hyperparams(optax.add_decayed_weights)(weight_decay=schedule)
+    return optax.chain(decay, optax.sgd(0.25))
 
 
 def with_injected_schedule(config, schedule):
@@ -70,7 +84,7 @@ def rates(name, corpus_overrides) -> list[tuple[float, float | None]]:
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ["sgd", "with_given_schedule", "with_injected_schedule"])
+@pytest.mark.parametrize("name", ["sgd", "with_given_schedule_injected", "with_injected_schedule"])
 def test_logged_rate_is_the_one_that_the_update_used(name, corpus_overrides):
     own = f"{__name__}:{name}" if name != "sgd" else name
     for used, logged in rates(own, corpus_overrides):
@@ -79,6 +93,15 @@ def test_logged_rate_is_the_one_that_the_update_used(name, corpus_overrides):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ["with_hidden_schedule", "with_two_rates"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "with_hidden_schedule",
+        "with_two_rates",
+        "with_rare_updates",
+        "with_changed_schedule",
+        "with_schedule_of_decay",
+    ],
+)
 def test_rate_that_is_unknown_is_not_logged(name, corpus_overrides):
     assert [logged for _, logged in rates(f"{__name__}:{name}", corpus_overrides)] == [None] * 3
