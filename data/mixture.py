@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from data.blend import Blend, parse_mixture
 from data.config import DataConfig
-from data.text.table_files import SUFFIXES
+from data.table_files import SUFFIXES
 
 
 def sources(config: DataConfig) -> list[DataConfig]:

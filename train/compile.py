@@ -33,10 +33,10 @@ from train.config.inherit_config import take_init_from
 from train.config.overrides import parse_overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED, REFUSED
+from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import target_budget
 from train.planning.memory.planner import MemoryPlanner
 from train.planning.step_time import machine_of
-from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.files import write_text

@@ -23,7 +23,7 @@ from PIL import Image
 from data.checks import files_key, listed, matches_of
 from data.config import DataConfig
 from data.locks import locked
-from data.text.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
+from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
 from untrusted.files import make_private_directory, new_directory

@@ -13,7 +13,7 @@ from typing import Any
 
 from data.checks import files_key
 from data.locks import locked
-from data.text.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
+from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from untrusted.documents import read_json
 from untrusted.files import check_link, make_private_directory, open_new
 from untrusted.schema import check_fields

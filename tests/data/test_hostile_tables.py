@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data import table_files
 from data.config import DataConfig
 from data.images.tables import unpacked
-from data.text import table_files
 from data.text.tables import as_lines
 
 

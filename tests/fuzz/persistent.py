@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from data.text import table_files
+from data import table_files
 from data.text.tokenization import tokenizer_checks
 from untrusted.limited import LimitedProcesses, run_limited
 from untrusted.limited_process import Limits

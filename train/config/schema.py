@@ -28,10 +28,9 @@ from sharding.mesh import MeshConfig
 from sharding.pipeline.config import PipelineConfig
 from sharding.pipeline.schedule import SCHEDULES
 from sharding.pipeline.schedules.table import check_size
-from train.config.train_config import EvalConfig, TrainConfig
+from train.config.train_config import EvalConfig, LogConfig, TrainConfig
 from train.optim.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig
-from train.reporting.metrics import LogConfig
 
 #: Keys of `model` that the data sets if they are absent or None -> how messages name that value.
 FROM_DATA = {

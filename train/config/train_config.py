@@ -1,4 +1,4 @@
-"""The config sections `train` and `eval`: the length of a run, failures, and evaluations."""
+"""The config sections `train`, `eval` and `log`: length, failures, evaluations, logged steps."""
 
 import dataclasses
 
@@ -114,5 +114,18 @@ class EvalConfig(Section, section="eval"):
         "Batches of the validation split per evaluation. None: the whole split.",
         ge=1,
         remedy="None evaluates the whole split",
+        required=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig(Section, section="log"):
+    """Which steps are logged."""
+
+    every_steps: int = field(
+        5,
+        "Steps between logged steps; 1: every step. The first and the last step are always logged.",
+        ge=1,
+        remedy="choose a number of steps",
         required=True,
     )

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from train.planning.compiled_step import CompiledStep
 from train.planning.fitting import FittingRuns
 from train.planning.memory.budget import Needs
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import DoesNotFit
-from train.reporting.compiled_step import CompiledStep
 
 #: How many plans are compiled at a time, and at most: of those that fit, and in all.
 _NUM_AT_A_TIME = 2

@@ -19,10 +19,10 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrated
+from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import Budget
 from train.planning.parallel_plan import with_values
 from train.planning.step_time import machine_of, machine_of_devices
-from train.reporting.compiled_step import CompiledStep, compile_and_predict
 from train.run.run import Run
 
 #: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of

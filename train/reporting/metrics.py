@@ -7,12 +7,9 @@ an optimizer of your own hides it), `grad_norm, step_time_s, data_wait_s, tokens
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fields.field import field
-from fields.section import Section
 from metrics.json_lines import JsonLines
 from metrics.tensorboard_file import TensorBoardFile
 from untrusted.documents import number_as_json, number_from_json, read_json_lines
@@ -20,19 +17,6 @@ from untrusted.files import write_text
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig(Section, section="log"):
-    """Which steps are logged."""
-
-    every_steps: int = field(
-        5,
-        "Steps between logged steps; 1: every step. The first and the last step are always logged.",
-        ge=1,
-        remedy="choose a number of steps",
-        required=True,
-    )
 
 
 class MetricsWriter:

@@ -18,9 +18,10 @@ import pytest
 import rich.console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from train.config.train_config import LogConfig
 from train.plot import main as plot_main
 from train.reporting import throughput
-from train.reporting.metrics import LogConfig, MetricsWriter, read_metrics
+from train.reporting.metrics import MetricsWriter, read_metrics
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
 
