@@ -91,7 +91,7 @@ def make(directory: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
     """Write a Hugging Face model with random weights.
 
     Args:
-        directory: a new directory for the model.
+        directory: new directory for the model.
         config: contents of its config.json.
 
     Returns:

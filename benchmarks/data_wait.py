@@ -74,9 +74,9 @@ def measure(
     """Train on digits and, with every number of worker processes, on JPEG files.
 
     Args:
-        directory: an existing directory for images, caches and runs.
+        directory: existing directory for images, caches and runs.
         workers: numbers of worker processes.
-        args: the arguments of the command line.
+        args: arguments of the command line.
 
     Returns:
         The figures of every run, and the mean size of the JPEG files in bytes.

@@ -111,7 +111,7 @@ def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> di
     """Return the predicted time of a pass over one token per row, in bfloat16, and its limit.
 
     Args:
-        model: a causal language model, which may be abstract.
+        model: causal language model, which may be abstract.
         target: one GPU.
         batch_size: number of rows.
         num_slots: number of slots of a row's caches.

@@ -121,7 +121,7 @@ def experiment(name: str, num_seeds: int, directory: Path) -> dict[str, Any]:
     """Run an experiment with every seed.
 
     Args:
-        name: a key of EXPERIMENTS.
+        name: key of EXPERIMENTS.
         num_seeds: number of seeds, counted from 0.
         directory: directory for the working directories of the runs.
 
@@ -157,7 +157,6 @@ def train(
 
     Args:
         training: config and overrides of the run.
-        seed: seed of the run.
         directory: parent of the run's working directory.
         init_from: working directory of the run to start from; None to start from scratch.
 

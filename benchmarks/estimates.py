@@ -192,7 +192,7 @@ def with_tables(text: str) -> str:
     """Return the text of docs/memory.md with its tables replaced by the current results.
 
     Args:
-        text: the text of the page.
+        text: text of the page.
 
     Returns:
         The new text of the page.

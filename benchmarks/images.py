@@ -85,9 +85,9 @@ def measure(directory: Path, workers: list[int], args: argparse.Namespace) -> di
     """Write images and measure how fast they are read.
 
     Args:
-        directory: an existing directory for the images and caches.
+        directory: existing directory for the images and caches.
         workers: numbers of worker processes to measure.
-        args: the arguments of the command line.
+        args: arguments of the command line.
 
     Returns:
         All figures, as plain numbers and strings.

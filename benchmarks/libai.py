@@ -119,9 +119,9 @@ def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:
     """Return the text of the docs page with its tables replaced.
 
     Args:
-        text: the text of the page.
-        rows: the published rows.
-        results: the figures, as this command writes them.
+        text: text of the page.
+        rows: published rows.
+        results: figures, as this command writes them.
 
     Raises:
         ValueError: the page lacks a comment that marks the beginning or end of a table.
@@ -207,7 +207,7 @@ def rows_table(
     """Return a Markdown table of all rows.
 
     Args:
-        rows: the published rows.
+        rows: published rows.
         fitted: predicted sequences per second, with the constants that were fitted to LiBai.
         unfitted: the same without them: our own step.
         bytes_of: `Row.key` -> compiled memory of one GPU.

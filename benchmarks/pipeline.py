@@ -162,7 +162,7 @@ def measure(
     """Measure the steps of the runs, and the parts that they consist of.
 
     Args:
-        runs: the result of `make_runs`.
+        runs: result of `make_runs`.
         num_rounds: number of turns of each run and of each part.
         num_steps: number of timed steps in a turn.
 
@@ -217,8 +217,7 @@ def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Con
     """Return the step of a run as a contender that has warmed up.
 
     Args:
-        run: the run.
-        batch: the global batch, by name.
+        batch: global batch, by name.
         states: training states by layout, which this function extends. Runs with the same layout
             take turns updating one state, which saves memory.
 

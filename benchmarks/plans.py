@@ -182,8 +182,8 @@ def check_plans(
     """Compile legal plans; return their predicted times and the loss of the planner's choice.
 
     Args:
-        config: the run's config, from `open_config`.
-        devices: the devices to plan for.
+        config: run's config, from `open_config`.
+        devices: devices to plan for.
         fixed: keys of the config that stay as they are.
         count: how many plans of different shapes to compile, those with the shortest composed times
             first; None: all plans.
@@ -219,8 +219,8 @@ def check_times(
     """Time the best plan of each mesh; return measured and predicted times and Kendall's tau.
 
     Args:
-        config: the run's config, from `open_config`.
-        devices: the devices, which must be present.
+        config: run's config, from `open_config`.
+        devices: devices, which must be present.
         fixed: keys of the config that stay as they are.
         num_rounds: turns of each plan.
 
@@ -312,8 +312,8 @@ def with_tables(text: str, results: list[dict[str, Any]]) -> str:
     """Return the text of the docs page with its tables replaced.
 
     Args:
-        text: the text of the page.
-        results: the figures, as this command writes them.
+        text: text of the page.
+        results: figures, as this command writes them.
 
     Raises:
         ValueError: the page lacks a comment that marks the beginning or end of a table.

@@ -84,7 +84,7 @@ def with_table(text: str) -> str:
     """Return the text of the docs page with its table replaced by the current results.
 
     Args:
-        text: the text of the page.
+        text: text of the page.
 
     Returns:
         The new text of the page.

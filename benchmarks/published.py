@@ -102,8 +102,8 @@ def with_tables(text: str, results: dict[str, Any]) -> str:
     """Return the text of the docs page with its tables replaced.
 
     Args:
-        text: the text of the page.
-        results: the figures, as this command writes them.
+        text: text of the page.
+        results: figures, as this command writes them.
 
     Raises:
         ValueError: the page lacks a comment that marks the beginning or end of a table.

@@ -67,7 +67,6 @@ def measure(run: Run, directory: Path, num_rounds: int) -> dict[str, Any]:
     """Measure saves of a run's initial state.
 
     Args:
-        run: the run.
         directory: directory for the checkpoints.
         num_rounds: number of saves after the first, which is reported separately.
 

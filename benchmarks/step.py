@@ -126,8 +126,8 @@ def measure(
     """Measure the step of a run and of its peers.
 
     Args:
-        run: the run to measure.
-        names: the CONTENDERS to measure.
+        run: run to measure.
+        names: CONTENDERS to measure.
         with_compiled: whether to measure torch.compile.
         num_rounds: number of turns of each contender.
         num_steps: number of timed steps in a turn.
@@ -191,8 +191,7 @@ def contender_of(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     """Return the compiled step of a run as a contender that has warmed up.
 
     Args:
-        run: the run.
-        batch: the global batch of every step, as from `random_batch`.
+        batch: global batch of every step, as from `random_batch`.
     """
     start_s = time.perf_counter()
     train_step = run.compile_train_step()

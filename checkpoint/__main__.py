@@ -38,7 +38,7 @@ def find_directory(workdir: Path) -> Path:
     """Return the directory that contains a run's checkpoints.
 
     Args:
-        workdir: the directory of a run, or its `checkpoints/`.
+        workdir: directory of a run, or its `checkpoints/`.
 
     Raises:
         ValueError: there are no checkpoints.
@@ -95,7 +95,7 @@ def verify(directory: Path, step: int | None) -> int:
 
     Args:
         directory: contains the checkpoints.
-        step: the checkpoint to verify; None verifies all of them.
+        step: checkpoint to verify; None verifies all of them.
 
     Returns:
         The exit code: 0, or 1 if a checkpoint is damaged.
@@ -120,7 +120,7 @@ def show(directory: Path, step: int | None) -> int:
 
     Args:
         directory: contains the checkpoints.
-        step: the checkpoint to show; None shows the newest.
+        step: checkpoint to show; None shows the newest.
 
     Returns:
         The exit code 0.
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the command and its arguments; None takes them from `sys.argv`.
+        argv: command and its arguments; None takes them from `sys.argv`.
 
     Returns:
         The exit code: 0, 1 if `verify` found damage, or 2 after an error.

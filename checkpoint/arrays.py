@@ -41,7 +41,7 @@ def find_damage_of_arrays(step: Path) -> str | None:
     """Check that all arrays of a checkpoint can be read, without reading their contents.
 
     Args:
-        step: the directory of the checkpoint.
+        step: directory of the checkpoint.
 
     Returns:
         One sentence that describes the first damage, or None.
@@ -62,7 +62,7 @@ def open_arrays(step: Path) -> dict[str, ts.TensorStore]:
     """Open the arrays of a checkpoint, and check that they are complete.
 
     Args:
-        step: the directory of the checkpoint.
+        step: directory of the checkpoint.
 
     Returns:
         The arrays by name, such as `params.decoder.layers.norm.scale`.

@@ -33,7 +33,7 @@ def write_checksums(directory: Path) -> None:
     and restoring does not need them.
 
     Args:
-        directory: a checkpoint whose other files are complete.
+        directory: checkpoint whose other files are complete.
 
     Raises:
         OSError: a file cannot be written, or cannot be read back.
@@ -60,9 +60,9 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
     that the checkpoint lists.
 
     Args:
-        directory: a checkpoint.
-        part: the part of the files to check, from 0 to `num_parts - 1`.
-        num_parts: the number of parts.
+        directory: checkpoint.
+        part: part of the files to check, from 0 to `num_parts - 1`.
+        num_parts: number of parts.
 
     Returns:
         One sentence that names the first damaged file, or None if all files are intact.
@@ -85,7 +85,7 @@ def find_damage_of_config(directory: Path) -> str | None:
     """Compare only `config.yaml` of a checkpoint with its checksum.
 
     Args:
-        directory: a checkpoint.
+        directory: checkpoint.
 
     Returns:
         One sentence that describes the damage; or None if the config is intact, or if the
@@ -105,7 +105,7 @@ def find_missing(directory: Path) -> str | None:
     """Check that all files of a checkpoint exist, without reading them.
 
     Args:
-        directory: a checkpoint.
+        directory: checkpoint.
 
     Returns:
         One sentence that names the first missing file, or None if all files exist.

@@ -32,14 +32,14 @@ class CheckpointDirectory:
     """A directory of checkpoints. Only the first process may change it.
 
     Attributes:
-        path: the directory.
+        path: directory.
     """
 
     def __init__(self, path: Path, config: CheckpointConfig, state_files: StateFiles):
         """Describe a directory; nothing is read or created.
 
         Args:
-            path: the directory.
+            path: directory.
             config: how many checkpoints to keep.
             state_files: writes the arrays.
         """
@@ -86,13 +86,13 @@ class CheckpointDirectory:
         """Commit a checkpoint, or remove it if a process failed.
 
         Args:
-            step: the step of the checkpoint.
+            step: step of the checkpoint.
             temporary: its temporary directory.
             texts: contents of the text files by name.
             damaged: steps of damaged checkpoints, which are set aside before the rename. They are
                 not deleted, because a file that was missing or altered may have been so only on
                 one host or for a moment.
-            problem: the processes' errors, or None if all of them wrote their part.
+            problem: processes' errors, or None if all of them wrote their part.
 
         Raises:
             OSError: a process failed, or the checkpoint could not be completed.

@@ -55,7 +55,7 @@ def read_patiently(path: Path, read: Callable[[], T]) -> T:
     """Read something, and try again after errors that may pass.
 
     Args:
-        path: the file or directory that is read, for the message.
+        path: file or directory that is read, for the message.
         read: reads it. It is called up to `len(DELAYS_S) + 1` times.
 
     Raises:

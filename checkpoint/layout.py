@@ -61,7 +61,7 @@ def read_data_state(step: Path) -> dict[str, Any]:
     """Return the position in the data that is stored in a checkpoint.
 
     Args:
-        step: the directory of the checkpoint.
+        step: directory of the checkpoint.
 
     Raises:
         ValueError: the file is damaged.
@@ -75,7 +75,7 @@ def read_metrics(step: Path) -> dict[str, float]:
     """Return the metrics of a checkpoint by name.
 
     Args:
-        step: the directory of the checkpoint.
+        step: directory of the checkpoint.
 
     Returns:
         The metrics, empty if the state was not evaluated or the file is damaged.

@@ -103,7 +103,7 @@ def save_args(leaf: Any) -> ocp.SaveArgs:
     `[1, 6, 8]`.
 
     Args:
-        leaf: an array or LazyArray.
+        leaf: array or LazyArray.
     """
     if leaf.nbytes <= CHUNK_BYTES:
         return ocp.SaveArgs()
@@ -157,7 +157,7 @@ def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
     """Open the arrays of a checkpoint without reading them.
 
     Args:
-        directory: a checkpoint, `<step>/`.
+        directory: checkpoint, `<step>/`.
 
     Returns:
         The arrays by name, such as `params.decoder.layers.norm.scale`.

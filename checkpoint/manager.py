@@ -69,7 +69,7 @@ class Checkpoints:
         """Open a directory of checkpoints, and create it if it does not exist.
 
         Args:
-            directory: the directory, usually `WORKDIR/checkpoints`.
+            directory: directory, usually `WORKDIR/checkpoints`.
             config: when to save and how many checkpoints to keep.
 
         Raises:
@@ -108,15 +108,15 @@ class Checkpoints:
         if this one cannot start, the failure is logged and counted, but not raised.
 
         Args:
-            step: the number of training steps that produced `state`.
-            state: a pytree of jax.Arrays with any shardings, or of LazyArrays. The arrays may be
+            step: number of training steps that produced `state`.
+            state: pytree of jax.Arrays with any shardings, or of LazyArrays. The arrays may be
                 donated as soon as this returns; LazyArrays must stay readable until `wait`
                 returns.
-            data_state: the position in the data, as JSON-serializable values. It must be the same
+            data_state: position in the data, as JSON-serializable values. It must be the same
                 on all processes; the first process writes it.
             metrics: metrics of an evaluation of `state`, or None if it was not evaluated. A
                 checkpoint without metrics is never among the best.
-            config: the full config of the run as YAML, or None to store none.
+            config: full config of the run as YAML, or None to store none.
             proven: step of the newest checkpoint whose parameters later steps have used without a
                 problem. It is kept in case the parameters in this save turn out to be ruined.
 
@@ -164,7 +164,7 @@ class Checkpoints:
         not skipped, because it may be intact.
 
         Args:
-            abstract_state: the state as a pytree of jax.ShapeDtypeStruct, with the shardings of
+            abstract_state: state as a pytree of jax.ShapeDtypeStruct, with the shardings of
                 the current mesh. Each device reads its own shard.
             may_lack: top-level fields of the state (the first parts of the arrays' names) that
                 either the checkpoint or `abstract_state` may lack. A field that the checkpoint
@@ -228,7 +228,7 @@ class Checkpoints:
         resumes from them.
 
         Args:
-            from_step: the first of the steps.
+            from_step: first of the steps.
 
         Raises:
             OSError: the directory cannot be written.
@@ -291,7 +291,7 @@ class Checkpoints:
         """Complete a save; runs in the writer thread of each process.
 
         Args:
-            step: the step of the checkpoint.
+            step: step of the checkpoint.
             path: its temporary directory.
             written: futures of Orbax's writes on this process.
             texts: contents of the text files by name.

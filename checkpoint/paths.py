@@ -13,7 +13,7 @@ def check_path(path: Path) -> Path:
     `/gs/` and `/s3/` stand for buckets.
 
     Args:
-        path: the directory; it need not exist.
+        path: directory; it need not exist.
 
     Returns:
         The same directory without `..` and links, which TensorStore and Orbax resolve differently.

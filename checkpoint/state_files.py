@@ -29,8 +29,8 @@ class StateFiles:
         """Copy the arrays of a state, and start to write them in Orbax's threads.
 
         Args:
-            path: the directory of the checkpoint.
-            state: a pytree of jax.Arrays or LazyArrays.
+            path: directory of the checkpoint.
+            state: pytree of jax.Arrays or LazyArrays.
 
         Returns:
             Futures of the writes of this process.
@@ -47,7 +47,7 @@ class StateFiles:
         """Complete the files, once all processes have written theirs; runs on the first process.
 
         Args:
-            path: the directory of the checkpoint.
+            path: directory of the checkpoint.
 
         Raises:
             OSError: the arrays are not complete. Orbax only logs a warning if it does not find the
@@ -62,8 +62,8 @@ class StateFiles:
         """Read the arrays of a checkpoint; each device reads its own shard.
 
         Args:
-            path: the directory of the checkpoint.
-            abstract_state: the state, as in `Checkpoints.restore`.
+            path: directory of the checkpoint.
+            abstract_state: state, as in `Checkpoints.restore`.
             may_lack: fields that either of them may lack, as in `Checkpoints.restore`.
 
         Returns:

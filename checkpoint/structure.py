@@ -14,9 +14,9 @@ def check_same_structure(
     """Check that a checkpoint matches a state.
 
     Args:
-        path: the checkpoint, for the error message.
-        saved_tree: the checkpoint's arrays, as a pytree whose leaves have a shape and a dtype.
-        abstract_state: the state, as in `Checkpoints.restore`.
+        path: checkpoint, for the error message.
+        saved_tree: checkpoint's arrays, as a pytree whose leaves have a shape and a dtype.
+        abstract_state: state, as in `Checkpoints.restore`.
         may_lack: fields that either of them may lack, as in `Checkpoints.restore`.
 
     Returns:
@@ -73,7 +73,7 @@ def describe(tree: Any) -> dict[str, str]:
     """Return dtypes and shapes by name, as in `{'params.layer.kernel': 'float32[4, 8]'}`.
 
     Args:
-        tree: a pytree whose leaves have a shape and a dtype; other leaves are ignored.
+        tree: pytree whose leaves have a shape and a dtype; other leaves are ignored.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
     return {

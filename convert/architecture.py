@@ -18,29 +18,29 @@ class Architecture:
     """One model class of Hugging Face's transformers, and the corresponding model in Taibai.
 
     Attributes:
-        name: The name of the class, as in `architectures` of config.json.
-        model_type: The `model_type` of config.json.
-        model: The `model.name` in the config of a run.
-        model_class: The model class of this project.
-        keys: The keys of config.json and the config fields that they correspond to.
-        rows: The weights, with the names that they have in the model with a head.
-        prefix: The prefix of the names of the base model's weights, including its dot.
-        is_base: Whether the model is a base model: it has no head, and its names have no prefix.
-        fields: Config fields that the class implies, regardless of config.json.
-        harmless: Keys of config.json that do not affect the computation.
-        buffers: Regular expressions for tensors that are not weights.
-        other_heads: Regular expressions for weights of other models with the same base, which a
+        name: name of the class, as in `architectures` of config.json.
+        model_type: `model_type` of config.json.
+        model: `model.name` in the config of a run.
+        model_class: model class of this project.
+        keys: keys of config.json and the config fields that they correspond to.
+        rows: weights, with the names that they have in the model with a head.
+        prefix: prefix of the names of the base model's weights, including its dot.
+        is_base: whether the model is a base model: it has no head, and its names have no prefix.
+        fields: config fields that the class implies, regardless of config.json.
+        harmless: keys of config.json that do not affect the computation.
+        buffers: regular expressions for tensors that are not weights.
+        other_heads: regular expressions for weights of other models with the same base, which a
             file may contain.
-        detect: A function (tensors in the files, config.json) -> config fields that only the
+        detect: function (tensors in the files, config.json) -> config fields that only the
             tensors reveal; None if there are none.
-        detected_fields: The names of the fields that `detect` returns.
-        limits: A function (the model class's Config) -> descriptions of the settings that
+        detected_fields: names of the fields that `detect` returns.
+        limits: function (the model class's Config) -> descriptions of the settings that
             config.json can express but the class cannot run; None if there are no such settings.
-        template: The special tokens around a text, such as "{cls} $A {sep}", in the syntax of
+        template: special tokens around a text, such as "{cls} $A {sep}", in the syntax of
             TemplateProcessing in the `tokenizers` library.
-        pair_template: The special tokens around the two texts $A and $B of a pair.
-        is_generative: Whether the class generates text.
-        module_names: Pairs of a regular expression and a replacement, which turn names in files
+        pair_template: special tokens around the two texts $A and $B of a pair.
+        is_generative: whether the class generates text.
+        module_names: pairs of a regular expression and a replacement, which turn names in files
             into the names of modules in `transformers` 5, under which PEFT stores adapters. Other
             names stay as they are.
     """
@@ -71,8 +71,8 @@ class Architecture:
         """Return the mappings of all parameters; see `convert.names.tensor_mappings`.
 
         Args:
-            shapes: Path of a parameter -> its shape, with a leading layers axis in stacks.
-            vocab_size: The vocabulary size without padding; None if the model has no vocabulary.
+            shapes: path of a parameter -> its shape, with a leading layers axis in stacks.
+            vocab_size: vocabulary size without padding; None if the model has no vocabulary.
         """
         rows = self.rows
         if self.is_base:
@@ -86,8 +86,8 @@ class Architecture:
         """Derive the architecture of the base model, which has no head.
 
         Args:
-            name: The name of the base model's class, such as "GPT2Model".
-            **changes: Attributes that differ from this architecture.
+            name: name of the base model's class, such as "GPT2Model".
+            **changes: attributes that differ from this architecture.
         """
         fields = {**self.fields, "head": "none"}
         changes = {"is_generative": False, **changes}
@@ -98,8 +98,8 @@ def detect_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[
     """Detect the pooler, the layer that a base model may have after its last norm.
 
     Args:
-        tensors: The tensors in the files, by name.
-        hf: The content of config.json; not read.
+        tensors: tensors in the files, by name.
+        hf: content of config.json; not read.
 
     Returns:
         The config field `use_pooler`.

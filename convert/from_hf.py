@@ -72,12 +72,12 @@ def load(
     separately.
 
     Args:
-        path: A Hugging Face model, the directory of a run, whose newest intact checkpoint is
+        path: Hugging Face model, the directory of a run, whose newest intact checkpoint is
             loaded, or one checkpoint.
-        dtype: The dtype of the parameters and the computation: float32, bfloat16 or float64.
-        harmless: Unknown keys of config.json to ignore.
-        allow_pickle_weights: Whether to open `.bin` files.
-        allow_import: Import paths, packages and modules that a run's `config.yaml` may import from.
+        dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
+        harmless: unknown keys of config.json to ignore.
+        allow_pickle_weights: whether to open `.bin` files.
+        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
 
     Returns:
         The model.
@@ -99,8 +99,8 @@ def load_model(source: Source, *, dtype: str = "float32") -> Any:
     """Load a model that has been opened; see `load`.
 
     Args:
-        source: The model on disk.
-        dtype: The dtype of the parameters and the computation.
+        source: model on disk.
+        dtype: dtype of the parameters and the computation.
 
     Raises:
         ValueError: The model cannot be sharded over the mesh, or the mesh has explicit axes; or the
@@ -144,12 +144,12 @@ def convert(
     convert.to_hf` needs to restore the original model.
 
     Args:
-        src: The directory of the Hugging Face model.
-        dst: The directory to write.
-        mesh: A mesh to check: the model must be shardable over it. The mesh does not affect the
+        src: directory of the Hugging Face model.
+        dst: directory to write.
+        mesh: mesh to check: the model must be shardable over it. The mesh does not affect the
             files.
-        harmless: Unknown keys of config.json to ignore.
-        allow_pickle_weights: Whether to open `.bin` files.
+        harmless: unknown keys of config.json to ignore.
+        allow_pickle_weights: whether to open `.bin` files.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
@@ -189,8 +189,8 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
     """Copy config.json, tensor dtypes and tokenizer files to `workdir/hf/`, for `convert.to_hf`.
 
     Args:
-        source: The model; nothing is copied if it does not come from Hugging Face.
-        workdir: The directory of the run.
+        source: model; nothing is copied if it does not come from Hugging Face.
+        workdir: directory of the run.
     """
     if source.hf_files is None:
         return
@@ -208,9 +208,9 @@ def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FIL
     """Copy files of a Hugging Face model that are next to its weights, and its chat templates.
 
     Args:
-        directory: The directory of the model; a file in it must not be a link that leads outside.
-        target: The directory to write to.
-        names: The files to copy, some of which may be absent.
+        directory: directory of the model; a file in it must not be a link that leads outside.
+        target: directory to write to.
+        names: files to copy, some of which may be absent.
 
     Raises:
         ValueError: A file is too large, not a regular file, or a link that leads outside of
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: The arguments; None for the command line of the process.
+        argv: arguments; None for the command line of the process.
 
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.

@@ -28,9 +28,9 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     """Open a Hugging Face model.
 
     Args:
-        path: The directory of the model.
-        harmless: Unknown keys of config.json to ignore.
-        allow_pickle_weights: Whether to open `.bin` files.
+        path: directory of the model.
+        harmless: unknown keys of config.json to ignore.
+        allow_pickle_weights: whether to open `.bin` files.
 
     Returns:
         The model.
@@ -137,8 +137,7 @@ def check_shape(place: TensorMapping, tensor: Tensor) -> None:
     """Check that a tensor is a weight of the shape that a mapping expects.
 
     Args:
-        place: The mapping.
-        tensor: The tensor.
+        place: mapping.
 
     Raises:
         ValueError: It has another shape, or a dtype that weights cannot have.
@@ -159,8 +158,8 @@ class ConvertedArray(LazyArray):
     Its dtype is the smallest one that can represent the values of all these tensors.
 
     Args:
-        shape: The shape of the parameter, with a leading layers axis in stacks.
-        parts: The mapping and the tensor of each layer, in order.
+        shape: shape of the parameter, with a leading layers axis in stacks.
+        parts: mapping and the tensor of each layer, in order.
     """
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[TensorMapping, Tensor]]):

@@ -20,10 +20,10 @@ class Key:
     """A key that corresponds to one field.
 
     Attributes:
-        theirs: The key.
-        ours: The field.
-        default: The value if the key is absent; REQUIRED if it must not be absent.
-        values: Value of the key -> value of the field, if they differ. If several values of the key
+        theirs: key.
+        ours: field.
+        default: value if the key is absent; REQUIRED if it must not be absent.
+        values: value of the key -> value of the field, if they differ. If several values of the key
             have the same meaning, the first one is written.
     """
 
@@ -41,7 +41,7 @@ class Key:
         """Return the field with the value of the key.
 
         Args:
-            hf: The content of config.json.
+            hf: content of config.json.
 
         Raises:
             ValueError: The key is missing, or its value is not supported.
@@ -66,9 +66,9 @@ class Only:
     """A key that affects the computation, but for which only some values are supported.
 
     Attributes:
-        theirs: The key.
-        values: The supported values; the first one is the value if the key is absent.
-        why: An explanation, appended to the error message.
+        theirs: key.
+        values: supported values; the first one is the value if the key is absent.
+        why: explanation, appended to the error message.
     """
 
     theirs: str
@@ -84,7 +84,7 @@ class Only:
         """Check the value of the key; there is no corresponding field.
 
         Args:
-            hf: The content of config.json.
+            hf: content of config.json.
 
         Raises:
             ValueError: The value is not supported.
@@ -105,10 +105,10 @@ class Keys:
     """Keys that determine some fields together.
 
     Attributes:
-        names: The keys. A key that `write` does not return is removed from the original
+        names: keys. A key that `write` does not return is removed from the original
             config.json.
         read: config.json -> fields.
-        write: Fields -> keys.
+        write: fields -> keys.
     """
 
     names: tuple[str, ...]
@@ -143,9 +143,9 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
     """Translate config.json to config fields.
 
     Args:
-        hf: The content of config.json.
-        keys: The keys of the architecture.
-        harmless: Keys, in addition to HARMLESS, that do not affect the computation of this model.
+        hf: content of config.json.
+        keys: keys of the architecture.
+        harmless: keys, in addition to HARMLESS, that do not affect the computation of this model.
 
     Returns:
         Field -> value.
@@ -187,10 +187,10 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
     model that is imported and exported again gets the same config.json.
 
     Args:
-        fields: The config fields.
-        keys: The keys of the architecture.
-        original: The original config.json; empty to write all keys.
-        harmless: As in `read`.
+        fields: config fields.
+        keys: keys of the architecture.
+        original: original config.json; empty to write all keys.
+        harmless: as in `read`.
 
     Returns:
         The content of config.json.

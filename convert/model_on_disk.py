@@ -40,23 +40,22 @@ class Source:
     """A model on disk: a Hugging Face model, or a checkpoint of a run.
 
     Attributes:
-        path: The directory of the model.
-        model: The `model.name` in the config of a run.
-        model_class: The model class.
-        architecture: The Hugging Face architecture, if the model comes from there; otherwise None.
-        fields: The fields of the model class's Config.
-        hf_files: The directory of config.json and the files of the tokenizer, some of which may be
+        path: directory of the model.
+        model: `model.name` in the config of a run.
+        architecture: Hugging Face architecture, if the model comes from there; otherwise None.
+        fields: fields of the model class's Config.
+        hf_files: directory of config.json and the files of the tokenizer, some of which may be
             absent; None if there is no such directory.
-        adapter_files: The directory of an adapter, whose files of the tokenizer and for generation
+        adapter_files: directory of an adapter, whose files of the tokenizer and for generation
             go before those in `hf_files`; None without one.
-        hf_config: The content of config.json; None if there is none.
-        tokenizer: The path of tokenizer.json, or of a directory with vocab.json and merges.txt;
+        hf_config: content of config.json; None if there is none.
+        tokenizer: path of tokenizer.json, or of a directory with vocab.json and merges.txt;
             None if there is neither.
-        open: A function {path of a parameter: shape} -> {path of a parameter: array that is read
+        open: function {path of a parameter: shape} -> {path of a parameter: array that is read
             lazily}. The vocabulary is padded to the given shapes.
-        dtypes: Name of a Hugging Face tensor -> its original dtype, for tensors where it is known.
-        lora: The adapters of the model.
-        init_from: The checkpoint that a run started from; empty for none.
+        dtypes: name of a Hugging Face tensor -> its original dtype, for tensors where it is known.
+        lora: adapters of the model.
+        init_from: checkpoint that a run started from; empty for none.
     """
 
     path: Path
@@ -118,8 +117,8 @@ def read_config(file: Path, *, within: Path) -> dict[str, Any]:
     """Read a config.json, and check the types of the keys that every architecture may have.
 
     Args:
-        file: The config.json.
-        within: The directory that it must be in, even if it is a link.
+        file: config.json.
+        within: directory that it must be in, even if it is a link.
 
     Raises:
         ValueError: The file is damaged, or a value has the wrong type.
@@ -147,9 +146,9 @@ def check_known(path: Path, shapes: Shapes, known: Shapes) -> None:
     """Check that a model on disk has all wanted parameters.
 
     Args:
-        path: The path of the model, for the message.
-        shapes: The wanted parameters.
-        known: The parameters of the model.
+        path: path of the model, for the message.
+        shapes: wanted parameters.
+        known: parameters of the model.
 
     Raises:
         ValueError: The model lacks some of the wanted parameters.

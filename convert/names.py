@@ -40,15 +40,15 @@ class Row:
     """One weight, or the same weight of all layers of a stack.
 
     Attributes:
-        ours: The path of the parameter, such as `decoder.layers.mlp.up.kernel`.
-        theirs: The name of the tensor, with `{layer}` in place of the number of a layer. If two
+        ours: path of the parameter, such as `decoder.layers.mlp.up.kernel`.
+        theirs: name of the tensor, with `{layer}` in place of the number of a layer. If two
             stacks have the same name, the numbers of the second stack continue after the first.
-        kind: See `Kind`; None derives it from the last word of `ours`.
-        num_inputs: For a kernel, how many of the dimensions of `ours` are inputs.
-        tied: Other names under which a file may contain the same values.
-        first: The number in `theirs` of layer 0.
-        step: The difference in `theirs` between the numbers of successive layers.
-        without: The row applies only to models that do not have this parameter.
+        kind: see `Kind`; None derives it from the last word of `ours`.
+        num_inputs: for a kernel, how many of the dimensions of `ours` are inputs.
+        tied: other names under which a file may contain the same values.
+        first: number in `theirs` of layer 0.
+        step: difference in `theirs` between the numbers of successive layers.
+        without: row applies only to models that do not have this parameter.
     """
 
     ours: str
@@ -65,10 +65,10 @@ def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple
     """Return the rows of a linear layer: its kernel and its bias.
 
     Args:
-        ours: The path of the layer.
-        theirs: The name of the layer.
-        num_inputs: How many of the dimensions of the kernel are inputs.
-        **options: Other fields of both rows.
+        ours: path of the layer.
+        theirs: name of the layer.
+        num_inputs: how many of the dimensions of the kernel are inputs.
+        **options: other fields of both rows.
     """
     kernel = Row(f"{ours}.kernel", f"{theirs}.weight", num_inputs=num_inputs, **options)
     return kernel, Row(f"{ours}.bias", f"{theirs}.bias", **options)
@@ -78,9 +78,9 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
     """Return the rows of a norm: its scale and its bias.
 
     Args:
-        ours: The path of the norm.
-        theirs: The name of the norm.
-        **options: Other fields of both rows.
+        ours: path of the norm.
+        theirs: name of the norm.
+        **options: other fields of both rows.
     """
     scale = Row(f"{ours}.scale", f"{theirs}.weight", **options)
     return scale, Row(f"{ours}.bias", f"{theirs}.bias", **options)
@@ -91,14 +91,14 @@ class TensorMapping:
     """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to.
 
     Attributes:
-        theirs: The name of the tensor.
-        tied: Other names under which a file may contain the same values.
-        ours: The path of the parameter.
-        layer: The layer of the parameter; None if it is not stacked.
-        shape: The shape of the parameter without the layers axis.
-        kind: See `Kind`.
-        num_inputs: For a kernel, how many dimensions of `shape` are inputs.
-        vocab_size: The vocabulary size without padding; None if the model has no vocabulary.
+        theirs: name of the tensor.
+        tied: other names under which a file may contain the same values.
+        ours: path of the parameter.
+        layer: layer of the parameter; None if it is not stacked.
+        shape: shape of the parameter without the layers axis.
+        kind: see `Kind`.
+        num_inputs: for a kernel, how many dimensions of `shape` are inputs.
+        vocab_size: vocabulary size without padding; None if the model has no vocabulary.
     """
 
     theirs: str
@@ -130,8 +130,8 @@ class TensorMapping:
         """Read a part of the parameter from the tensor.
 
         Args:
-            theirs: The whole tensor.
-            index: The part of the parameter, without the layers axis.
+            theirs: whole tensor.
+            index: part of the parameter, without the layers axis.
 
         Returns:
             The values, with zeros for padding of the vocabulary.
@@ -146,9 +146,9 @@ class TensorMapping:
         """Write a part of the parameter to the tensor.
 
         Args:
-            theirs: The whole tensor; modified in place.
-            index: The part of the parameter, without the layers axis.
-            part: The values; padding of the vocabulary is dropped.
+            theirs: whole tensor; modified in place.
+            index: part of the parameter, without the layers axis.
+            part: values; padding of the vocabulary is dropped.
         """
         target = self._as_ours(theirs)[index]
         target[...] = part[: len(target)]
@@ -175,10 +175,10 @@ def tensor_mappings(
     """Return the mappings of all tensors of a model; the layers of a stack are in order.
 
     Args:
-        rows: The rows of the architecture. If two rows have the same parameter, the first one that
+        rows: rows of the architecture. If two rows have the same parameter, the first one that
             applies is used. Rows of parameters that are not in `shapes` are ignored.
-        shapes: Path of a parameter -> its shape, with a leading layers axis in stacks.
-        vocab_size: The vocabulary size without padding, which is the number of rows of vocabulary
+        shapes: path of a parameter -> its shape, with a leading layers axis in stacks.
+        vocab_size: vocabulary size without padding, which is the number of rows of vocabulary
             tensors; None if the model has no vocabulary.
     """
     by_ours: dict[str, Row] = {}
@@ -231,11 +231,11 @@ def match(
     call the parameters of norms gamma and beta.
 
     Args:
-        found: The names in the files.
-        tensor_mappings: The mappings of the model.
-        prefix: The prefix of the base model's names, including its dot.
-        buffers: Regular expressions for names that are not weights.
-        other_heads: Regular expressions for weights of other models with the same base.
+        found: names in the files.
+        tensor_mappings: mappings of the model.
+        prefix: prefix of the base model's names, including its dot.
+        buffers: regular expressions for names that are not weights.
+        other_heads: regular expressions for weights of other models with the same base.
 
     Returns:
         {name in the mappings: name in the files}, and the names of the weights in the files that
@@ -277,8 +277,8 @@ def check_names(
     """Raise a ValueError if there are names with problems.
 
     Args:
-        problems: A problem, in words that follow "it" -> the names that have it.
-        what: The beginning of the message.
+        problems: problem, in words that follow "it" -> the names that have it.
+        what: beginning of the message.
     """
     descriptions = [
         f"{problem} {len(names)} tensor(s): {listed(names, most=8)}"
@@ -293,9 +293,9 @@ def assembled(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.nda
     """Assemble a Hugging Face tensor from the chunks of a parameter on disk.
 
     Args:
-        place: The mapping.
-        array: The parameter.
-        dtype: The dtype of the tensor.
+        place: mapping.
+        array: parameter.
+        dtype: dtype of the tensor.
 
     Raises:
         ValueError: A value is too large for `dtype`.

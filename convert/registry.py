@@ -20,7 +20,7 @@ def find(hf: Mapping[str, Any]) -> Architecture:
     """Find the architecture that a config.json names.
 
     Args:
-        hf: The content of config.json.
+        hf: content of config.json.
 
     Returns:
         The architecture. If config.json lists no architectures, it is the default of its

@@ -50,7 +50,7 @@ def newest_checkpoint(path: Path) -> Path:
     """Find the newest intact checkpoint.
 
     Args:
-        path: The directory of a run, or one of its checkpoints, which is then the only candidate.
+        path: directory of a run, or one of its checkpoints, which is then the only candidate.
 
     Returns:
         The directory of the checkpoint.
@@ -85,7 +85,7 @@ def config_of(step: Path) -> Path:
     """Return the path of the config that names the model of a checkpoint.
 
     Args:
-        step: The directory of a checkpoint that `newest_checkpoint` has found intact.
+        step: directory of a checkpoint that `newest_checkpoint` has found intact.
 
     Returns:
         The checkpoint's own config. Converted checkpoints and checkpoints of older versions have
@@ -111,10 +111,10 @@ def open_run(
     """Open a checkpoint of a run.
 
     Args:
-        path: The path that the user gave: the directory of the run or of the checkpoint.
-        step: The directory of the checkpoint, as `newest_checkpoint` returns it.
-        averaged: Whether to use the averages of the parameters, if the run kept such averages.
-        allow_import: Import paths, packages and modules that the config may import from.
+        path: path that the user gave: the directory of the run or of the checkpoint.
+        step: directory of the checkpoint, as `newest_checkpoint` returns it.
+        averaged: whether to use the averages of the parameters, if the run kept such averages.
+        allow_import: import paths, packages and modules that the config may import from.
 
     Returns:
         The model.
@@ -179,8 +179,8 @@ class _PaddedArray(LazyArray):
     """A parameter whose first axis is the vocabulary, padded with zeros to `shape`.
 
     Args:
-        array: The stored parameter.
-        shape: The shape with padding; only its first axis differs from the stored one.
+        array: stored parameter.
+        shape: shape with padding; only its first axis differs from the stored one.
     """
 
     def __init__(self, array: StoredArray, shape: tuple[int, ...]):

@@ -33,12 +33,12 @@ def read_source(
     occur twice. For a run, it reads the checkpoint once, to check that it is intact.
 
     Args:
-        path: A Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
+        path: Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
             checkpoints.
-        harmless: Unknown keys of config.json to ignore.
-        allow_pickle_weights: Whether to open `.bin` files.
-        averaged: Whether to use the averages of the parameters, if the run kept such averages.
-        allow_import: Import paths, packages and modules that a run's `config.yaml` may import from.
+        harmless: unknown keys of config.json to ignore.
+        allow_pickle_weights: whether to open `.bin` files.
+        averaged: whether to use the averages of the parameters, if the run kept such averages.
+        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
 
     Returns:
         The model.
@@ -67,8 +67,8 @@ def load_params(source: Source, abstract: Tree) -> Tree:
     """Load parameters; each device's shard is read from the files separately.
 
     Args:
-        source: The model on disk.
-        abstract: A tree with a jax.ShapeDtypeStruct, including a sharding, for each parameter to
+        source: model on disk.
+        abstract: tree with a jax.ShapeDtypeStruct, including a sharding, for each parameter to
             load; these may be some of the model's parameters.
 
     Returns:

@@ -57,11 +57,11 @@ class Tensor:
     """A tensor in a file.
 
     Attributes:
-        name: The name of the tensor.
-        file: The file that contains the tensor.
-        dtype: The dtype of the values.
-        shape: The shape of the tensor.
-        map: Returns the memory-mapped values, which are read on access.
+        name: name of the tensor.
+        file: file that contains the tensor.
+        dtype: dtype of the values.
+        shape: shape of the tensor.
+        map: returns the memory-mapped values, which are read on access.
     """
 
     name: str
@@ -75,8 +75,8 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
     """Open the tensors of a model.
 
     Args:
-        directory: The directory of the model.
-        allow_pickle_weights: Whether to open pickle files if there are no safetensors files.
+        directory: directory of the model.
+        allow_pickle_weights: whether to open pickle files if there are no safetensors files.
 
     Returns:
         The tensors by name.
@@ -111,9 +111,9 @@ def same_values(a: Tensor, b: Tensor, block_rows: int = 1024) -> bool:
     """Return whether two tensors have the same dtype, shape and bits.
 
     Args:
-        a: A tensor.
-        b: Another tensor.
-        block_rows: The number of rows to compare at a time.
+        a: tensor.
+        b: another tensor.
+        block_rows: number of rows to compare at a time.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -128,11 +128,11 @@ class ShardWriter:
     If everything fits into one file, that file is the only one and there is no index.
 
     Args:
-        directory: The directory to write to.
-        tensors: The (name, dtype, shape) of all tensors.
-        max_shard_bytes: The maximum number of bytes of values in a file, unless it contains a
+        directory: directory to write to.
+        tensors: (name, dtype, shape) of all tensors.
+        max_shard_bytes: maximum number of bytes of values in a file, unless it contains a
             single tensor; None: everything is in one file.
-        single: The name of the file, if there is only one.
+        single: name of the file, if there is only one.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class ShardWriter:
         """Write all tensors.
 
         Args:
-            read: Returns the values of a tensor by its name; called once per tensor, in order.
+            read: returns the values of a tensor by its name; called once per tensor, in order.
         """
         count = len(self._shards)
         weight_map = {}
@@ -211,9 +211,6 @@ def _files_in(index: Path) -> list[Path]:
 
 def open_safetensors(file: Path) -> Iterator[Tensor]:
     """Yield the tensors of a safetensors file.
-
-    Args:
-        file: The file.
 
     Raises:
         ValueError: The file is damaged.

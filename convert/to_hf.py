@@ -63,16 +63,16 @@ def convert(
     vision model, and the tokenizer files found in the run's `hf/`.
 
     Args:
-        checkpoint: The directory of a run, whose newest intact checkpoint is read, or one of its
+        checkpoint: directory of a run, whose newest intact checkpoint is read, or one of its
             checkpoints.
-        dst: The directory to write.
-        dtype: The dtype of all tensors. None gives each tensor the dtype that it has in the
+        dst: directory to write.
+        dtype: dtype of all tensors. None gives each tensor the dtype that it has in the
             original model, if the run was imported, and float32 otherwise.
-        max_shard_bytes: The maximum size of a file in bytes, at least 1, unless it contains a
+        max_shard_bytes: maximum size of a file in bytes, at least 1, unless it contains a
             single tensor.
-        averaged: Whether to write the averages of the parameters, if the run kept such averages.
-        merge: Whether to merge the adapters into the model, instead of writing only them.
-        allow_import: Import paths, packages and modules that the run's `config.yaml` may import
+        averaged: whether to write the averages of the parameters, if the run kept such averages.
+        merge: whether to merge the adapters into the model, instead of writing only them.
+        allow_import: import paths, packages and modules that the run's `config.yaml` may import
             from.
 
     Raises:
@@ -166,9 +166,9 @@ def describe(model: str, config: Any, source: Source | None) -> tuple[Architectu
     """Find the Hugging Face architecture that expresses a model exactly.
 
     Args:
-        model: The `model.name` of the run.
-        config: The Config of its model class.
-        source: The model on disk that the run starts from, or that is exported; None if there is
+        model: `model.name` of the run.
+        config: config of its model class.
+        source: model on disk that the run starts from, or that is exported; None if there is
             none.
 
     Returns:
@@ -207,9 +207,9 @@ def export_problem(model: str, config: Any, source: Source | None) -> str | None
     Models without any counterpart in Hugging Face, such as a user's own, are not reported.
 
     Args:
-        model: The `model.name` of the run.
-        config: The Config of its model class.
-        source: The checkpoint that the run starts from, or None.
+        model: `model.name` of the run.
+        config: config of its model class.
+        source: checkpoint that the run starts from, or None.
     """
     if not _candidates(model):
         return None
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: The arguments; None for the command line of the process.
+        argv: arguments; None for the command line of the process.
 
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.

@@ -78,9 +78,9 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
     have any size.
 
     Args:
-        src: The directory of a run, one of its checkpoints, or a Hugging Face model.
-        dst: The directory to write.
-        allow_import: Import paths, packages and modules that the run's `config.yaml` may import
+        src: directory of a run, one of its checkpoints, or a Hugging Face model.
+        dst: directory to write.
+        allow_import: import paths, packages and modules that the run's `config.yaml` may import
             from.
 
     Returns:
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: The arguments; None for the command line of the process.
+        argv: arguments; None for the command line of the process.
 
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.

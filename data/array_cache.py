@@ -12,7 +12,7 @@ def read_array(path: Path) -> np.ndarray | None:
     """Read an array written by `write_array`.
 
     Args:
-        path: Path of the array.
+        path: path of the array.
 
     Returns:
         The array, or None if the file does not exist or is damaged.
@@ -27,8 +27,8 @@ def write_array(path: Path, values: np.ndarray) -> None:
     """Write an array atomically. Call this inside `locked`.
 
     Args:
-        path: Path of the array.
-        values: The array.
+        path: path of the array.
+        values: array.
 
     Raises:
         OSError: The file cannot be written; nothing is left behind.

@@ -39,11 +39,11 @@ def train_batches(
     nothing else, so a state saved by one process can be restored by any number of processes.
 
     Args:
-        corpus: The corpus to read.
-        config: Batch size and number of threads.
-        rows: The rows of the global batch that this process supplies, each from 0 to
+        corpus: corpus to read.
+        config: batch size and number of threads.
+        rows: rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
-        seed: The seed of shuffling, masking and image transforms, from 0 to 2**32 - 1.
+        seed: seed of shuffling, masking and image transforms, from 0 to 2**32 - 1.
 
     Returns:
         An iterator over batches with the keys of `data.shapes.example_shapes`, R rows each, and
@@ -73,11 +73,11 @@ def validation_batches(
     The iterator yields every row exactly once, and fills the last batch with rows of weight 0.
 
     Args:
-        corpus: The corpus to read; an empty validation split gives no batches.
-        config: Batch size and number of threads.
-        rows: The rows of the global batch that this process supplies, each from 0 to
+        corpus: corpus to read; an empty validation split gives no batches.
+        config: batch size and number of threads.
+        rows: rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
-        num_batches: The maximum number of batches; None for all of them.
+        num_batches: maximum number of batches; None for all of them.
 
     Returns:
         An iterator over batches with the same keys as in `train_batches`; `index` is the number of
@@ -110,8 +110,8 @@ def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
     """Check that all rows are distinct rows of the global batch.
 
     Args:
-        rows: Numbers of rows of the global batch.
-        global_batch_size: The number of rows of the global batch.
+        rows: numbers of rows of the global batch.
+        global_batch_size: number of rows of the global batch.
 
     Raises:
         ValueError: There are no rows, a row is repeated, or a row is out of range.
@@ -164,12 +164,12 @@ def _iterate(
     """Return an iterator over this process's rows of batches; its state is a step count.
 
     Args:
-        read: Returns the rows of the given elements; row r of batch k is element
+        read: returns the rows of the given elements; row r of batch k is element
             k * global_batch_size + r.
-        config: Batch size and number of threads.
-        rows: The rows of the global batch that this process supplies.
-        num_batches: The number of batches after which the iterator ends.
-        row_bytes: Size of a row in bytes.
+        config: batch size and number of threads.
+        rows: rows of the global batch that this process supplies.
+        num_batches: number of batches after which the iterator ends.
+        row_bytes: size of a row in bytes.
     """
     num_ahead = batches_ahead(len(rows) * row_bytes)
     batches = _Batches(read, config.global_batch_size, rows, num_batches)
@@ -183,10 +183,10 @@ class _Batches(Sequence[Batch]):
     """A random-access sequence whose item k holds this process's rows of batch k.
 
     Args:
-        read: Returns the rows of the given elements.
-        global_batch_size: Number of elements in a global batch.
-        rows: The rows of the global batch that this process supplies.
-        num_batches: The length of the sequence.
+        read: returns the rows of the given elements.
+        global_batch_size: number of elements in a global batch.
+        rows: rows of the global batch that this process supplies.
+        num_batches: length of the sequence.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def parse_mixture(entries: Sequence[str]) -> list[tuple[Fraction, str]]:
     """Parse the entries of `data.mixture`.
 
     Args:
-        entries: Strings of the form 'WEIGHT SOURCE'.
+        entries: strings of the form 'WEIGHT SOURCE'.
 
     Returns:
         The (share, source) of each entry; the shares are normalized to sum to 1.
@@ -59,7 +59,7 @@ class Blend:
     without computing the ones before it.
 
     Args:
-        shares: The share of each source; they are positive and sum to 1.
+        shares: share of each source; they are positive and sum to 1.
 
     Source: Baruah et al. 1996, "Proportionate progress". Among the sources that are allowed to
         supply the next element, the one with the earliest deadline supplies it.
@@ -92,8 +92,8 @@ class Blend:
         floor(k / s), and before place ceil((k + 1) / s), its deadline.
 
         Args:
-            place: The place in the pattern.
-            given: How many elements each source has supplied before this place.
+            place: place in the pattern.
+            given: how many elements each source has supplied before this place.
         """
         # In integers: the share of source i is self._counts[i] / period.
         period = self._period

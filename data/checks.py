@@ -62,8 +62,7 @@ def files_key(files: list[Path], verify: str) -> str:
     """Hash the paths of files, with either their contents or their sizes and modification times.
 
     Args:
-        files: The files.
-        verify: The config key `data.verify`: "times" for sizes and modification times, "full" for
+        verify: config key `data.verify`: "times" for sizes and modification times, "full" for
             the contents.
     """
     digest = hashlib.sha256()

@@ -44,8 +44,8 @@ class Examples(abc.ABC):
         """Return row `index`, with the keys, shapes and dtypes that data/shapes.py gives.
 
         Args:
-            index: Number of the row, 0 to len - 1.
-            key: The random key; everything random in the row is drawn from it alone.
+            index: number of the row, 0 to len - 1.
+            key: random key; everything random in the row is drawn from it alone.
         """
 
     def __getitem__(self, index: int) -> Example:
@@ -57,9 +57,9 @@ class Examples(abc.ABC):
         """Return a batch of elements of the endless train stream.
 
         Args:
-            elements: The numbers of the elements in the stream, at least one.
-            order: Maps the number of an element to the number of a row; a shuffle.
-            seed: With the number of the element, the seed of everything random in its row.
+            elements: numbers of the elements in the stream, at least one.
+            order: maps the number of an element to the number of a row; a shuffle.
+            seed: with the number of the element, the seed of everything random in its row.
         """
         return stack([self.example(order(e), (TRAIN, seed, e)) for e in elements])
 
@@ -67,7 +67,7 @@ class Examples(abc.ABC):
         """Return a batch of rows as evaluations read them.
 
         Args:
-            indices: The numbers of the rows, at least one.
+            indices: numbers of the rows, at least one.
         """
         return stack([self[index] for index in indices])
 
@@ -80,8 +80,8 @@ class CheckedExamples(Examples):
     """The rows of a source, after a check before each of them.
 
     Args:
-        rows: The source.
-        check: Raises an error if the source has turned out to be damaged.
+        rows: source.
+        check: raises an error if the source has turned out to be damaged.
     """
 
     def __init__(self, rows: Examples, check: Callable[[], None]):
@@ -101,8 +101,8 @@ class ConcatExamples(Examples):
     """The concatenation of several sources.
 
     Attributes:
-        parts: The sources.
-        offsets: The number of each source's first row, then the total number of rows.
+        parts: sources.
+        offsets: number of each source's first row, then the total number of rows.
     """
 
     def __init__(self, parts: Sequence[Examples]):
@@ -136,13 +136,13 @@ class Corpus:
     """The data that a run trains on and is evaluated on.
 
     Attributes:
-        train: The rows of the train split.
-        validation: The rows of the validation split; empty if nothing is held out.
-        fingerprint: A hash of all data that is read. Processes whose fingerprints differ would
+        train: rows of the train split.
+        validation: rows of the validation split; empty if nothing is held out.
+        fingerprint: hash of all data that is read. Processes whose fingerprints differ would
             train on different data. It covers the sizes of image files, not their contents.
-        contents: With `data.verify=full`, a hash of the contents that `fingerprint` does not cover;
+        contents: with `data.verify=full`, a hash of the contents that `fingerprint` does not cover;
             otherwise empty.
-        labels: The labels of a classification objective, indexed by `targets`; empty for other
+        labels: labels of a classification objective, indexed by `targets`; empty for other
             objectives.
     """
 

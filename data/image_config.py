@@ -171,8 +171,8 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
     """Check that the config sections `data` and `images` are compatible.
 
     Args:
-        data: The config section `data`.
-        images: The config section `images`.
+        data: config section `data`.
+        images: config section `images`.
 
     Raises:
         ValueError: A field of `images` is set that the objective does not read, or mixing or

@@ -27,7 +27,7 @@ def make_cache(config: DataConfig) -> None:
     """Create the cache directory if it does not exist.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Raises:
         ValueError: The directory cannot be created.
@@ -49,7 +49,7 @@ def locked(path: Path) -> Iterator[None]:
     system without `flock` the block runs without a lock, after a warning.
 
     Args:
-        path: Path of the file; the lock file is next to it, with `.lock` appended. Its directory is
+        path: path of the file; the lock file is next to it, with `.lock` appended. Its directory is
             created if it does not exist.
 
     Yields:

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: The arguments; None for the command line of the process.
+        argv: arguments; None for the command line of the process.
 
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.

@@ -12,7 +12,7 @@ def sources(config: DataConfig) -> list[DataConfig]:
     """Split the config of a mixture into one config per source.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         The config of each source, in the order of `data.mixture`. If the corpus is not a mixture,
@@ -35,10 +35,10 @@ def mixed_order(
     numbered as if the sources were concatenated.
 
     Args:
-        config: The config of the mixture, with its weights.
-        orders: For each source, a function that maps an element of that source's own shuffled
+        config: config of the mixture, with its weights.
+        orders: for each source, a function that maps an element of that source's own shuffled
             stream to a row of the source.
-        offsets: For each source, the number of its first row in the concatenation.
+        offsets: for each source, the number of its first row in the concatenation.
 
     Returns:
         Element number -> row number in the concatenation.

@@ -12,8 +12,8 @@ def call_own(name: str, kind: str) -> Mapping[str, Sequence[Any]]:
     """Call the user's function and check its result.
 
     Args:
-        name: The import path of the function, `package.module:function`.
-        kind: The type of the items in the sequences, for messages.
+        name: import path of the function, `package.module:function`.
+        kind: type of the items in the sequences, for messages.
 
     Returns:
         The dict that the function returned, with a sequence for each of SPLITS.

@@ -18,8 +18,8 @@ def example_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
     """Return the shape of one example and its dtype, for every key of a batch except `index`.
 
     Args:
-        config: The config section `data`.
-        images: The config section `images`; read only if the objective is one of images.
+        config: config section `data`.
+        images: config section `images`; read only if the objective is one of images.
 
     Returns:
         Key -> (shape of one example, without the batch axis; dtype).

@@ -51,7 +51,7 @@ class Budget:
     It refuses more than real files of their size expand to.
 
     Args:
-        files: The tables.
+        files: tables.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -68,7 +68,7 @@ class Budget:
         """Count a row.
 
         Args:
-            num_bytes: The bytes that it takes in the cache.
+            num_bytes: bytes that it takes in the cache.
 
         Raises:
             ValueError: The tables expand to too many rows or bytes.
@@ -82,7 +82,7 @@ class Budget:
         """Count the values of a batch before they become Python objects.
 
         Args:
-            num_values: Their number; a list and each of its elements are values.
+            num_values: their number; a list and each of its elements are values.
 
         Raises:
             ValueError: The tables expand to too many values.
@@ -103,9 +103,9 @@ def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]
     """Convert tables in a process with limits.
 
     Args:
-        function: A function of a module that returns `num_rows_or_error(…)`.
-        argument: Its argument, a JSON value.
-        files: The tables, whose size determines the limits.
+        function: function of a module that returns `num_rows_or_error(…)`.
+        argument: its argument, a JSON value.
+        files: tables, whose size determines the limits.
 
     Returns:
         The number of rows.
@@ -137,8 +137,8 @@ def num_rows_or_error(write: Callable[[Budget], Any], files: Sequence[Path]) -> 
     """Convert tables; in the process with limits.
 
     Args:
-        write: Converts the tables, and counts the rows.
-        files: The tables.
+        write: converts the tables, and counts the rows.
+        files: tables.
 
     Returns:
         The number of rows, or an error of the file system, as JSON.
@@ -156,8 +156,7 @@ def open_table(file: Path, budget: Budget) -> Iterator[tuple[Any, Batches]]:
     """Open a Parquet or Arrow file, in a process with limits.
 
     Args:
-        file: The file.
-        budget: Limits the number of values in a batch.
+        budget: limits the number of values in a batch.
 
     Yields:
         Its pyarrow.Schema, and a function: names of columns -> its rows, as validated

@@ -45,9 +45,9 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     the data set.
 
     Args:
-        name: Name of the data set.
-        cache_path: The cache directory.
-        check: Raises a ValueError if the builder is of the wrong kind.
+        name: name of the data set.
+        cache_path: cache directory.
+        check: raises a ValueError if the builder is of the wrong kind.
 
     Returns:
         The TFDS builder.
@@ -91,9 +91,9 @@ def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
     """Return the examples of a split of a prepared data set.
 
     Args:
-        builder: The TFDS builder of the data set.
-        split: Name of the split.
-        decoders: Decoders that replace TFDS's own for some features, in TFDS's format.
+        builder: TFDS builder of the data set.
+        split: name of the split.
+        decoders: decoders that replace TFDS's own for some features, in TFDS's format.
 
     Returns:
         The examples, by position; a ValueError if one cannot be read.
@@ -116,8 +116,8 @@ class _Examples(Sequence[Any]):
     """The examples of a data source of TFDS, with errors of one sentence.
 
     Args:
-        source: The data source.
-        where: Its split and directory, for messages.
+        source: data source.
+        where: its split and directory, for messages.
     """
 
     def __init__(self, source: Sequence[Any], where: str):

@@ -73,7 +73,7 @@ class Declaration:
         """Return how a value breaks the rule, as the rest of a message after `key=value`.
 
         Args:
-            value: a value of the field's type; for a tuple, anything.
+            value: value of the field's type; for a tuple, anything.
 
         Returns:
             The violated rule and the remedy, or None if the value is valid.
@@ -132,9 +132,9 @@ def field(
     """Declare a field of a config dataclass.
 
     Args:
-        default: the value in the default ConfigDict. None also makes None a valid value.
-        doc: the meaning, in Markdown; `--help` prints its first sentence.
-        ge: the value, or each element of a tuple, must be at least this.
+        default: value in the default ConfigDict. None also makes None a valid value.
+        doc: meaning, in Markdown; `--help` prints its first sentence.
+        ge: value, or each element of a tuple, must be at least this.
         gt: it must be more than this.
         le: it must be at most this.
         lt: it must be less than this.

@@ -12,10 +12,10 @@ def check_keys(
     """Check that the keys of a section are fields of its dataclass, and that none is missing.
 
     Args:
-        section: The dataclass.
-        values: Field name -> value.
-        name: Name of the section in messages, such as "config.model".
-        may_be_open: Fields that may be missing or None, because their value is found later.
+        section: dataclass.
+        values: field name -> value.
+        name: name of the section in messages, such as "config.model".
+        may_be_open: fields that may be missing or None, because their value is found later.
 
     Returns:
         The keys of `may_be_open` without a value.

@@ -26,9 +26,9 @@ def number_problem(
     """Return why a number is too large, as the rest of a message after `key=value`.
 
     Args:
-        value: A value, or a tuple or list of values; values that are not numbers are ignored.
-        is_float: Whether an integer stands for a float, as in `learning_rate=1`.
-        max_int: Largest integer, if the field declares one; None for MAX_INT.
+        value: value, or a tuple or list of values; values that are not numbers are ignored.
+        is_float: whether an integer stands for a float, as in `learning_rate=1`.
+        max_int: largest integer, if the field declares one; None for MAX_INT.
 
     Returns:
         The violated rule, or None if there is no problem.
@@ -51,8 +51,8 @@ def exponent_hint(value: Any, *, is_float: bool = True) -> str:
     a config is also read before the types of its fields are checked.
 
     Args:
-        value: The value that must be a number, or a tuple or list of such values.
-        is_float: Whether it must be a float, not an int.
+        value: value that must be a number, or a tuple or list of such values.
+        is_float: whether it must be a float, not an int.
 
     Returns:
         Such as "; in YAML, write 3.0e-4"; "" if the value contains no string of this form.

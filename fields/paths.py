@@ -22,7 +22,7 @@ def url_problem(value: Any) -> str | None:
     """Return why a path is not supported, as the rest of a message after `key=value`.
 
     Args:
-        value: A path, or a tuple or list of paths; anything else passes.
+        value: path, or a tuple or list of paths; anything else passes.
 
     Returns:
         The problem and a remedy if a path is a URL, otherwise None.
@@ -40,8 +40,8 @@ def check_local(name: str, value: Any) -> None:
     """Check that a path, or each path of a list or tuple, is not a URL.
 
     Args:
-        name: Name of the key or option in the message.
-        value: The value; anything but paths passes.
+        name: name of the key or option in the message.
+        value: value; anything but paths passes.
 
     Raises:
         ValueError: A path is a URL.

@@ -16,8 +16,8 @@ def check_no_nul(name: str, value: Any) -> None:
     No path may contain one; the errors of the operating system would not say which key it is.
 
     Args:
-        name: Name of the key or option in the message.
-        value: The value; anything but strings passes.
+        name: name of the key or option in the message.
+        value: value; anything but strings passes.
 
     Raises:
         ValueError: The value has a NUL character.
@@ -42,11 +42,11 @@ def check_types(
     of `fields.numbers`, unless the field declares a larger bound.
 
     Args:
-        section: The dataclass.
-        values: Field name -> value. Modified in place: ints of float fields become floats.
-        name: Name of the section in messages, such as "model".
-        exclude: Names of fields that are not checked.
-        tuples: Whether to check fields of type `tuple[X, ...]` too.
+        section: dataclass.
+        values: field name -> value. Modified in place: ints of float fields become floats.
+        name: name of the section in messages, such as "model".
+        exclude: names of fields that are not checked.
+        tuples: whether to check fields of type `tuple[X, ...]` too.
 
     Raises:
         ValueError: A value has the wrong type or is out of range, or a string has a NUL character;

@@ -15,7 +15,6 @@ def check_batch_size(mesh: Any, batch_size: int) -> int:
     """Return the number of replicas of a mesh.
 
     Args:
-        mesh: the mesh.
         batch_size: most texts of a batch.
 
     Raises:
@@ -46,8 +45,8 @@ def padded(
     Args:
         rows: tokens of at most `batch_size` rows.
         num_replicas: B is a multiple of this.
-        batch_size: the largest B.
-        most: the largest T; None: any.
+        batch_size: largest B.
+        most: largest T; None: any.
     """
     size = 1 << (len(rows) - 1).bit_length()
     size = -(-size // num_replicas) * num_replicas

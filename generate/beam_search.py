@@ -37,7 +37,7 @@ class Beams:
 
     Attributes:
         num_beams: K.
-        length_penalty: the score of an ended beam is its log-probability divided by the number of
+        length_penalty: score of an ended beam is its log-probability divided by the number of
             its tokens to the power of this; more favors longer continuations.
         early_stopping: True ends the search as soon as K beams have ended, "never" when no beam
             can become better than these, False when none is likely to.
@@ -93,7 +93,7 @@ class BeamSearch:
     """Searches beams with a model.
 
     Args:
-        decoder: the model.
+        decoder: model.
         stop: ids of tokens that end a text.
     """
 
@@ -114,7 +114,7 @@ class BeamSearch:
 
         Args:
             max_new_tokens: M.
-            beams: the settings.
+            beams: settings.
             params: as for `Decoder.prefill`.
             tokens_BT: as for `Decoder.prefill`.
             lengths_B: as for `Decoder.prefill`.
@@ -147,7 +147,7 @@ class BeamSearch:
         """Search until no beam can improve, or until all have M tokens.
 
         Args:
-            beams: the settings.
+            beams: settings.
             params: as for `Decoder.decode`.
             state: from `first`.
         """

@@ -21,7 +21,6 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> No
     """Add these options to a parser.
 
     Args:
-        parser: the parser.
         batch_size: default of `--batch_size`.
     """
     parser.add_argument(
@@ -60,7 +59,6 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace)
     """Run a command; return the exit code: 0, or 2 after an error.
 
     Args:
-        command: the command.
         args: its arguments, including those of `add_model_options`.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)

@@ -34,7 +34,7 @@ def decoder_of(model: Any, start_token: int | None = None) -> "Decoder":
     """Return the functions of a model that generate text.
 
     Args:
-        model: the model, which may be abstract.
+        model: model, which may be abstract.
         start_token: id of the token that the decoder of a sequence-to-sequence model begins with.
 
     Raises:
@@ -154,7 +154,7 @@ class Decoder:
             params: parameters from `separate`.
             tokens_BT: int32, the next tokens of each row: the newest, and drafts that follow it.
             positions_B: int32, position of the newest token.
-            caches: the tokens before it.
+            caches: tokens before it.
 
         Returns:
             Logits float32[B, T, V], or wider, and the caches with the tokens added.

@@ -35,7 +35,7 @@ class Drafts:
 
     Attributes:
         num_tokens: D, drafts that the model checks in a pass.
-        model: a smaller model with the same tokenizer; None takes drafts from the text.
+        model: smaller model with the same tokenizer; None takes drafts from the text.
         max_ngram: most tokens that are looked for in the text.
     """
 
@@ -76,7 +76,7 @@ class Drafter(Protocol):
         Args:
             params: its parameters.
             memory: from the last call, or from `begin`.
-            rows: the rows; each has at least one new token.
+            rows: rows; each has at least one new token.
             sampling: how the model chooses tokens.
         """
         ...
@@ -87,7 +87,7 @@ def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int |
 
     Args:
         drafts: where drafts come from; None: there are none.
-        model: the model that checks them.
+        model: model that checks them.
         decoder: its functions.
         start: as for `decoder_of`.
 

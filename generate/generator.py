@@ -33,7 +33,6 @@ class _State:
 
     Attributes:
         caches: all tokens of each row but the newest.
-        rows: the rows.
         memory: what the drafter remembers of them.
         passes_B: int32, number of decoding passes that the row took part in.
     """
@@ -48,7 +47,7 @@ class Generator:
     """Continues prompts.
 
     Args:
-        model: a language model, as from `convert.from_hf.load`. Use the generator on the
+        model: language model, as from `convert.from_hf.load`. Use the generator on the
             mesh that it was loaded on.
         stop: ids of tokens that end a text.
         start: id of the token that the decoder of a sequence-to-sequence model begins with; not

@@ -59,7 +59,6 @@ class ClassScores:
     """Scores of one class.
 
     Attributes:
-        name: its name.
         num_images: number of its images.
         recall: share of its images that were recognized; NaN without images.
         precision: share of the images that were taken for it, and are of it; NaN without such.
@@ -133,10 +132,10 @@ def evaluate_images(
     """Return the scores of a classifier on the validation images.
 
     Args:
-        model: the classifier; called as `model(images)`, it returns logits `[B, K]`.
-        corpus: the images.
-        data: the section `data`.
-        labels: the model's labels, in the order of its logits. Those of the data may have another
+        model: classifier; called as `model(images)`, it returns logits `[B, K]`.
+        corpus: images.
+        data: section `data`.
+        labels: model's labels, in the order of its logits. Those of the data may have another
             order. If the model's labels have no names, the names in the data are used.
         batch_size: images at a time.
 
@@ -195,9 +194,9 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
     """Return the sections `data` and `images` of the images to evaluate.
 
     Args:
-        source: the model.
+        source: model.
         path: its directory.
-        images: a folder of images; None: use the images of the run.
+        images: folder of images; None: use the images of the run.
 
     Raises:
         ValueError: the model is no classifier of images, or it is no run and there is no folder.
@@ -230,8 +229,7 @@ def write_scores(scores: ImageScores, directory: Path) -> None:
     """Write scores.json, classes.csv, confusion.csv and confusion.png.
 
     Args:
-        scores: the scores.
-        directory: the directory to create.
+        directory: directory to create.
 
     Raises:
         ValueError: the directory exists and is not empty.

@@ -90,8 +90,8 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Return lm-eval's results for a model.
 
     Args:
-        args: the arguments of the command.
-        path: the model.
+        args: arguments of the command.
+        path: model.
 
     Raises:
         ValueError: the model has no tokenizer, or is not a language model; or a task is unknown.

@@ -26,7 +26,7 @@ def load_generator(
     is placed on the first device.
 
     Args:
-        path: the directory of a run, one of its checkpoints, or a Hugging Face model.
+        path: directory of a run, one of its checkpoints, or a Hugging Face model.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
         batch_size: most rows that are continued at the same time; a multiple of the number of
             replicas of the mesh.
@@ -55,7 +55,7 @@ def generator_of(
     """Load a model that has been opened; see `load_generator`.
 
     Args:
-        source: the model on disk.
+        source: model on disk.
         tokenizer: its tokenizer, from `tokenizer_of`.
         dtype: dtype of the parameters and the computation.
         batch_size: most rows that are continued at the same time.

@@ -27,7 +27,7 @@ class TextCodec:
     """Turns texts into the tokens that a model was trained on, and back.
 
     Args:
-        tokenizer: the tokenizer of the model.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, tokenizer: FileTokenizer):
@@ -76,7 +76,7 @@ def stop_tokens_of(source: Source, tokenizer: FileTokenizer | None) -> list[int]
     of the tokenizer ends a text.
 
     Args:
-        source: the model on disk.
+        source: model on disk.
         tokenizer: its tokenizer, from `tokenizer_of`.
 
     Raises:
@@ -95,7 +95,7 @@ def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | Non
     the tokenizer, as in training.
 
     Args:
-        source: the model on disk.
+        source: model on disk.
         tokenizer: its tokenizer, from `tokenizer_of`.
 
     Returns:
@@ -145,8 +145,7 @@ class Prompt:
     """A prompt.
 
     Attributes:
-        text: as text; None if it was given as tokens.
-        tokens: as tokens.
+        text: None if the prompt was given as tokens.
     """
 
     text: str | None
@@ -157,8 +156,8 @@ def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
     """Read a file with a JSON object per line, which has `prompt` (text) or `tokens` (ids).
 
     Args:
-        path: the file.
-        codec: the tokenizer; None if the model has none.
+        path: file.
+        codec: tokenizer; None if the model has none.
 
     Raises:
         ValueError: a line is something else, or a text needs a tokenizer.
@@ -207,9 +206,8 @@ def as_line(
     """Return a continuation as a line of JSON, with the keys prompt, tokens and text.
 
     Args:
-        prompt: the prompt.
         tokens: tokens of the continuation.
-        codec: the tokenizer; None if the model has none.
+        codec: tokenizer; None if the model has none.
         follows_prompt: whether the continuation follows the prompt, and is not an answer to it.
     """
     before = prompt.tokens if follows_prompt else []

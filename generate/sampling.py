@@ -99,7 +99,7 @@ def choose(
     """Return the next token of each row, int32[B].
 
     Args:
-        sampling: the settings.
+        sampling: settings.
         logits_BV: logits, float32 or wider.
         seen_BV: bool, tokens that the row has; may be None without a repetition penalty.
         rows_B: int32, number of the row in the request.
@@ -159,7 +159,7 @@ def choose_each(rows: RowSampling, logits_BV: jax.Array, positions_B: jax.Array)
     """Return the next token of each row, int32[B], as `choose` does for rows of equal settings.
 
     Args:
-        rows: the settings of each row.
+        rows: settings of each row.
         logits_BV: logits, float32 or wider.
         positions_B: int32, position that the token will have.
     """
@@ -222,7 +222,6 @@ def _top_k(logits_BV: jax.Array, k: ArrayLike) -> jax.Array:
     """Return the logits with -inf for tokens that are not among the `k` most likely.
 
     Args:
-        logits_BV: the logits.
         k: int, or int32[B, 1].
     """
     keys_BV = _ordered(logits_BV)
@@ -238,7 +237,6 @@ def _top_p(logits_BV: jax.Array, left_out: ArrayLike) -> jax.Array:
     """Return the logits with -inf for the least likely tokens of a share of at most `left_out`.
 
     Args:
-        logits_BV: the logits.
         left_out: 1 - top-p: a number, or `[B, 1]`.
     """
     keys_BV = _ordered(logits_BV)
@@ -272,7 +270,7 @@ def _first_key(holds: Callable[[jax.Array], jax.Array], keys_BV: jax.Array) -> j
     Args:
         holds: takes keys, `[B, 1]`, and returns bool[B, 1]. If it holds for a key, it holds for all
             higher ones. If it holds for none, the highest number is returned.
-        keys_BV: the keys, of which only the shape and the dtype matter.
+        keys_BV: keys, of which only the shape and the dtype matter.
     """
     dtype = keys_BV.dtype
     num_bits = 8 * dtype.itemsize

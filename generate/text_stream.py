@@ -12,7 +12,7 @@ class TextStream:
     beginning of a text that ends the continuation.
 
     Args:
-        codec: the tokenizer.
+        codec: tokenizer.
         prompt: tokens that the continuation follows.
         stop: texts that end the continuation.
 
@@ -35,7 +35,7 @@ class TextStream:
         """Return the text that is known after these tokens, and was not known before.
 
         Args:
-            tokens: the new tokens.
+            tokens: new tokens.
             is_last: whether no tokens follow, so that nothing is held back.
         """
         if self.is_stopped:

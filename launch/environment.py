@@ -89,7 +89,7 @@ def merge_xla_flags(flags: Mapping[str, str], user: str) -> str:
 
     Args:
         flags: values by flag name, without dashes.
-        user: the XLA_FLAGS that the user has set, '' if none.
+        user: XLA_FLAGS that the user has set, '' if none.
     """
     tokens = user.split()
     if tokens and not tokens[0].startswith("-"):
@@ -111,7 +111,6 @@ def process_variables(
 
     Args:
         coordinator: 'host:port' or 'unix:PATH' on which process 0 will listen.
-        secret: the run's secret.
         num_processes: number of processes of the run.
         process_id: number of this process, from 0.
         devices_per_process: CPU devices to simulate in each process; None on accelerators.

@@ -144,8 +144,8 @@ def environments(
     Args:
         num_processes: number of processes.
         devices_per_process: number of devices of each process.
-        user: the launcher's own environment; its XLA and NCCL settings override the defaults.
-        directory: a directory that only the user can enter, for the socket of process 0.
+        user: launcher's own environment; its XLA and NCCL settings override the defaults.
+        directory: directory that only the user can enter, for the socket of process 0.
 
     Raises:
         ValueError: the processes need more GPUs than there are.
@@ -176,7 +176,7 @@ class StopRequests:
     Each of them is also an event, which wakes up the thread that waits for events.
 
     Attributes:
-        first: the first of them, or None.
+        first: first of them, or None.
     """
 
     def __init__(self, events: "queue.SimpleQueue[Event]"):
@@ -206,7 +206,6 @@ def run(processes: Processes, requests: StopRequests, grace_s: float) -> tuple[i
     for it.
 
     Args:
-        processes: the processes of the run.
         requests: signals to the launcher, which stop all processes.
         grace_s: seconds between SIGTERM and SIGKILL.
 

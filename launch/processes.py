@@ -61,7 +61,7 @@ class Processes:
 
         Args:
             command: program and arguments, the same for all processes.
-            variables: the complete environment of each process.
+            variables: complete environment of each process.
             events: queue that receives the exit of each process. Signal handlers may write to it
                 too.
         """

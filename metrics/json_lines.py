@@ -20,7 +20,7 @@ class JsonLines:
         """Open the file, or create it. A last line that a crash tore is ended.
 
         Args:
-            path: the file.
+            path: file.
             is_patient: as of `Appender`.
 
         Raises:

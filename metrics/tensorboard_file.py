@@ -54,7 +54,7 @@ class TensorBoardFile:
         """Append a point for each value that is a number.
 
         Args:
-            step: the step of all points.
+            step: step of all points.
             values: name -> value.
 
         Raises:

@@ -26,7 +26,7 @@ def add_adapters(model: nnx.Module, config: LoraConfig, *, seed: int) -> None:
     in its stack.
 
     Args:
-        model: the model; it is changed, unless the config has no rank.
+        model: model; it is changed, unless the config has no rank.
         config: rank, targets and variant.
         seed: seed of the random numbers.
 
@@ -62,7 +62,6 @@ def targeted(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Linear]:
     """Return the linear layers whose names match one of the patterns: name -> layer.
 
     Args:
-        model: the model.
         patterns: names, or ends of names after a dot, such as "attention.*" for
             "decoder.layers.attention.qkv". `*` matches dots too.
 

@@ -31,9 +31,9 @@ def check(functions: ModelFunctions, params: Tree, microbatch: Tree) -> None:
     """Check that the model's functions fit together.
 
     Args:
-        functions: the model's functions.
+        functions: model's functions.
         params: its parameters, in the dtype that it computes in; may be ShapeDtypeStructs.
-        microbatch: a batch as the model receives it; may be ShapeDtypeStructs.
+        microbatch: batch as the model receives it; may be ShapeDtypeStructs.
 
     Raises:
         ValueError: if activations are not floating or change their type within a stack, or if the
@@ -104,8 +104,8 @@ def _check_weights(
     """Check that each sum of losses has one array of weights.
 
     Args:
-        functions: the model's functions.
-        non_stack_params: the parameters outside the stacks.
+        functions: model's functions.
+        non_stack_params: parameters outside the stacks.
         x: input of the head.
         batch: batch of the head.
         names: names of the losses; None: there is only one.

@@ -52,7 +52,7 @@ def train_flops(
         model: if it has a method `forward_flops(shapes)`, that counts the forward pass; otherwise
             every parameter counts as one multiply-add per token. If it has a method
             `teach_flops(shapes)`, that counts the teacher, which has no backward pass.
-        shapes: the batch's arrays, or their ShapeDtypeStructs, by name.
+        shapes: batch's arrays, or their ShapeDtypeStructs, by name.
         num_params: number of parameters.
         has_adapters: whether only adapters are trained. Then the gradients of kernels, half of the
             backward pass, do not count; nor do the adapters.
@@ -72,7 +72,7 @@ def traced_flops(function: Callable, *args: Any) -> int:
     """Return the FLOPs of all matrix products in a function, with every scan iteration counted.
 
     Args:
-        function: the function, which is only traced.
+        function: function, which is only traced.
         *args: its arguments, or their ShapeDtypeStructs.
     """
     total = 0

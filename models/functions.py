@@ -49,7 +49,7 @@ class ModelFunctions:
         """Add the types of the teacher outputs to a microbatch's types; the head receives both.
 
         Args:
-            non_stack_params: the parameters outside the stacks.
+            non_stack_params: parameters outside the stacks.
             x: output type of the last stack.
             microbatch: types of the microbatch, without teacher outputs.
         """
@@ -63,7 +63,7 @@ class ModelFunctions:
         """Return, per stack, the types of the activations before it and of its blocks.
 
         Args:
-            non_stack_params: the parameters outside the stacks, as arrays or ShapeDtypeStructs.
+            non_stack_params: parameters outside the stacks, as arrays or ShapeDtypeStructs.
             microbatch: arrays [B, ...] or ShapeDtypeStructs.
 
         Returns:
@@ -98,7 +98,7 @@ def functions_of(
     """Return a model's functions.
 
     Args:
-        model: the model, which may be abstract and is not modified.
+        model: model, which may be abstract and is not modified.
         remat: values of a block's forward pass that are saved for its backward pass: a key of
             REMAT_POLICIES, or names of activations, separated by commas. None: the blocks have no
             backward pass.
@@ -202,7 +202,6 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
     """Return the names that the model's blocks give to activations.
 
     Args:
-        model: the model.
         params: as for `models.check.check`.
         microbatch: as for `models.check.check`.
     """

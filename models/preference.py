@@ -57,9 +57,9 @@ def with_preference(
     """Return a model's functions with the loss of preferences, and with the reference.
 
     Args:
-        functions: the model's functions.
-        model: the model, which may be abstract.
-        config: the loss.
+        functions: model's functions.
+        model: model, which may be abstract.
+        config: loss.
 
     Raises:
         ValueError: the model has no `outputs`, or another token loss.
@@ -133,7 +133,7 @@ def preference_loss(
         table_VD: as for `answer_log_probs`.
         batch: as for `answer_log_probs`, with `reference_log_probs: float32[B, P, 2]`.
         vocab_size: as for `answer_log_probs`.
-        config: the loss.
+        config: loss.
     """
     log_probs = answer_log_probs(x_BTD, table_VD, batch, vocab_size=vocab_size)
     rewards = config.beta * (log_probs - batch[REFERENCE_LOG_PROBS])

@@ -26,7 +26,7 @@ def find_model(name: str) -> Any:
     """Return the model class for `model.name`.
 
     Args:
-        name: A key of MODELS, or an import path `package.module:Class`.
+        name: key of MODELS, or an import path `package.module:Class`.
 
     Raises:
         ValueError: There is no such class, or it has no dataclass `Config`.

@@ -41,8 +41,8 @@ def split_model_keys(section: Mapping[str, Any], model_class: Any) -> ModelKeys:
     """Separate the settings of every model from the fields of the model's own dataclass.
 
     Args:
-        section: the section `model`.
-        model_class: the class that its `name` stands for.
+        section: section `model`.
+        model_class: class that its `name` stands for.
     """
     own = {each.name for each in dataclasses.fields(model_class.Config)}
     settings = {each.name for each in dataclasses.fields(ModelSettings)} - own | {"name"}

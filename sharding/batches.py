@@ -34,8 +34,8 @@ def place_batch(
 
     Args:
         batch: arrays `[len(rows), ...]`.
-        rows: the rows of the global batch in `batch`, as returned by `process_rows`.
-        sharding: the batch's sharding, see `batch_sharding`.
+        rows: rows of the global batch in `batch`, as returned by `process_rows`.
+        sharding: batch's sharding, see `batch_sharding`.
         global_batch_size: number of rows on all processes.
 
     Returns:

@@ -25,7 +25,7 @@ class VerifiedCache(CacheInterface):
     """Compiled programs in files that carry digests.
 
     Args:
-        directory: The directory of the cache.
+        directory: directory of the cache.
     """
 
     def __init__(self, directory: Path):
@@ -64,7 +64,7 @@ def use_compilation_cache(directory: Path) -> None:
     continues without a cache.
 
     Args:
-        directory: The directory, which is created for this user alone.
+        directory: directory, which is created for this user alone.
     """
     try:
         make_private_directory(directory)

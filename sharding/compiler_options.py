@@ -42,13 +42,13 @@ class CompilerOption:
     """An option of XLA's compiler that differs from its default.
 
     Attributes:
-        name: the name, as in XLA_FLAGS without dashes.
-        value: the value; "True" or "False" for a bool.
-        reason: the reason for the value.
-        since: the first compute capability that has the option.
-        before: the first later compute capability that does not need it any more.
-        since_jax: the first version of jax that needs it.
-        before_jax: the first later version of jax that does not need it any more.
+        name: name, as in XLA_FLAGS without dashes.
+        value: value; "True" or "False" for a bool.
+        reason: reason for the value.
+        since: first compute capability that has the option.
+        before: first later compute capability that does not need it any more.
+        since_jax: first version of jax that needs it.
+        before_jax: first later version of jax that does not need it any more.
         only_described: whether it is only for GPUs that are not present.
     """
 
@@ -154,7 +154,7 @@ def options_for(
     """Return the options for a step, except those that the user sets in XLA_FLAGS.
 
     Args:
-        hardware: the devices that the step is compiled for.
+        hardware: devices that the step is compiled for.
         is_described: whether they are only described, as in `Target`.
         saves_memory: whether XLA may make the step slower to save memory, because it does not fit
             otherwise.

@@ -37,7 +37,7 @@ def all_once(specs: Tree) -> Tree:
     """Return the mode ONCE for every parameter.
 
     Args:
-        specs: the PartitionSpec of every parameter.
+        specs: PartitionSpec of every parameter.
     """
     return jax.tree.map(lambda _: GatherMode.ONCE, specs, is_leaf=is_spec)
 
@@ -53,7 +53,6 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
     Args:
         params: arrays or ShapeDtypeStructs of the stack, of all devices together.
         specs: the same tree of PartitionSpecs.
-        mesh: the run's mesh.
         config: sets the ZeRO stage and the fractions.
 
     Returns:

@@ -19,7 +19,7 @@ class Hardware:
 
     Attributes:
         platform: "cpu", "gpu" or "tpu"; "any" if it is not known.
-        device_kind: the vendor's name, such as "NVIDIA H100 80GB HBM3".
+        device_kind: vendor's name, such as "NVIDIA H100 80GB HBM3".
         compute_capability: of an NVIDIA GPU, such as 9.0; 0 for every other device.
     """
 

@@ -35,7 +35,7 @@ def walk(equations: Iterable[Equation], times: int = 1) -> Iterator[tuple[Equati
     """Yield equations and, after each of them, all equations of the jaxprs that it contains.
 
     Args:
-        equations: the equations, such as `jaxpr.eqns`.
+        equations: equations, such as `jaxpr.eqns`.
         times: how often they run.
 
     Yields:
@@ -92,7 +92,7 @@ def reads(function: Callable, params: Any, *args: Any) -> Any:
 
     Args:
         function: `(params, *args) -> results`.
-        params: a tree of arrays or ShapeDtypeStructs.
+        params: tree of arrays or ShapeDtypeStructs.
         *args: further arguments.
     """
     # Dead-code elimination marks the inputs that no output depends on.

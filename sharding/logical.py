@@ -57,7 +57,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
     Args:
         x: array of rank `len(axes)`.
-        *axes: a logical axis name per dimension, or None for a dimension that is not split.
+        *axes: logical axis name per dimension, or None for a dimension that is not split.
 
     Raises:
         ValueError: the rank of `x` is not `len(axes)`, `to_spec` rejects the axes, or the mesh has

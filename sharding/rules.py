@@ -82,7 +82,7 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
         abstract: tree of arrays or ShapeDtypeStructs.
         logical_axes: the same tree with a tuple of logical names per leaf.
         rules: logical axis -> mesh axes.
-        mesh: the mesh that the specs are for.
+        mesh: mesh that the specs are for.
 
     Raises:
         ValueError: mesh axes do not divide a dimension, or `to_spec` rejects the axes.

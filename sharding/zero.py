@@ -40,10 +40,10 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
     stays replicated: biases of dims that are split over `model`, and norms of odd sizes.
 
     Args:
-        specs: the PartitionSpec of every parameter.
+        specs: PartitionSpec of every parameter.
         params: the same tree of arrays or ShapeDtypeStructs.
         layers: the same tree of bools: whether the first dim counts a stack's layers.
-        mesh: the mesh; its `data` axis is the number of parts.
+        mesh: mesh; its `data` axis is the number of parts.
 
     Returns:
         The new tree of PartitionSpecs.

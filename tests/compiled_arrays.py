@@ -21,7 +21,7 @@ def widest_arrays(
     """Return the largest arrays of a step, each with the name of the operation that produces it.
 
     Args:
-        compiled: the compiled step.
+        compiled: compiled step.
         dtype: only consider arrays of this element type; None considers all.
         count: maximum number of arrays to return.
 
@@ -48,7 +48,7 @@ def has_array(compiled: jax.stages.Compiled, shape: Sequence[int], dtype: DTypeL
     too, so choose sizes at which no parameter has as many elements as the array in question.
 
     Args:
-        compiled: the compiled step.
+        compiled: compiled step.
         shape: per-device shape.
         dtype: element type of the array.
     """

@@ -75,7 +75,7 @@ def make_run(
 
     Args:
         overrides: overrides of the config.
-        config: a config file.
+        config: config file.
         platform: "cpu" or "gpu", whose first devices the run uses; None: jax's default.
     """
     validated = validate_config(load(config, overrides))

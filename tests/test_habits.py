@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import prose
+from tests import docstrings, prose
 from tests.sizes import large_functions, modules
 
 ROOT = Path(__file__).parents[1]
@@ -57,6 +57,32 @@ def test_code_has_no_violations():
 
 def test_functions_are_small():
     assert large_functions() == []
+
+
+@pytest.mark.parametrize(
+    "text, num_found",
+    [
+        ("config: the run's config.", 2),
+        ("config: run's config.", 1),
+        ("config: config section `data`.", 0),
+        ("steps: Number of steps.", 1),
+        ("steps: number of steps.", 0),
+        ("steps: the same as before.", 0),
+        ("steps: steps.\n            None: all of them.", 0),
+    ],
+)
+def test_docstring_violations_are_found(text, num_found):
+    source = f'def f():\n    """Do it.\n\n    Args:\n        {text}\n    """'
+    assert len([*docstrings.violations_in(source)]) == num_found
+
+
+def test_lines_about_arguments_follow_the_style():
+    found = [
+        f"{path}:{line} {rule}"
+        for path, source in modules()
+        for line, rule in docstrings.violations_in(source)
+    ]
+    assert found == []
 
 
 def test_first_line_of_every_file_states_its_purpose():

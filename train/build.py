@@ -45,7 +45,7 @@ class RunOptions:
     """The command line of `train.main`.
 
     Attributes:
-        config: the config file, as given to `--config`.
+        config: config file, as given to `--config`.
         overrides: strings `section.key=value`.
         workdir: directory of the run's files.
         deepspeed: path of a DeepSpeed JSON, or None.
@@ -75,7 +75,7 @@ class BuiltRun:
     Attributes:
         run: model, mesh, layout of the state, and steps.
         corpus: training and validation data.
-        source: the `init_from` checkpoint, or None.
+        source: `init_from` checkpoint, or None.
         planner: checks the memory of the compiled steps, and reports the run's plan.
     """
 
@@ -142,8 +142,7 @@ class _LoadedConfig:
     """The config of a run before its devices are known.
 
     Attributes:
-        config: the config.
-        source: the checkpoint that its `init_from` names, or None.
+        source: checkpoint that its `init_from` names, or None.
         fixed: keys that the DeepSpeed JSON and the command line set.
         open_batch: batch sizes of the DeepSpeed JSON that depend on the devices, or None.
         command_line: keys that the command line sets.
@@ -253,8 +252,7 @@ def _plan_devices(
     and for GPUs without a description are compiled for the devices themselves.
 
     Args:
-        config: the run's config.
-        mesh: a mesh of all devices.
+        mesh: mesh of all devices.
         budget: memory that a step may use.
         assemble: builds the run of a config on a `mesh` and, if they are described, for a `target`.
 

@@ -141,7 +141,7 @@ def compile_step(
 
     Args:
         path: config file, as for `--config`.
-        target: the GPUs to compile for.
+        target: GPUs to compile for.
         overrides: `section.key=value`.
         allow_import: packages and modules that a `config.yaml` may import from.
 
@@ -166,8 +166,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
     """Build the run of a config for target GPUs, without reading its data.
 
     Args:
-        config: the run's config.
-        target: the GPUs.
+        target: GPUs.
 
     Raises:
         ValueError: the mesh does not match the target's number of GPUs, or the config is not
@@ -201,7 +200,7 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
     """Compile and analyze the training step of a run that has a target.
 
     Args:
-        run: a run from `run_for`.
+        run: run from `run_for`.
         assumed: assumptions about values that the data would determine, as text.
     """
     assert run.target is not None

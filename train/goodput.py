@@ -105,9 +105,9 @@ class GoodputRecord:
         """Take the next free number, and make `phases` count repeated steps as recomputed.
 
         Args:
-            workdir: the run's directory; it is created if necessary.
-            phases: the phases of this process.
-            first_step: the step that this start resumes from; 0 at the beginning.
+            workdir: run's directory; it is created if necessary.
+            phases: phases of this process.
+            first_step: step that this start resumes from; 0 at the beginning.
             num_devices: number of devices of the mesh.
             num_processes: number of processes of this start.
             is_writer: False on all processes except the first.
@@ -148,7 +148,7 @@ class GoodputRecord:
         """Replace the file atomically. If it cannot be written, log one warning.
 
         Args:
-            last_step: the last step that was done.
+            last_step: last step that was done.
             ended: one of ENDS; None while the run continues.
 
         Raises:
@@ -192,7 +192,7 @@ def summarize(workdir: str | Path) -> Goodput:
     had finished. If a start was killed, that includes its time after the last write.
 
     Args:
-        workdir: the run's directory.
+        workdir: run's directory.
 
     Raises:
         ValueError: `workdir` has no record of a start.

@@ -44,10 +44,9 @@ def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
     """Open all files that the loop writes, so that unusable ones are found before it starts.
 
     Args:
-        run: the run.
-        first_step: the step that this start resumes from; 0 at the beginning.
-        workdir: the directory for the files.
-        phases: the phases of this process.
+        first_step: step that this start resumes from; 0 at the beginning.
+        workdir: directory for the files.
+        phases: phases of this process.
 
     Raises:
         ValueError: there is something other than a regular file in the place of a file.
@@ -83,13 +82,12 @@ def train(
     If a signal interrupts an evaluation, the next start repeats it.
 
     Args:
-        run: the run.
         corpus: its data.
         restored: its state after the steps that are done, its batches and its checkpoints.
         workdir: its directory.
-        logs: the files to which the loop writes; it closes them.
+        logs: files to which the loop writes; it closes them.
         saves: False disables checkpoints.
-        phases: the phases of this process.
+        phases: phases of this process.
         signals: records signals that ask this process to stop.
 
     Returns:

@@ -133,8 +133,7 @@ def _settings(plan: ParallelPlan, given: Any, fixed: Collection[str]) -> dict[st
     """Return the values to change in the user's config, so that it follows a plan.
 
     Args:
-        plan: the plan.
-        given: the user's config.
+        given: user's config.
         fixed: keys of the config that stay as they are.
     """
     found = plan.settings()
@@ -193,7 +192,6 @@ def devices_of(target: str, config: RunConfig, network: float | None = None) -> 
 
     Args:
         target: value of `--target`.
-        config: the run's config.
         network: value of `--network`.
 
     Raises:

@@ -113,7 +113,7 @@ def check_picture(option: str, path: Path | None) -> None:
 
     Args:
         option: name of the option that names it, for the message.
-        path: the image file; None: nothing is written.
+        path: image file; None: nothing is written.
 
     Raises:
         ValueError: its directory does not exist, or its name ends with no known format.
@@ -129,7 +129,6 @@ def save(figure: matplotlib.figure.Figure, out: Path) -> None:
     """Write a figure to a file and close it.
 
     Args:
-        figure: the figure.
         out: image file to write.
 
     Raises:

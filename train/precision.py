@@ -161,7 +161,7 @@ class LossScale:
 
         Args:
             finite: bool[], whether the step's loss and gradients were finite.
-            config: the rules for changing the scale.
+            config: rules for changing the scale.
         """
         is_stuck = ~finite & ~self.can_fall(config)
         num_stuck = jnp.where(finite, 0, self.num_stuck + is_stuck)

@@ -31,10 +31,9 @@ def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Pa
     """Give the examples of both splits their reference, if the objective needs one.
 
     Args:
-        run: the run.
         corpus: its data, which is changed.
         params: its parameters.
-        step: the step that they are from; at step 0 they are the reference.
+        step: step that they are from; at step 0 they are the reference.
         workdir: directory of the run's files; the reference is not kept if there is none.
 
     Raises:

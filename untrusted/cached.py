@@ -21,9 +21,8 @@ def write_cached(path: Path, content: bytes, *, plain: bool = False) -> None:
     """Write a cache file atomically.
 
     Args:
-        path: The path of the file; a directory there, which cannot be a cache file, is removed.
-        content: Its content.
-        plain: Whether the digest is in a file of its own.
+        path: path of the file; a directory there, which cannot be a cache file, is removed.
+        plain: whether the digest is in a file of its own.
 
     Raises:
         OSError: The file cannot be written; nothing is left behind.
@@ -40,8 +39,8 @@ def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
     """Read a cache file.
 
     Args:
-        path: The path of the file.
-        plain: Whether the digest is in a file of its own.
+        path: path of the file.
+        plain: whether the digest is in a file of its own.
 
     Returns:
         The content, or None if there is no such file or it is damaged, which is logged.

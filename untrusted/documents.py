@@ -45,10 +45,10 @@ def parse_json(
     """Parse JSON.
 
     Args:
-        content: The JSON text; bytes must be UTF-8.
-        where: The file or place that the text comes from, for messages.
-        kind: The type that the value must have: dict or list.
-        allows_nan: Whether NaN and Infinity are numbers, as in files that Python's json wrote.
+        content: JSON text; bytes must be UTF-8.
+        where: file or place that the text comes from, for messages.
+        kind: type that the value must have: dict or list.
+        allows_nan: whether NaN and Infinity are numbers, as in files that Python's json wrote.
 
     Raises:
         ValueError: The text is not JSON of this type, or has too many values, a huge number or
@@ -85,11 +85,11 @@ def read_json(
     """Read a JSON file.
 
     Args:
-        path: The path of the file.
-        kind: The type that the value must have: dict or list.
-        within: A directory that the file must be in, even if `path` is a link.
-        max_bytes: The maximum size of the file.
-        allows_nan: Whether NaN and Infinity are numbers, as in files that Python's json wrote.
+        path: path of the file.
+        kind: type that the value must have: dict or list.
+        within: directory that the file must be in, even if `path` is a link.
+        max_bytes: maximum size of the file.
+        allows_nan: whether NaN and Infinity are numbers, as in files that Python's json wrote.
 
     Raises:
         ValueError: See `parse_json` and `untrusted.files.read_bytes`.
@@ -103,8 +103,8 @@ def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str,
     """Read a file with a JSON object per line; other lines, such as torn ones, are left out.
 
     Args:
-        path: The path of the file.
-        within: A directory that the file must be in, even if `path` is a link.
+        path: path of the file.
+        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `untrusted.files.open_regular`.
@@ -134,8 +134,8 @@ def parse_yaml(content: bytes, where: object) -> dict[str, Any]:
     """Parse YAML that contains a mapping with strings as keys.
 
     Args:
-        content: The YAML text.
-        where: The file or place that the text comes from, for messages.
+        content: YAML text.
+        where: file or place that the text comes from, for messages.
 
     Raises:
         ValueError: The text is not such YAML, or has aliases, duplicate keys, a huge integer or too
@@ -157,8 +157,8 @@ def read_yaml(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     """Read a YAML file that contains a mapping with strings as keys.
 
     Args:
-        path: The path of the file.
-        within: A directory that the file must be in, even if `path` is a link.
+        path: path of the file.
+        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `parse_yaml` and `untrusted.files.read_bytes`.

@@ -34,8 +34,8 @@ def check_link(path: Path, directory: Path) -> None:
     """Check that a path in a directory does not leave that directory through a symbolic link.
 
     Args:
-        path: A path in the directory; nothing needs to exist there.
-        directory: The directory; it may itself be a link, because the user named it.
+        path: path in the directory; nothing needs to exist there.
+        directory: directory; it may itself be a link, because the user named it.
 
     Raises:
         ValueError: A link in `path` leads out of `directory`, or in a circle.
@@ -72,7 +72,7 @@ def check_links(directory: Path) -> None:
     """Check that neither a directory nor its immediate subfolders have links that lead outside.
 
     Args:
-        directory: The directory, which need not exist.
+        directory: directory, which need not exist.
 
     Raises:
         ValueError: A link leads out of the directory; the message names it.
@@ -88,8 +88,7 @@ def check_tree(directory: Path, within: Path) -> None:
     """Check that neither a directory nor anything in it is a link that leads outside.
 
     Args:
-        directory: The directory.
-        within: The directory that all links must stay in.
+        within: directory that all links must stay in.
 
     Raises:
         ValueError: A link leads out of `within`; the message names it.
@@ -104,8 +103,8 @@ def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
     """Open a regular file for reading, without blocking.
 
     Args:
-        path: The path of the file.
-        within: A directory that the file must be in, even if `path` is a link.
+        path: path of the file.
+        within: directory that the file must be in, even if `path` is a link.
 
     Returns:
         The file, opened in binary mode.
@@ -131,9 +130,9 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
     """Read a small regular file.
 
     Args:
-        path: The path of the file.
-        within: A directory that the file must be in, even if `path` is a link.
-        max_bytes: The maximum size of the file.
+        path: path of the file.
+        within: directory that the file must be in, even if `path` is a link.
+        max_bytes: maximum size of the file.
 
     Raises:
         ValueError: See `open_regular`; or the file is too large.
@@ -154,8 +153,8 @@ def digest_of(path: Path, *, within: Path | None = None) -> str:
     """Return the SHA-256 of the content of a regular file, in hex.
 
     Args:
-        path: The path of the file.
-        within: A directory that the file must be in, even if `path` is a link.
+        path: path of the file.
+        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `open_regular`.
@@ -169,7 +168,7 @@ def version_of(file: str | Path | int) -> tuple[int, int]:
     """Return the size in bytes and the modification time in nanoseconds of a file.
 
     Args:
-        file: The path of the file, or the descriptor of an open file.
+        file: path of the file, or the descriptor of an open file.
 
     Raises:
         OSError: There is no such file.
@@ -210,8 +209,8 @@ def open_in_place(path: Path, flags: int) -> int:
     """Open a regular file without following a link, and create it if it does not exist.
 
     Args:
-        path: The path of the file.
-        flags: The flags of `os.open`, without `os.O_TRUNC`, which would empty a refused file.
+        path: path of the file.
+        flags: flags of `os.open`, without `os.O_TRUNC`, which would empty a refused file.
 
     Returns:
         The file descriptor.
@@ -258,9 +257,9 @@ def write_with(
     """Write a file atomically: it appears complete, or not at all.
 
     Args:
-        path: The path of the file; a link there is replaced, not followed.
-        write: Writes the content to the given file.
-        reaches_disk: Whether to wait until the content is on the disk.
+        path: path of the file; a link there is replaced, not followed.
+        write: writes the content to the given file.
+        reaches_disk: whether to wait until the content is on the disk.
 
     Raises:
         OSError: The file cannot be written; nothing is left behind.
@@ -290,10 +289,10 @@ def copy_file(
     """Copy a regular file atomically.
 
     Args:
-        source: The file to copy.
-        target: The path of the copy.
-        within: A directory that the source must be in, even if it is a link.
-        max_bytes: The maximum size of the file; a sparse file becomes as large as it claims to be.
+        source: file to copy.
+        target: path of the copy.
+        within: directory that the source must be in, even if it is a link.
+        max_bytes: maximum size of the file; a sparse file becomes as large as it claims to be.
 
     Raises:
         ValueError: See `read_bytes`.
@@ -324,7 +323,7 @@ def make_private_directory(path: Path) -> None:
     """Create a directory, such as a cache, that only this user may enter.
 
     Args:
-        path: The directory. It and its parents are created if they do not exist; permissions of
+        path: directory. It and its parents are created if they do not exist; permissions of
             existing directories are left as they are.
 
     Raises:
@@ -341,7 +340,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Create a directory atomically: it appears complete, or not at all if there is an error.
 
     Args:
-        path: The directory to create; it may exist if it is empty.
+        path: directory to create; it may exist if it is empty.
 
     Yields:
         A temporary directory to write to, which is renamed to `path` at the end.

@@ -37,8 +37,8 @@ class _Record:
     """Which import paths the user chose, and which come from files of somebody else.
 
     Attributes:
-        allowed: Import paths, and names of packages or modules, that the user chose.
-        received: File -> the (key, value) of all its strings that could name an import path.
+        allowed: import paths, and names of packages or modules, that the user chose.
+        received: file -> the (key, value) of all its strings that could name an import path.
     """
 
     allowed: set[str] = dataclasses.field(default_factory=set)
@@ -57,7 +57,7 @@ def allow_imports(names: Collection[str]) -> None:
     """Record that the user allows imports, for the rest of this process.
 
     Args:
-        names: Import paths, and names of packages or modules.
+        names: import paths, and names of packages or modules.
     """
     _record.allowed.update(names)
 
@@ -66,7 +66,7 @@ def allow_imports_in(value: object) -> None:
     """Record that the user wrote a value, so that all import paths in it may be imported.
 
     Args:
-        value: The text of an override, or a config: sections of keys.
+        value: text of an override, or a config: sections of keys.
     """
     allow_imports([path for _, path in _import_paths(value)])
 
@@ -75,8 +75,8 @@ def record_received(tree: object, file: Path) -> None:
     """Record that a file may come from somebody else, so that it does not decide about imports.
 
     Args:
-        tree: The content of the file.
-        file: The file, for messages.
+        tree: content of the file.
+        file: file, for messages.
     """
     _record.received[file] = [(key, text) for key, text in _strings(tree) if ":" in text]
 
@@ -91,7 +91,7 @@ def check_import(path: str) -> None:
     """Check that an object may be imported.
 
     Args:
-        path: Its import path, `package.module:attribute`.
+        path: its import path, `package.module:attribute`.
 
     Raises:
         ValueError: The path comes from a received file, and the user does not allow it.
@@ -121,9 +121,9 @@ def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
     """Import an object, if that is allowed.
 
     Args:
-        path: Its import path, `package.module:attribute`.
-        key: The config key with this path, for messages.
-        names: The names that `key` may have instead of an import path, for messages.
+        path: its import path, `package.module:attribute`.
+        key: config key with this path, for messages.
+        names: names that `key` may have instead of an import path, for messages.
 
     Raises:
         ValueError: `path` is not an import path, it may not be imported (see `check_import`),

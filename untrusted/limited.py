@@ -80,10 +80,10 @@ class LimitedProcesses:
     started. They end with this object, and with the process that it is in, even if that is killed.
 
     Args:
-        function: A function of a module, which takes and returns a JSON value. It raises a
+        function: function of a module, which takes and returns a JSON value. It raises a
             ValueError of one sentence for data that it refuses.
-        limits: The limits of each call.
-        num_processes: The maximum number of processes, and so of calls at the same time; others
+        limits: limits of each call.
+        num_processes: maximum number of processes, and so of calls at the same time; others
             wait.
     """
 
@@ -108,8 +108,8 @@ class LimitedProcesses:
         """Call the function.
 
         Args:
-            argument: A JSON value; strings may have lone surrogates, and numbers may be NaN.
-            subject: The source of the argument, such as a file; errors begin with it.
+            argument: JSON value; strings may have lone surrogates, and numbers may be NaN.
+            subject: source of the argument, such as a file; errors begin with it.
 
         Returns:
             The JSON value that the function returns.

@@ -35,11 +35,11 @@ class Limits:
     """The limits of one call.
 
     Attributes:
-        cpu_s: Processor time.
-        memory_bytes: Memory, not counting the process itself before the call.
-        wall_s: Time until the answer, for a call that waits or a computer that is busy.
-        reply_bytes: Maximum size of the result as JSON.
-        file_bytes: Maximum size of a file that the function writes.
+        cpu_s: processor time.
+        memory_bytes: memory, not counting the process itself before the call.
+        wall_s: time until the answer, for a call that waits or a computer that is busy.
+        reply_bytes: maximum size of the result as JSON.
+        file_bytes: maximum size of a file that the function writes.
     """
 
     cpu_s: float
@@ -72,9 +72,9 @@ def serve(descriptor: int, path: str, limits: Limits) -> None:
     """Answer calls until the parent closes its end of the socket.
 
     Args:
-        descriptor: The file descriptor of the socket.
-        path: The function, `package.module:name`.
-        limits: The limits of each call.
+        descriptor: file descriptor of the socket.
+        path: function, `package.module:name`.
+        limits: limits of each call.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGPROF, signal.SIGIO):

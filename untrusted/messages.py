@@ -33,7 +33,7 @@ def sentence_of(error: BaseException) -> str:
     """Return an error as one line that a terminal can show.
 
     Args:
-        error: The error. An error of the file system names the file and the remedy.
+        error: error. An error of the file system names the file and the remedy.
 
     Returns:
         At most about 4,000 characters; the middle of a longer message is omitted.
@@ -53,8 +53,8 @@ def shortened(value: Any, max_characters: int = 200) -> str:
     """Return a value, such as an error of a library, as a part of a sentence.
 
     Args:
-        value: Any value; its str() is used. An error without a message becomes its type's name.
-        max_characters: The maximum length of the result.
+        value: any value; its str() is used. An error without a message becomes its type's name.
+        max_characters: maximum length of the result.
     """
     text = _printable(str(value))
     if not text and isinstance(value, BaseException):

@@ -27,8 +27,8 @@ class NamedFile(io.FileIO):
     """An open file without a buffer, whose errors have its path.
 
     Args:
-        descriptor: The file descriptor, which is closed with this file.
-        path: The path of the file.
+        descriptor: file descriptor, which is closed with this file.
+        path: path of the file.
         mode: "r", "w" or "r+"; nothing is truncated.
     """
 

@@ -7,8 +7,8 @@ def check_file(option: str, path: Path | None) -> None:
     """Check that a file can be written.
 
     Args:
-        option: The name of the option that names it, for the message.
-        path: The file; None: nothing is written.
+        option: name of the option that names it, for the message.
+        path: file; None: nothing is written.
 
     Raises:
         ValueError: It is a directory, or its directory does not exist.
@@ -25,7 +25,7 @@ def check_new_directory(path: Path | None) -> None:
     """Check that a directory can be created.
 
     Args:
-        path: The directory, which may exist if it is empty; None: nothing is written.
+        path: directory, which may exist if it is empty; None: nothing is written.
 
     Raises:
         ValueError: There is a file, or a directory that is not empty.

@@ -14,8 +14,8 @@ def is_of(value: Any, kind: Any) -> bool:
     For example, `is_of({"a": 1}, dict[str, int])` is true, and `is_of(True, int)` is false.
 
     Args:
-        value: A value that consists of dicts, lists, strings, numbers, bools and None.
-        kind: Any, None, a type, a union, `list[X]` or `dict[str, X]`. An int is also a float.
+        value: value that consists of dicts, lists, strings, numbers, bools and None.
+        kind: any, None, a type, a union, `list[X]` or `dict[str, X]`. An int is also a float.
     """
     if kind is Any:
         return True
@@ -38,9 +38,8 @@ def check(value: Any, kind: Any, where: object) -> None:
     """Check the type of a value; see `is_of`.
 
     Args:
-        value: The value.
-        kind: The type.
-        where: The place of the value, for the message.
+        kind: type.
+        where: place of the value, for the message.
 
     Raises:
         ValueError: The value has another type.
@@ -53,9 +52,9 @@ def check_fields(values: Mapping[str, Any], kinds: Mapping[str, Any], where: obj
     """Check the types of some values of an object.
 
     Args:
-        values: The object; other keys are not checked.
-        kinds: Key -> type. A key is required unless None is among its types.
-        where: The file of the object, for messages.
+        values: object; other keys are not checked.
+        kinds: key -> type. A key is required unless None is among its types.
+        where: file of the object, for messages.
 
     Raises:
         ValueError: A key is missing, or its value has another type.

@@ -26,7 +26,7 @@ class SafeStream:
     """A text stream that ignores errors of writing and flushing, and drops the affected text.
 
     Args:
-        stream: The stream to write to.
+        stream: stream to write to.
     """
 
     def __init__(self, stream: TextIO):
@@ -81,7 +81,7 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
     as `head`, has left, and otherwise with an error of one sentence. Ctrl-C ends it, too.
 
     Args:
-        main: Returns the exit code; None is 0.
+        main: returns the exit code; None is 0.
     """
     open_missing_streams()
     sys.stdout = EndingStream(sys.stdout)

@@ -13,9 +13,9 @@ def with_tables(text: str, tables: Mapping[str, str], page: Path) -> str:
     """Return the text of a docs page with its tables replaced.
 
     Args:
-        text: the text of the page.
+        text: text of the page.
         tables: name -> the new table, or other Markdown.
-        page: the path of the page, for messages.
+        page: path of the page, for messages.
 
     Raises:
         ValueError: the page lacks a comment that marks the beginning or end of a table.

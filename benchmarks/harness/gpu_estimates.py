@@ -166,7 +166,6 @@ def make_run(case: Case, kind: str) -> Run:
     """Return the run of a case for GPUs that are only described.
 
     Args:
-        case: the case.
         kind: kind of GPU, such as "h100".
 
     Returns:
@@ -190,9 +189,8 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
     """Estimate and compile the step of a case.
 
     Args:
-        case: the case.
         kind: kind of GPU, such as "h100".
-        known: an earlier result for the case; the step is then estimated again, but not compiled.
+        known: earlier result for the case; the step is then estimated again, but not compiled.
 
     Returns:
         A description of the case, the bytes of its parameters, and the bytes per GPU as estimated

@@ -40,7 +40,7 @@ def profiled(directory: Path) -> Iterator[Callable[[int], list[KernelTime]]]:
     """Profile a block of steps, and return a function that reads its kernels.
 
     Args:
-        directory: the profiler's files are written here.
+        directory: profiler's files are written here.
 
     Yields:
         A function: number of steps in the block -> kernels of the first GPU, the longest first.

@@ -47,7 +47,7 @@ class Parts:
         """Return the parts of a predicted step.
 
         Args:
-            prediction: the step. It must not copy to or from the host.
+            prediction: step. It must not copy to or from the host.
             mesh_shape: sizes of the mesh axes, in mesh order.
             gpus_per_host: number of GPUs per host.
         """

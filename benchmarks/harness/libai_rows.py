@@ -144,7 +144,7 @@ def parse_rows(text: str) -> list[Row]:
     """Parse the benchmark.
 
     Args:
-        text: a CSV file with the header `COLUMNS`.
+        text: CSV file with the header `COLUMNS`.
 
     Returns:
         The rows in their order. A job may appear twice, in two sections.

@@ -23,7 +23,7 @@ def check(run: Run) -> None:
     """Check that the PyTorch peer can do the same work as a run.
 
     Args:
-        run: the run to compare with.
+        run: run to compare with.
 
     Raises:
         ValueError: the peer cannot; the message has the reason.
@@ -82,7 +82,7 @@ def torch_contenders(
 
     Args:
         run: our run.
-        batch: the whole global batch, by name.
+        batch: whole global batch, by name.
         first_loss: our loss from the initial weights; None if our step does not run.
         names: "torch_eager", "torch_compiled" or both.
         with_compiled: whether to try torch.compile, if `names` contains it.

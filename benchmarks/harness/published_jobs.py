@@ -29,7 +29,7 @@ class Job:
     Attributes:
         name: model and hardware.
         config: file in configs/ with a size.
-        target: the GPUs, as for `--target`.
+        target: GPUs, as for `--target`.
         overrides: overrides of the config.
         compute: `precision.compute`.
         published: measured tokens/s per GPU of somebody else, or in HOST_MEMORY the GB of the GPU;

@@ -14,7 +14,7 @@ def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
     the same order, -1 for the opposite order. A pair that is tied in one ranking counts as neither.
 
     Args:
-        first: a speed per job.
+        first: speed per job.
         second: another speed per job.
 
     Raises:

@@ -21,9 +21,8 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
         remat "full"    F: evaluate     B: forward, backward
 
     Args:
-        run: the run.
-        op: the operation.
-        stage: the stage that runs it.
+        op: operation.
+        stage: stage that runs it.
 
     Returns:
         (name, number of layers) of each part, in no particular order. The number is 0 for the
@@ -85,7 +84,6 @@ def predict(
     """Predict the time of a run's step from the times of its parts.
 
     Args:
-        run: the run.
         alone: seconds of each part on one device while the others are idle.
         together: seconds of each part while all devices compute this part at the same time.
 

@@ -50,8 +50,8 @@ class StageParts:
     therefore have a leading dimension with one entry per device.
 
     Args:
-        run: the run; its model, batch, precision and optimizer are used.
-        on: the devices.
+        run: run; its model, batch, precision and optimizer are used.
+        on: devices.
     """
 
     def __init__(self, run: Run, on: Sequence[Any]):

@@ -72,7 +72,7 @@ def interleave(
     """Time the steps of contenders in turns: A B C A B C ...
 
     Args:
-        steps: a function by name of contender, which runs one step and waits until it has finished;
+        steps: function by name of contender, which runs one step and waits until it has finished;
             each must have warmed up.
         num_rounds: number of turns of each contender.
         num_steps: number of timed steps in a turn. They follow one untimed step, because caches

@@ -15,7 +15,7 @@ def merged(source: Source) -> Source:
     """Return the same model without adapters: they are merged into its kernels.
 
     Args:
-        source: The model on disk, with or without adapters.
+        source: model on disk, with or without adapters.
     """
     if source.lora.rank is None:
         return source
@@ -39,8 +39,8 @@ def adapter_parts(kernel: str, names: Mapping[str, object]) -> list[str]:
     """Return the names of a kernel's adapter: A, B, and m with DoRA; empty if it has none.
 
     Args:
-        kernel: The name of a parameter; only kernels have adapters.
-        names: The names of all parameters.
+        kernel: name of a parameter; only kernels have adapters.
+        names: names of all parameters.
     """
     layer, _, word = kernel.rpartition(".")
     parts = [f"{layer}.lora.{part}" for part in ("a", "b", "magnitude")]
@@ -51,9 +51,9 @@ class _MergedArray(LazyArray):
     """A kernel with its adapter, `[*layers, *inputs, *outputs]`.
 
     Args:
-        kernel: The kernel without the adapter.
+        kernel: kernel without the adapter.
         parts: A, B, and m with DoRA; see models/layers/lora.py.
-        config: The rank and the variant of the adapter.
+        config: rank and the variant of the adapter.
     """
 
     def __init__(self, kernel: LazyArray, parts: list[LazyArray], config: LoraConfig):

@@ -37,8 +37,8 @@ def name_of(kernel: TensorMapping, part: str) -> str:
     """Return the name of a part of a kernel's adapter, without PREFIX.
 
     Args:
-        kernel: The mapping of the kernel.
-        part: A key of PARTS.
+        kernel: mapping of the kernel.
+        part: key of PARTS.
     """
     return f"{module_of(kernel)}.{PARTS[part]}"
 
@@ -49,9 +49,9 @@ def module_mappings(
     """Return the mappings of all parameters, to the names that PEFT has for them.
 
     Args:
-        architecture: The architecture of the model.
-        shapes: The parameters of the model without adapters.
-        vocab_size: The vocabulary size without padding; None if the model has no vocabulary.
+        architecture: architecture of the model.
+        shapes: parameters of the model without adapters.
+        vocab_size: vocabulary size without padding; None if the model has no vocabulary.
     """
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
     return [dataclasses.replace(m, theirs=module_name(architecture, m.theirs)) for m in mappings]
@@ -61,8 +61,8 @@ def module_name(architecture: Architecture, name: str) -> str:
     """Return the name that a tensor, or its module, has in a model of `transformers` 5.
 
     Args:
-        architecture: The architecture of the model.
-        name: Its name there or in a file.
+        architecture: architecture of the model.
+        name: its name there or in a file.
     """
     for pattern, replacement in architecture.module_names:
         name = re.sub(pattern, replacement, name)
@@ -73,8 +73,8 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
     """Yield the mappings of all adapters.
 
     Args:
-        mappings: The mappings of the model without adapters.
-        shapes: The parameters of the model with adapters.
+        mappings: mappings of the model without adapters.
+        shapes: parameters of the model with adapters.
     """
     for kernel in mappings:
         layer, _, word = kernel.ours.rpartition(".")
@@ -99,9 +99,9 @@ def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> No
     PEFT trains a copy for one of the places, and keeps the original in the other.
 
     Args:
-        trained: The parameters that were trained besides the adapters.
-        what: The config key that names these parameters, for the error message.
-        remedy: The advice at the end of the error message.
+        trained: parameters that were trained besides the adapters.
+        what: config key that names these parameters, for the error message.
+        remedy: advice at the end of the error message.
 
     Raises:
         ValueError: A parameter is used in two places.

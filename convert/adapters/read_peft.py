@@ -57,8 +57,8 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     """Open a model with the adapters of a PEFT directory.
 
     Args:
-        path: The directory.
-        open_base: Opens the model that the adapters are for.
+        path: directory.
+        open_base: opens the model that the adapters are for.
 
     Returns:
         The model with its adapters.
@@ -120,9 +120,9 @@ def _lora(
     """Return the section `lora` that describes the adapters and parameters in the file.
 
     Args:
-        config: The content of adapter_config.json.
-        mappings: The mappings of the model without adapters.
-        tensors: The tensors in the file.
+        config: content of adapter_config.json.
+        mappings: mappings of the model without adapters.
+        tensors: tensors in the file.
     """
     kernels = [m for m in mappings if m.ours.endswith(".kernel")]
     targets = {m.ours.removesuffix(".kernel") for m in kernels if name_of(m, "a") in tensors}
@@ -143,10 +143,10 @@ def _check_layers(
     """Check that all layers of a stack have the same adapters, and no embedding or tied head.
 
     Args:
-        lora: The adapters.
-        mappings: The mappings of the model without adapters.
-        tensors: The tensors in the file.
-        path: The directory, for the error.
+        lora: adapters.
+        mappings: mappings of the model without adapters.
+        tensors: tensors in the file.
+        path: directory, for the error.
     """
     check_untied(
         [m for m in mappings if m.ours in lora.also_trained],

@@ -45,8 +45,7 @@ def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
     come from Hugging Face, a warning says so.
 
     Args:
-        source: The run.
-        read: Opens a model on disk.
+        read: opens a model on disk.
 
     Raises:
         ValueError: A model on the way there cannot be read.
@@ -77,11 +76,11 @@ def write_adapter(
     """Write the adapters of a model for PEFT, and other parameters that were trained or are new.
 
     Args:
-        source: The model with adapters.
-        architecture: Its Hugging Face architecture.
-        directory: The directory to write to.
-        dtype: The dtype of the tensors; None: as they are stored.
-        base: The model that the adapters are for, from `base_of`.
+        source: model with adapters.
+        architecture: its Hugging Face architecture.
+        directory: directory to write to.
+        dtype: dtype of the tensors; None: as they are stored.
+        base: model that the adapters are for, from `base_of`.
 
     Raises:
         ValueError: PEFT cannot express it, because a convolution has an adapter, or only a part of

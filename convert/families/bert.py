@@ -25,8 +25,8 @@ def _body(base: str, *tied: str) -> tuple[Row, ...]:
     """Return the rows of the base model.
 
     Args:
-        base: The prefix of the names, without its dot.
-        *tied: Other names of the token embedding.
+        base: prefix of the names, without its dot.
+        *tied: other names of the token embedding.
     """
     ours = "encoder.layers"
     theirs = f"{base}.encoder.layer.{{layer}}"

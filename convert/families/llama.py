@@ -47,8 +47,8 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
     """Return the keys with the number of kv heads and the size of heads.
 
     Args:
-        num_kv_heads: The number of kv heads if the key is absent; None for the number of heads.
-        head_dim: The size of a head if the key is absent; None for hidden_size / heads.
+        num_kv_heads: number of kv heads if the key is absent; None for the number of heads.
+        head_dim: size of a head if the key is absent; None for hidden_size / heads.
     """
 
     def read(hf: Config) -> dict[str, Any]:

@@ -75,9 +75,9 @@ def _list(theirs: str, ours: str, default: tuple[int, ...]) -> Keys:
     """Return a key whose value is a list.
 
     Args:
-        theirs: The key.
-        ours: The field.
-        default: The value if the key is absent.
+        theirs: key.
+        ours: field.
+        default: value if the key is absent.
     """
     return Keys(
         (theirs,),

@@ -68,7 +68,7 @@ def _mlp(default: str) -> Keys:
     """Return the keys that determine the kind of MLP.
 
     Args:
-        default: The value of `feed_forward_proj` if it is absent.
+        default: value of `feed_forward_proj` if it is absent.
     """
 
     def read(hf: Config) -> dict[str, Any]:

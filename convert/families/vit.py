@@ -32,8 +32,8 @@ def patches(ours: str, theirs: str) -> tuple[Row, Row]:
     """Return the rows of a patch embedding, which is a convolution in the Hugging Face model.
 
     Args:
-        ours: The path of the layer.
-        theirs: The name of the module that contains `patch_embeddings`.
+        ours: path of the layer.
+        theirs: name of the module that contains `patch_embeddings`.
     """
     projection = f"{theirs}.patch_embeddings.projection"
     kernel = Row(f"{ours}.linear.kernel", f"{projection}.weight", "conv2d", num_inputs=3)
@@ -44,8 +44,8 @@ def blocks(ours: str, theirs: str) -> tuple[Row, ...]:
     """Return the rows of a stack of ViT blocks.
 
     Args:
-        ours: The path of the stack.
-        theirs: The name of a block, with `{layer}` in place of its number.
+        ours: path of the stack.
+        theirs: name of a block, with `{layer}` in place of its number.
     """
     return (
         *(r for a, b in _LINEARS.items() for r in linear(f"{ours}.layers.{a}", f"{theirs}.{b}")),
@@ -67,8 +67,8 @@ def side(key: str, default: int) -> Keys:
     """Return a key whose value is a number or a list of two equal numbers.
 
     Args:
-        key: The name of both the key and the field.
-        default: The value if the key is absent.
+        key: name of both the key and the field.
+        default: value if the key is absent.
     """
 
     def read(hf: Config) -> dict[str, int]:

@@ -34,10 +34,10 @@ def write_card(source: Source, architecture: Architecture, step: Path, directory
     """Write README.md and loss.png, unless the model was only converted.
 
     Args:
-        source: The model.
-        architecture: The architecture that it is exported as.
-        step: The checkpoint that it is read from.
-        directory: The directory to write to.
+        source: model.
+        architecture: architecture that it is exported as.
+        step: checkpoint that it is read from.
+        directory: directory to write to.
     """
     workdir = step.parent.parent
     if not (workdir / METRICS_FILE).exists():

@@ -41,9 +41,9 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
     """Read the normalization of pixels from the directory of a Hugging Face model.
 
     Args:
-        path: The directory.
-        fields: Config fields of the model; `image_size` and `num_channels` are read.
-        harmless: Unknown keys to ignore, because they do not change pixels.
+        path: directory.
+        fields: config fields of the model; `image_size` and `num_channels` are read.
+        harmless: unknown keys to ignore, because they do not change pixels.
 
     Returns:
         The config fields `image_mean` and `image_stddev`; empty if the file does not exist.
@@ -81,8 +81,8 @@ def write(source: Source, directory: Path) -> None:
     the format of ViTImageProcessor.
 
     Args:
-        source: The model.
-        directory: The directory to write to.
+        source: model.
+        directory: directory to write to.
     """
     config = source.config
     if not isinstance(config, ImageInputConfig):

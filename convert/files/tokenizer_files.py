@@ -30,9 +30,8 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
     """Write the files of a tokenizer, if the run has one that does not come from Hugging Face.
 
     Args:
-        source: The run.
-        architecture: The architecture that the run is exported as.
-        directory: The directory to write to.
+        architecture: architecture that the run is exported as.
+        directory: directory to write to.
 
     Returns:
         The keys of config.json with the ids of special tokens; empty if nothing was written.
@@ -60,8 +59,7 @@ def keep_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write the tokenizer that a run trains with, and the names of its special tokens.
 
     Args:
-        tokenizer: The tokenizer.
-        directory: The directory to write to.
+        directory: directory to write to.
     """
     write_text(directory / "tokenizer.json", tokenizer.content)
     _write_json(directory / CONFIG_FILE, dict(tokenizer.token_names))
@@ -71,9 +69,9 @@ def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
     """Add a token to those with which generation stops, in generation_config.json.
 
     Args:
-        directory: The directory of the tokenizer files, and of config.json if it has one.
-        token: The id of the token.
-        end_of_text: The id of the token that stops generation if neither file names one.
+        directory: directory of the tokenizer files, and of config.json if it has one.
+        token: id of the token.
+        end_of_text: id of the token that stops generation if neither file names one.
 
     Raises:
         ValueError: A file is damaged.

@@ -50,10 +50,10 @@ class ExampleRequest:
     """Everything needed to build one row of the train stream, in this process or in a worker.
 
     Attributes:
-        element: The number of the row in the stream.
-        seed: With `element`, the seed of everything random in the row.
-        index: The number of the row's image.
-        other: The number of the image that is mixed into it, which is the image of element ^ 1;
+        element: number of the row in the stream.
+        seed: with `element`, the seed of everything random in the row.
+        index: number of the row's image.
+        other: number of the image that is mixed into it, which is the image of element ^ 1;
             None if images are not mixed.
     """
 
@@ -67,9 +67,9 @@ class Images(Examples):
     """The rows of a split of images; `data.shapes` lists their keys.
 
     Args:
-        source: The images.
-        data: The config section `data`, with the objective and the batch size.
-        images: The config section `images`, with the preprocessing and augmentation.
+        source: images.
+        data: config section `data`, with the objective and the batch size.
+        images: config section `images`, with the preprocessing and augmentation.
     """
 
     def __init__(self, source: ImageSource, data: DataConfig, images: ImageConfig):
@@ -96,8 +96,8 @@ class Images(Examples):
         """Read rows in worker processes from now on.
 
         Args:
-            workers: The workers, which have a copy of this object.
-            split: The name of that copy among the targets of the workers.
+            workers: workers, which have a copy of this object.
+            split: name of that copy among the targets of the workers.
         """
         self._workers = workers
         self._split = split
@@ -147,9 +147,9 @@ class Images(Examples):
 
         Args:
             method: "train_rows" or "evaluation_rows".
-            arguments: The arguments of all rows, sorted, so that a pair of rows is not split
+            arguments: arguments of all rows, sorted, so that a pair of rows is not split
                 between two workers.
-            wanted: The number of each row, in the order of the result.
+            wanted: number of each row, in the order of the result.
 
         Returns:
             The rows, in the order of `wanted`.
@@ -249,8 +249,8 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
     """Find and check a corpus of images; data sets are prepared on first use.
 
     Args:
-        config: The config section `data`.
-        images: The config section `images`.
+        config: config section `data`.
+        images: config section `images`.
 
     Returns:
         The corpus. If `images.num_workers` is not 0, worker processes read its rows.

@@ -34,9 +34,9 @@ class Listing:
     """The image files in a folder and its subfolders.
 
     Attributes:
-        root: The folder.
+        root: folder.
         files: bytes[number of images]: the paths relative to the folder, sorted.
-        folders: The names of the immediate subfolders, sorted. If images are sorted by class, these
+        folders: names of the immediate subfolders, sorted. If images are sorted by class, these
             are the classes.
     """
 
@@ -71,7 +71,7 @@ class Listing:
         """Drop some of `folders`, and the files in them.
 
         Args:
-            names: The names of the folders to drop.
+            names: names of the folders to drop.
 
         Returns:
             The listing of the remaining folders and files.
@@ -89,8 +89,8 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
     anyway is left out, with a log message.
 
     Args:
-        root: The folder.
-        images: The config section `images`, whose `on_broken` selects how to handle problems.
+        root: folder.
+        images: config section `images`, whose `on_broken` selects how to handle problems.
 
     Returns:
         The listing.
@@ -123,9 +123,9 @@ class _Walk:
     """A walk through a folder and its subfolders, which visits every file and folder once.
 
     Attributes:
-        files: The paths of the files, relative to the folder.
-        repeated: The relative paths of links to files and folders that are visited anyway.
-        problems: Descriptions of folders that cannot be entered.
+        files: paths of the files, relative to the folder.
+        repeated: relative paths of links to files and folders that are visited anyway.
+        problems: descriptions of folders that cannot be entered.
     """
 
     def __init__(self, root: Path):

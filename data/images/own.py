@@ -28,13 +28,13 @@ class OwnImages(ImageSource):
     When it is pickled, the values are left out; a worker process calls the user's function again.
 
     Args:
-        name: The import path of the function.
-        split: The name of the split.
-        values: The sequence that the function returned for this split.
+        name: import path of the function.
+        split: name of the split.
+        values: sequence that the function returned for this split.
 
     Attributes:
-        split: The name of the split.
-        label_numbers: Label -> its number; empty if the objective needs no labels.
+        split: name of the split.
+        label_numbers: label -> its number; empty if the objective needs no labels.
     """
 
     def __init__(self, name: str, split: str, values: Sequence[Any]):
@@ -75,8 +75,8 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Call the user's function, and read and check every image that it returns.
 
     Args:
-        config: The config section `data`; `name` is the import path of the function.
-        images: The config section `images`.
+        config: config section `data`; `name` is the import path of the function.
+        images: config section `images`.
 
     Returns:
         The data set, without the images that cannot be used.

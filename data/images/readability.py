@@ -40,7 +40,7 @@ def problem_of(image: object) -> str | None:
     A JPEG is decoded at an eighth of its size: this reads all of its bytes but computes few pixels.
 
     Args:
-        image: An image in one of the forms that `open_image` accepts.
+        image: image in one of the forms that `open_image` accepts.
     """
     if isinstance(image, bytes) and not image:
         return "it is empty"
@@ -61,9 +61,9 @@ def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -
     A file that passed the check is read again only if its size or modification time changes.
 
     Args:
-        paths: The files.
-        config: The config section `data`, with the cache directory.
-        images: The config section `images`.
+        paths: files.
+        config: config section `data`, with the cache directory.
+        images: config section `images`.
 
     Returns:
         bool[number of files], true for files that can be decoded.
@@ -96,10 +96,10 @@ def report(
     """Log the images that are left out, or refuse them.
 
     Args:
-        problems: Number of an image -> why it cannot be used.
-        count: The number of all images.
-        place: Returns where an image is stored.
-        images: The config section `images`, with `on_broken`.
+        problems: number of an image -> why it cannot be used.
+        count: number of all images.
+        place: returns where an image is stored.
+        images: config section `images`, with `on_broken`.
 
     Raises:
         ValueError: There are problems, and `images.on_broken` is 'refuse'.
@@ -112,10 +112,10 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
     """Log the items that are left out, or refuse them. Does nothing if there are none.
 
     Args:
-        found: A description of each item.
-        what: The problem; in the message it follows the number of items.
-        remedy: How to solve the problem.
-        images: The config section `images`, with `on_broken`.
+        found: description of each item.
+        what: problem; in the message it follows the number of items.
+        remedy: how to solve the problem.
+        images: config section `images`, with `on_broken`.
 
     Raises:
         ValueError: There are items, and `images.on_broken` is 'refuse'.
@@ -132,8 +132,8 @@ def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) ->
     """Check images in threads.
 
     Args:
-        check: Returns the problem of an image, or None if it has none.
-        numbers: The numbers of the images to check.
+        check: returns the problem of an image, or None if it has none.
+        numbers: numbers of the images to check.
 
     Returns:
         Number of an image -> its problem, for the images that have one.

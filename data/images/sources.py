@@ -27,7 +27,7 @@ class ImageSource(abc.ABC):
         """Return an image and the number of its class. An encoded image is not decoded yet.
 
         Args:
-            index: The number of the image.
+            index: number of the image.
 
         Raises:
             Exception: The image cannot be opened.
@@ -42,7 +42,7 @@ class SelectedImages(ImageSource):
     """A selection of the images of a source.
 
     Args:
-        source: The source of all images.
+        source: source of all images.
         positions: int64[number of selected images]: their numbers in the source.
     """
 
@@ -67,9 +67,9 @@ class Split:
     """The images of one split.
 
     Attributes:
-        source: The images.
-        names: A unique name of each image, which stays the same if other images are added.
-        labels: Returns int[number of images], the number of each image's class. May read all
+        source: images.
+        names: unique name of each image, which stays the same if other images are added.
+        labels: returns int[number of images], the number of each image's class. May read all
             labels once.
     """
 
@@ -90,7 +90,7 @@ class SelectedNames(Sequence[bytes]):
     """The names of a selection of images, looked up on access.
 
     Args:
-        names: The names of all images.
+        names: names of all images.
         positions: int64[number of selected images].
     """
 
@@ -109,7 +109,7 @@ class NumberedNames(Sequence[bytes]):
     """The names of images that have no names of their own: their numbers.
 
     Args:
-        count: The number of images.
+        count: number of images.
     """
 
     def __init__(self, count: int):
@@ -129,11 +129,11 @@ class ImageDataset:
     """An image data set that has been found and checked.
 
     Attributes:
-        train: The training images.
-        validation: The validation images; None if the data set has no validation split.
-        classes: The classes in the order of their numbers; empty if the objective needs no labels.
-        key: A string that identifies the content of the data set.
-        contents: A string that also covers the contents of files if `key` covers only their sizes
+        train: training images.
+        validation: validation images; None if the data set has no validation split.
+        classes: classes in the order of their numbers; empty if the objective needs no labels.
+        key: string that identifies the content of the data set.
+        contents: string that also covers the contents of files if `key` covers only their sizes
             and `data.verify` is "full"; otherwise empty.
     """
 
@@ -151,9 +151,9 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
     so a smaller fraction is a subset of a larger one.
 
     Args:
-        found: The data set.
-        config: The config section `data`, with `validation_fraction`.
-        images: The config section `images`, with `train_fraction`.
+        found: data set.
+        config: config section `data`, with `validation_fraction`.
+        images: config section `images`, with `train_fraction`.
 
     Returns:
         The data set with a validation split, which may be empty, and with new keys.
@@ -187,11 +187,11 @@ def chosen_of_each(
     """Choose a fraction of each class, by the hashes of the images' names.
 
     Args:
-        split: All images.
-        fraction: The fraction of each class to choose, rounded to whole images.
-        purpose: The key of the hash, so that choices for different purposes are independent.
-        least: The minimum number of images to choose from each class.
-        spared: The number of images of each class that are never chosen.
+        split: all images.
+        fraction: fraction of each class to choose, rounded to whole images.
+        purpose: key of the hash, so that choices for different purposes are independent.
+        least: minimum number of images to choose from each class.
+        spared: number of images of each class that are never chosen.
 
     Returns:
         bool[number of images], true for the chosen images.

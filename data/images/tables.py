@@ -41,7 +41,7 @@ def unpacked(config: DataConfig) -> tuple[str, ...]:
     """Return `data.paths`, with folders in the cache in place of tables.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Raises:
         ValueError: A table cannot be read, or has no images or labels.
@@ -123,10 +123,10 @@ class _Columns:
     """The columns of a table that are used.
 
     Attributes:
-        file: The table.
-        image: The column of images.
-        label: The column of labels; None if the objective needs none.
-        folders: Label -> name of its folder; None if labels are their own names.
+        file: table.
+        image: column of images.
+        label: column of labels; None if the objective needs none.
+        folders: label -> name of its folder; None if labels are their own names.
     """
 
     file: Path

@@ -28,9 +28,9 @@ class TfdsImages(ImageSource):
     When it is pickled, the open data set is left out; a worker process opens it again.
 
     Args:
-        directory: The directory of the data set.
-        split: The name of the split.
-        features: The names of the image and the label feature; if the latter is None, all labels
+        directory: directory of the data set.
+        split: name of the split.
+        features: names of the image and the label feature; if the latter is None, all labels
             are 0.
     """
 
@@ -77,8 +77,8 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     split.
 
     Args:
-        config: The config section `data`.
-        images: The config section `images`.
+        config: config section `data`.
+        images: config section `images`.
 
     Returns:
         The data set, without the images that cannot be used.

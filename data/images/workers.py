@@ -40,9 +40,9 @@ class Workers:
     """A pool of worker processes, which are started at the first call.
 
     Args:
-        num_workers: The number of processes.
-        targets: Name -> object whose methods can be called; each worker gets a pickled copy.
-        setting: The setting that decides the number of workers, such as "images.num_workers=2",
+        num_workers: number of processes.
+        targets: name -> object whose methods can be called; each worker gets a pickled copy.
+        setting: setting that decides the number of workers, such as "images.num_workers=2",
             for messages.
     """
 
@@ -62,7 +62,7 @@ class Workers:
         the same time.
 
         Args:
-            arguments: The arguments of all rows.
+            arguments: arguments of all rows.
 
         Returns:
             The parts, in order.
@@ -75,9 +75,9 @@ class Workers:
         """Call a method of a target in the workers, once per argument.
 
         Args:
-            target: The name of the target.
-            method: The name of the method.
-            arguments: The argument of each call.
+            target: name of the target.
+            method: name of the method.
+            arguments: argument of each call.
 
         Returns:
             The results, in the order of the arguments.

@@ -10,8 +10,8 @@ class ConcatDocuments(Sequence[Any]):
     """A range of the concatenation of several sequences.
 
     Args:
-        parts: The sequences.
-        positions: The positions in the concatenation to keep; None keeps all of them.
+        parts: sequences.
+        positions: positions in the concatenation to keep; None keeps all of them.
     """
 
     def __init__(self, parts: Sequence[Sequence[Any]], positions: range | None = None):

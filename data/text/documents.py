@@ -25,9 +25,9 @@ class Documents:
     """The documents of a corpus that has been found, but not yet read.
 
     Attributes:
-        key: A string that changes whenever a document, or its split, changes.
-        open: Returns the documents of each split; may read the whole corpus once.
-        is_encoded: Whether documents are arrays of token ids rather than str.
+        key: string that changes whenever a document, or its split, changes.
+        open: returns the documents of each split; may read the whole corpus once.
+        is_encoded: whether documents are arrays of token ids rather than str.
     """
 
     key: str
@@ -39,7 +39,7 @@ def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
     """Open the documents of a corpus.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         The documents as {'train': ..., 'validation': ...}, read on access.
@@ -55,7 +55,7 @@ def find_corpus(config: DataConfig) -> Documents:
     """Find the corpus `data.name`, and prepare it without reading it.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         The corpus; its `open` raises a ValueError if the train split is empty.
@@ -155,8 +155,8 @@ class _UserDocuments(Sequence[str]):
     """The documents returned by a user's function, each checked when it is read.
 
     Args:
-        values: The sequence that the function returned for a split.
-        description: The name of a document in messages, with {} in place of its index.
+        values: sequence that the function returned for a split.
+        description: name of a document in messages, with {} in place of its index.
     """
 
     def __init__(self, values: Sequence[object], description: str):

@@ -38,7 +38,7 @@ def held_out_shares(
         sizes: int64[number of documents], their sizes.
         hashes: uint64[number of documents], hashes of their contents.
         may_cut: bool[number of documents], whether they may be cut in two.
-        fraction: The fraction of the total size to hold out.
+        fraction: fraction of the total size to hold out.
 
     Returns:
         float64[number of documents]: 1 for documents to hold out, 0 for others. At most one has
@@ -79,11 +79,11 @@ def check_share(held: int, total: int, fraction: float, sequence_size: int, name
     """Warn if the held-out share misses the request by more than 1 % and more than one sequence.
 
     Args:
-        held: Size of the validation split.
-        total: Size of both splits; more than 0.
-        fraction: The fraction that was asked for, `data.validation_fraction`.
-        sequence_size: About the size of one sequence.
-        named: The files, for messages.
+        held: size of the validation split.
+        total: size of both splits; more than 0.
+        fraction: fraction that was asked for, `data.validation_fraction`.
+        sequence_size: about the size of one sequence.
+        named: files, for messages.
 
     Raises:
         ValueError: One of the splits is nearly empty.
@@ -109,7 +109,7 @@ def _nearest_groups(sizes: np.ndarray, wanted: float) -> np.ndarray:
 
     Args:
         sizes: int64[number of groups], their sizes in the order of the hashes; at least two.
-        wanted: The wanted total, more than 0 and less than the sum of the sizes.
+        wanted: wanted total, more than 0 and less than the sum of the sizes.
 
     Returns:
         bool[number of groups]: the chosen ones, at least one and not all.

@@ -70,7 +70,7 @@ def stdlib_files(root: Path) -> dict[str, Path]:
     """Find the source files of the standard library.
 
     Args:
-        root: The directory of the standard library.
+        root: directory of the standard library.
 
     Returns:
         Path relative to `root`, written with '/' -> file.

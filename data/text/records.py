@@ -16,9 +16,9 @@ class Records(Sequence[dict[str, Any]]):
     """A sequence of .jsonl lines, each parsed and checked when it is read.
 
     Args:
-        files: The files that `spans` refers to.
-        spans: The position of each line in its file.
-        config: The config section `data`, which names the fields.
+        files: files that `spans` refers to.
+        spans: position of each line in its file.
+        config: config section `data`, which names the fields.
     """
 
     def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
@@ -54,7 +54,7 @@ class Records(Sequence[dict[str, Any]]):
         """Read and check one line.
 
         Args:
-            index: The number of the line.
+            index: number of the line.
 
         Returns:
             The texts of the line, in the order of `text_fields`, and its label, or None if the
@@ -98,7 +98,7 @@ def find_lines(config: DataConfig) -> list[Path]:
     """Find the files of examples: .jsonl files, and tables that are converted to such files.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Raises:
         FileNotFoundError: A glob matches nothing.
@@ -118,7 +118,7 @@ def open_records(config: DataConfig) -> dict[str, Records]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         Split -> its lines.
@@ -136,7 +136,7 @@ def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]
     """Read and check every line.
 
     Args:
-        splits: Split -> its lines.
+        splits: split -> its lines.
 
     Returns:
         A hash of all lines, and for each split the label of each of its lines.
@@ -162,9 +162,9 @@ def check_labels(
     """Check the labels of a classification objective.
 
     Args:
-        labels: Split -> the label of each line.
-        splits: Split -> its lines, for messages.
-        config: The config section `data`.
+        labels: split -> the label of each line.
+        splits: split -> its lines, for messages.
+        config: config section `data`.
 
     Returns:
         The distinct labels of the train split, sorted.

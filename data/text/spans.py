@@ -14,7 +14,7 @@ class DocumentSpans:
     Args:
         spans: int64[number of documents, 4]: file number, first byte, end byte, line number. A
             corpus can have 10^8 documents, so they are stored in one array.
-        versions: The (size, modification time) that each file had when its spans were found.
+        versions: (size, modification time) that each file had when its spans were found.
     """
 
     def __init__(self, spans: np.ndarray, versions: list[tuple[int, int]]) -> None:
@@ -38,8 +38,8 @@ class DocumentSpans:
         """Read one document, and convert its line ends to newlines.
 
         Args:
-            index: The number of the document.
-            files: The files that the spans refer to.
+            index: number of the document.
+            files: files that the spans refer to.
 
         Returns:
             The content of the document, its file, and its line number.

@@ -28,9 +28,6 @@ _log = logging.getLogger(__name__)
 def files_of_folder(folder: Path) -> list[Path]:
     """Return the .arrow files of a dataset that `datasets` has saved, in order; [] if it is none.
 
-    Args:
-        folder: The folder.
-
     Raises:
         ValueError: It has several splits, or its rows were selected or reordered without rewriting
             the files.
@@ -61,9 +58,9 @@ def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:
     """Replace Parquet and Arrow files by .jsonl files in the cache, which are made if necessary.
 
     Args:
-        files: Files of any kind.
-        cache: The directory of the cache.
-        verify: The config key `data.verify`: how a changed file is noticed.
+        files: files of any kind.
+        cache: directory of the cache.
+        verify: config key `data.verify`: how a changed file is noticed.
 
     Returns:
         The files, in the same order. Files of other kinds are returned as they are.
@@ -121,8 +118,8 @@ def _plain(value: Any, kind: Any) -> Any:
     All objects of a column have the same fields. Those that one of them lacks are null in it.
 
     Args:
-        value: A value of a plain type.
-        kind: Its type of pyarrow.
+        value: value of a plain type.
+        kind: its type of pyarrow.
     """
     from pyarrow import types
 

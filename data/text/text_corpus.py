@@ -34,9 +34,9 @@ class TextCorpus(Corpus):
     For objectives that read a token stream, the train split contains only full rows.
 
     Attributes:
-        tokenizer: The tokenizer that encoded the corpus.
-        chat_templates: Name of a file of a tokenizer -> the chat template in it, for conversations.
-        end_of_answers: The id of the token that ends the answers in conversations; None without
+        tokenizer: tokenizer that encoded the corpus.
+        chat_templates: name of a file of a tokenizer -> the chat template in it, for conversations.
+        end_of_answers: id of the token that ends the answers in conversations; None without
             such a token.
     """
 
@@ -54,7 +54,7 @@ def load_text(config: DataConfig) -> TextCorpus:
     """Load a tokenized corpus, which is built on first use and cached.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         The corpus.
@@ -81,7 +81,7 @@ def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
     """Load the tokenizer, and the tokens of each source, for an objective in STREAM_OBJECTIVES.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         The tokenizer, and one store per source of the mixture (one if the corpus is no mixture).
@@ -200,7 +200,7 @@ def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
     """Load a tokenizer that does not depend on the corpus.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Returns:
         The tokenizer, or None if it has to be trained on the corpus.

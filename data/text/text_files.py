@@ -39,10 +39,10 @@ class FileDocuments(Sequence[str]):
     """A sequence of documents that are read and decoded on access.
 
     Args:
-        files: The files that `spans` refers to.
-        spans: For each document (file number, first byte, end byte, line number). The line number,
+        files: files that `spans` refers to.
+        spans: for each document (file number, first byte, end byte, line number). The line number,
             counted from 1, is for messages.
-        text_field: The field of a .jsonl line that contains its text.
+        text_field: field of a .jsonl line that contains its text.
     """
 
     def __init__(self, files: list[Path], spans: "DocumentSpans", text_field: str):
@@ -64,7 +64,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     """Find the files that match some globs.
 
     Args:
-        patterns: The globs; `~` and `**` are expanded.
+        patterns: globs; `~` and `**` are expanded.
 
     Returns:
         The files, each once, sorted by path.
@@ -105,10 +105,10 @@ def open_text_files(
     """Split the documents of the files into train and validation, in one pass over the files.
 
     Args:
-        files: The .txt and .jsonl files.
-        text_field: The field of a .jsonl line that contains its text.
-        validation_fraction: The fraction of the text to hold out.
-        sequence_length: The tokens of a sequence, each of which has at least one byte.
+        files: .txt and .jsonl files.
+        text_field: field of a .jsonl line that contains its text.
+        validation_fraction: fraction of the text to hold out.
+        sequence_length: tokens of a sequence, each of which has at least one byte.
 
     Returns:
         Split -> its documents, read on access.
@@ -132,9 +132,9 @@ def split_files(
     to the other split.
 
     Args:
-        files: The .txt and .jsonl files.
-        validation_fraction: The fraction of the text to hold out.
-        sequence_length: The tokens of a sequence, each of which has at least one byte.
+        files: .txt and .jsonl files.
+        validation_fraction: fraction of the text to hold out.
+        sequence_length: tokens of a sequence, each of which has at least one byte.
 
     Returns:
         Split -> the spans of its documents.
@@ -229,8 +229,7 @@ def _spans_of(file: Path, versions: list[tuple[int, int]]) -> Iterator[tuple[int
     """Yield (first byte, end byte, line number, bytes) of each document that is not blank.
 
     Args:
-        file: The file.
-        versions: The version of the file is appended to this list.
+        versions: version of the file is appended to this list.
     """
     try:
         with open_regular(file) as stream:
@@ -285,10 +284,10 @@ def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict
     """Parse a .jsonl line, and check that `text_field` contains a string.
 
     Args:
-        content: The line.
-        file: The file of the line, for messages.
-        line: The line number, for messages.
-        text_field: The field that must contain a string.
+        content: line.
+        file: file of the line, for messages.
+        line: line number, for messages.
+        text_field: field that must contain a string.
 
     Returns:
         The JSON object; lone surrogates in its strings are replaced by '?'.

@@ -12,9 +12,9 @@ class TfdsDocuments(Sequence[str]):
     """The texts of some examples of a split, read and decoded on access.
 
     Args:
-        source: The examples of the split.
-        text_feature: The feature that contains the text.
-        positions: The positions of the examples to keep; None keeps all of them.
+        source: examples of the split.
+        text_feature: feature that contains the text.
+        positions: positions of the examples to keep; None keeps all of them.
     """
 
     def __init__(self, source: Sequence[Any], text_feature: str, positions: range | None = None):
@@ -35,9 +35,9 @@ def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
     """Return the builder of a prepared TFDS data set of text; download and build it on first use.
 
     Args:
-        name: Name of the data set.
-        text_field: The feature that contains the text.
-        cache_path: The cache directory.
+        name: name of the data set.
+        text_field: feature that contains the text.
+        cache_path: cache directory.
 
     Returns:
         The TFDS builder.
@@ -60,9 +60,9 @@ def open_builder_documents(
     a random sample, because TFDS shuffles a data set by hash when it builds it.
 
     Args:
-        builder: The TFDS builder of a prepared data set.
-        text_field: The feature that contains the text.
-        validation_fraction: The fraction of the train split to hold out.
+        builder: TFDS builder of a prepared data set.
+        text_field: feature that contains the text.
+        validation_fraction: fraction of the train split to hold out.
 
     Returns:
         Split -> its documents, read on access.

@@ -41,10 +41,10 @@ class TokenFile(Sequence[np.ndarray]):
     """The documents of a token file: a sequence of arrays of token ids, read on access.
 
     Attributes:
-        tokens: The memory-mapped tokens of all documents, one after another.
+        tokens: memory-mapped tokens of all documents, one after another.
         bounds: int64[number of documents + 1]: the first token of each document, then the end of
             the last one.
-        num_sequences: Number of sequences in the file; these are parts of documents, such as
+        num_sequences: number of sequences in the file; these are parts of documents, such as
             sentences.
         kind: 'Megatron' or 'fairseq'.
     """
@@ -67,7 +67,7 @@ def find_token_files(patterns: Iterable[str]) -> list[str]:
     """Return the prefixes of token files that are named, or that match globs, in this order.
 
     Args:
-        patterns: Paths of token files, or globs of them, with or without the suffix .bin or .idx.
+        patterns: paths of token files, or globs of them, with or without the suffix .bin or .idx.
 
     Raises:
         FileNotFoundError: A glob matches no .bin file.
@@ -91,7 +91,7 @@ def token_file_paths(prefix: str) -> tuple[Path, Path]:
     """Return the paths of the .bin and the .idx file.
 
     Args:
-        prefix: The path without suffix, or with either suffix.
+        prefix: path without suffix, or with either suffix.
 
     Raises:
         FileNotFoundError: One of the files does not exist.
@@ -111,7 +111,7 @@ def open_token_file(prefix: str) -> TokenFile:
     """Open a token file, and check that its header, sizes and bounds are consistent.
 
     Args:
-        prefix: The path without suffix, or with the suffix .bin or .idx.
+        prefix: path without suffix, or with the suffix .bin or .idx.
 
     Returns:
         The documents of the file.
@@ -165,8 +165,8 @@ def write_token_file(prefix: str, documents: Iterable[np.ndarray], dtype: np.dty
     Both files are written under temporary names and renamed at the end.
 
     Args:
-        prefix: The path of the file, without suffix.
-        documents: The token ids of each document, int[number of tokens], with the end-of-document
+        prefix: path of the file, without suffix.
+        documents: token ids of each document, int[number of tokens], with the end-of-document
             token last.
         dtype: uint16 or int32, which all programs that read such files support.
     """

@@ -52,10 +52,10 @@ class TokenStore:
     """The token ids of each split.
 
     Attributes:
-        splits: Split -> uint16 or uint32 [number of tokens]: an end-of-document token, then every
+        splits: split -> uint16 or uint32 [number of tokens]: an end-of-document token, then every
             document followed by another one.
-        fingerprint: A hash of all tokens; the same on every machine that tokenized this corpus.
-        damage: The result of the thread that verifies the tokens; None once they are verified.
+        fingerprint: hash of all tokens; the same on every machine that tokenized this corpus.
+        damage: result of the thread that verifies the tokens; None once they are verified.
     """
 
     splits: dict[str, np.ndarray]
@@ -67,7 +67,7 @@ class Damage:
     """The result so far of the verification of a store.
 
     Attributes:
-        message: The damage in one sentence; None if there is none so far.
+        message: damage in one sentence; None if there is none so far.
     """
 
     def __init__(self):
@@ -91,9 +91,9 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
     is complete.
 
     Args:
-        corpus: The corpus; its documents are opened only if the tokens are not cached.
-        tokenizer: Encodes the documents, unless they are token ids already.
-        directory: The cache directory.
+        corpus: corpus; its documents are opened only if the tokens are not cached.
+        tokenizer: encodes the documents, unless they are token ids already.
+        directory: cache directory.
 
     Returns:
         The tokens, memory-mapped.
@@ -127,7 +127,7 @@ def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
     Args:
         tokens: uint16 or uint32 [number of tokens].
-        eos_id: The id of the end-of-document token.
+        eos_id: id of the end-of-document token.
 
     Returns:
         int64[number of ends], the positions of these tokens in ascending order.

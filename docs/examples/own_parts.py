@@ -45,7 +45,7 @@ def sgd(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTran
     """Return SGD with Nesterov momentum; gradients are clipped before it.
 
     Args:
-        config: the config section `optimizer`; `beta1` is the momentum.
+        config: config section `optimizer`; `beta1` is the momentum.
         schedule: learning rate by step.
     """
     return optax.sgd(schedule, momentum=config.beta1, nesterov=True)

@@ -67,7 +67,7 @@ def follow(
     is not evaluated again.
 
     Args:
-        run: the directory of the run.
+        run: directory of the run.
         name: name of the evaluation.
         settings: what the scores depend on, apart from the checkpoint; values for JSON.
         scores_of: evaluates a checkpoint, given its directory.

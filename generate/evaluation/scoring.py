@@ -34,7 +34,7 @@ class Scorer:
     """Computes log-probabilities of texts.
 
     Args:
-        model: a causal language model, as from `convert.from_hf.load`. Use the scorer on the mesh
+        model: causal language model, as from `convert.from_hf.load`. Use the scorer on the mesh
             that it was loaded on.
         batch_size: most texts that are scored at the same time; a multiple of the number of
             replicas of the mesh.

@@ -26,11 +26,10 @@ class TaskModel(TemplateLM):
     """A model as lm-eval asks it, with the tokens and rules of lm-eval's Hugging Face backend.
 
     Args:
-        model: a causal language model, as from `convert.from_hf.load`.
-        tokenizer: its tokenizer.
+        model: causal language model, as from `convert.from_hf.load`.
         stop: ids of tokens that end a continuation.
         batch_size: most texts at a time; a multiple of the number of replicas of the mesh.
-        generation: the content of its generation_config.json.
+        generation: content of its generation_config.json.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ def applied_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of generation_config.json that change texts of tasks without options.
 
     Args:
-        generation: the content of generation_config.json.
+        generation: content of generation_config.json.
     """
     return {
         name: generation[name]
@@ -117,8 +117,8 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
     """Return how the texts of a task are generated.
 
     Args:
-        given: the task's `generation_kwargs`.
-        generation: the content of generation_config.json.
+        given: task's `generation_kwargs`.
+        generation: content of generation_config.json.
 
     Raises:
         ValueError: an option is not known or not supported.

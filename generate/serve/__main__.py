@@ -134,7 +134,7 @@ def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield what is served and the engine; close the engine in the end.
 
     Args:
-        args: the arguments of the command.
+        args: arguments of the command.
 
     Raises:
         ValueError: the model cannot be served, or an option does not fit.

@@ -16,8 +16,8 @@ class Format:
 
     Attributes:
         prefix: beginning of their ids.
-        kind: the field `object` of a whole answer.
-        kind_of_piece: the field `object` of a piece of an answer.
+        kind: field `object` of a whole answer.
+        kind_of_piece: field `object` of a piece of an answer.
         choice: text -> the fields of a choice that contain it.
         piece: (text, whether it is the first of its choice) -> the same for a piece.
     """
@@ -51,7 +51,7 @@ def new_answer(kind: str, prefix: str, model: str) -> dict[str, Any]:
     """Return the fields that all objects of an answer begin with.
 
     Args:
-        kind: the field `object`, such as "text_completion".
+        kind: field `object`, such as "text_completion".
         prefix: beginning of the id.
         model: name of the model.
     """

@@ -91,8 +91,7 @@ class _Answer:
     """The continuations of a request while they grow.
 
     Args:
-        request: the request.
-        codec: the tokenizer.
+        codec: tokenizer.
         engine: continues the prompts.
     """
 

@@ -28,8 +28,8 @@ class RefuseOtherSites:
     """Passes on requests whose Host and Origin are allowed, and answers others with status 403.
 
     Args:
-        app: Gets the requests.
-        allowed: Names of hosts that are allowed in both headers, in addition to this machine's.
+        app: gets the requests.
+        allowed: names of hosts that are allowed in both headers, in addition to this machine's.
     """
 
     def __init__(self, app: ASGIApp, allowed: Iterable[str]):

@@ -36,10 +36,10 @@ class ConnectionLimits:
     """Limits on connections.
 
     Attributes:
-        head_s: Most seconds until the head of a request is complete, from the opening of the
+        head_s: most seconds until the head of a request is complete, from the opening of the
             connection or the end of the answer before it.
-        request_s: Most seconds from the head of a request to the end of its answer.
-        max_connections: Most connections at the same time.
+        request_s: most seconds from the head of a request to the end of its answer.
+        max_connections: most connections at the same time.
     """
 
     head_s: float
@@ -60,8 +60,8 @@ def listen(host: str, port: int) -> Iterator[list[socket.socket]]:
     `localhost`, for example, may have an address of IPv4 and one of IPv6.
 
     Args:
-        host: Name or address of this machine.
-        port: The port; 0: any free one.
+        host: name or address of this machine.
+        port: port; 0: any free one.
 
     Yields:
         A socket for each address, all with the same port; they are closed at the end.
@@ -109,9 +109,9 @@ def make_server(
     """Return a server; its `run(sockets=...)` ends when the process is stopped.
 
     Args:
-        app: Answers the requests.
-        limits: Limits on the connections.
-        log_level: Least level of messages that are logged.
+        app: answers the requests.
+        limits: limits on the connections.
+        log_level: least level of messages that are logged.
     """
     connection: Any = functools.partial(_Connection, limits=limits)
     config = uvicorn.Config(
@@ -129,8 +129,8 @@ class _Connection(H11Protocol):
     """A connection with a deadline.
 
     Args:
-        limits: Limits on the connections.
-        options: Arguments of uvicorn's own class.
+        limits: limits on the connections.
+        options: arguments of uvicorn's own class.
     """
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any):

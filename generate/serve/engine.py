@@ -38,7 +38,7 @@ class Job:
     """One continuation that somebody waits for.
 
     Attributes:
-        tokens: the prompt.
+        tokens: prompt.
         sampling: how tokens are chosen.
         row: number of this continuation in its request.
         max_new_tokens: most tokens of the continuation.

@@ -50,7 +50,7 @@ class Readers:
 
         Args:
             function: reads the fields.
-            fields: the fields of the request.
+            fields: fields of the request.
             is_chat: whether the request is a chat.
             deadline_s: time of the event loop until which the result is needed.
 

@@ -69,7 +69,7 @@ class BadRequest(ValueError):
     """Raised for a request that cannot be answered.
 
     Attributes:
-        status: the HTTP status of the answer.
+        status: HTTP status of the answer.
     """
 
     def __init__(self, message: str, status: int = 400):
@@ -124,8 +124,8 @@ def read_completion(
     """Return the request of `/v1/completions`.
 
     Args:
-        fields: the JSON object.
-        codec: the tokenizer of the model.
+        fields: JSON object.
+        codec: tokenizer of the model.
         vocab_size: number of ids of the model.
         limits: limits on the request.
 
@@ -149,8 +149,8 @@ def read_chat(
     """Return the request of `/v1/chat/completions`.
 
     Args:
-        fields: the JSON object.
-        codec: the tokenizer of the model.
+        fields: JSON object.
+        codec: tokenizer of the model.
         template: its chat template; None if it has none.
         limits: limits on the request.
 
@@ -182,7 +182,7 @@ class _Fields:
     """The fields of a request, all of which are known.
 
     Args:
-        fields: the JSON object.
+        fields: JSON object.
         names: names of the fields that only this kind of request has.
     """
 

@@ -69,7 +69,7 @@ class Slots:
     """Continues the rows in its slots. Use it on the mesh that the model was loaded on.
 
     Args:
-        model: a causal language model, as from `convert.from_hf.load`.
+        model: causal language model, as from `convert.from_hf.load`.
         num_slots: most rows at the same time; a multiple of the number of replicas of the mesh.
         max_length: most tokens of a prompt and its continuation; at most the model's positions.
         tokens_per_call: M, tokens that a call of `advance` adds to each row.

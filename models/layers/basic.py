@@ -169,8 +169,8 @@ def use_float8(block: nnx.Module, scaling: jax.Array | None) -> None:
     """Make the linear layers of a block compute in float8.
 
     Args:
-        block: the block; it is changed.
-        scaling: the scales of its `float8_linears`, float[n, 3, NUM_BINS]; None: current
+        block: block; it is changed.
+        scaling: scales of its `float8_linears`, float[n, 3, NUM_BINS]; None: current
             scaling. See models/layers/float8.py. Layers that read the same input, as a module says
             in `same_input`, use the scale of the first of them for it.
     """
@@ -296,7 +296,7 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
     for all others, and the stages sum their results.
 
     Args:
-        table_VD: the table, or this stage's rows of it; V is the logical axis "vocab".
+        table_VD: table, or this stage's rows of it; V is the logical axis "vocab".
         ids: int32, of any shape.
 
     Returns:

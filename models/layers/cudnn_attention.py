@@ -91,7 +91,7 @@ def _padded(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Ar
     """Pad dims of `x` to multiples.
 
     Args:
-        x: the array.
+        x: array.
         multiples: dim -> number that its size has to be a multiple of.
         value: value of the padding.
     """

@@ -73,7 +73,7 @@ def product(x: jax.Array, kernel: jax.Array, num_inputs: int, scaling: Scaling |
         x: `[B, *inputs]`, of a floating dtype.
         kernel: `[*inputs, *outputs]`, of the same dtype.
         num_inputs: number of dims that are contracted.
-        scaling: the scales for delayed scaling; each row of its gradient has a one in the bin of
+        scaling: scales for delayed scaling; each row of its gradient has a one in the bin of
             the scale that would have fitted. None: current scaling.
 
     Returns:
@@ -148,7 +148,7 @@ def kernel_scales(kernels: jax.Array, dtype: Any) -> jax.Array:
 
     Args:
         kernels: float[layers, ...].
-        dtype: the dtype in which the layers receive their kernels.
+        dtype: dtype in which the layers receive their kernels.
 
     Returns:
         float32[layers].
@@ -164,7 +164,7 @@ def updated_history(history: jax.Array, seen: jax.Array, length: int) -> jax.Arr
     Args:
         history: float[..., 2, NUM_BINS], for each bin the number of steps for which it still
             counts.
-        seen: an array like `history`, from the gradient of the scaling in this step: positive for
+        seen: array like `history`, from the gradient of the scaling in this step: positive for
             the bins of scales that would have fitted.
         length: number of steps for which a bin counts.
     """
@@ -265,7 +265,7 @@ def _needed_bin(narrow: jax.Array, scale: jax.Array) -> jax.Array:
     """Return float32[NUM_BINS] with a one in the bin of the scale that would have fitted.
 
     Args:
-        narrow: a tensor in float8.
+        narrow: tensor in float8.
         scale: its scale. If the format's largest value occurs, twice this scale is needed.
 
     Returns:

@@ -90,7 +90,7 @@ class Lora(nnx.Module):
         a: A, `[*inputs, r]`, uniform between ± 1 / √(number of inputs).
         b: B, `[r, *outputs]`, zeros.
         magnitude: m, `[*outputs]`, the norm of W; None without DoRA.
-        dropout_keys: a key per example; None: no dropout.
+        dropout_keys: key per example; None: no dropout.
         site: number of its dropout; see models/layers/dropout.py.
     """
 
@@ -188,7 +188,7 @@ def use_dropout(block: nnx.Module, keys: jax.Array | None) -> None:
     """Make the adapters of a block draw their dropout.
 
     Args:
-        block: the block; it is changed.
+        block: block; it is changed.
         keys: key[B], one per example; None: no dropout.
     """
     adapters = [m for _, m in nnx.iter_modules(block) if isinstance(m, Lora) and m.rate]

@@ -114,7 +114,7 @@ class MLP(nnx.Module):
     Args:
         embed_dim: D.
         mlp_dim: F.
-        activation: a key of ACTIVATIONS.
+        activation: key of ACTIVATIONS.
         is_gated: multiplies the activation by a third linear layer (Shazeer 2020,
             arXiv:2002.05202).
         use_bias: whether the layers have a bias.

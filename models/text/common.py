@@ -144,7 +144,7 @@ def next_token_loss(
     """Return what `head` of a causal language model returns; it has no further metrics.
 
     Args:
-        config: the model's config, with `vocab_size`, `loss` and `head`.
+        config: model's config, with `vocab_size`, `loss` and `head`.
         outputs: as from the model's `outputs`; see models/stack.py.
         batch: as for `vocab_loss`.
     """
@@ -199,7 +199,7 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
     """Check the fields of a model's config that are counts, sizes or rates.
 
     Args:
-        config: a dataclass.
+        config: dataclass.
         exclude: fields to skip, whose names only look like one of these.
 
     Raises:

@@ -67,8 +67,8 @@ class NormalisedLinear(nnx.Module):
     """A linear layer without bias, whose outputs are normalized over the batch.
 
     Args:
-        inputs: a logical name -> size, as for `Linear`.
-        outputs: a logical name -> size, as for `Linear`.
+        inputs: logical name -> size, as for `Linear`.
+        outputs: logical name -> size, as for `Linear`.
         learns: whether the normalization has a scale and a bias.
         rngs: random keys for the initialization.
     """

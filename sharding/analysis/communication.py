@@ -31,7 +31,7 @@ class Collective:
         kind: one of `KINDS`. An asynchronous start-done pair counts once, under the kind of its
             synchronous form. A permutation that XLA split into a send and a receive is a
             'collective-permute'.
-        axes: the mesh axes, in mesh order, along which the devices of one group differ; empty if
+        axes: mesh axes, in mesh order, along which the devices of one group differ; empty if
             every group is a single device.
         loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
         trip_count: executions per step, the product of the trip counts of the loops around it. 1
@@ -39,7 +39,7 @@ class Collective:
             a conditional counts as if that branch were always taken.
         bytes: bytes of its output on one device in one execution.
         name: its name in the compiled program.
-        op_name: the traced operation that it comes from, '' if unknown.
+        op_name: traced operation that it comes from, '' if unknown.
         is_async: whether it runs on a stream of its own, so that kernels can run at the same time.
         is_overlapped: whether a kernel or a loop is issued between its start and its done.
         loop: label of the innermost loop around it: the named scope in which the loop was traced,
@@ -85,8 +85,8 @@ def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[
     """Return the collectives of a compiled step, in program order.
 
     Args:
-        compiled: the result of `jax.jit(f).lower(...).compile()`.
-        mesh: the mesh that it was compiled for.
+        compiled: result of `jax.jit(f).lower(...).compile()`.
+        mesh: mesh that it was compiled for.
 
     Returns:
         One entry per instruction.

@@ -38,9 +38,9 @@ def tasks_of_loop(
     loop's body; it may be a conditional or an inner loop, including everything inside.
 
     Args:
-        compiled: a compiled step in which exactly one loop permutes over the axis.
-        mesh: the mesh that it was compiled for.
-        axis: the name of the mesh axis.
+        compiled: compiled step in which exactly one loop permutes over the axis.
+        mesh: mesh that it was compiled for.
+        axis: name of the mesh axis.
 
     Returns:
         The tasks of one iteration, in program order.

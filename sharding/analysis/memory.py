@@ -10,9 +10,9 @@ class Memory:
     """Memory of a compiled step in bytes per device; None if the backend does not report it.
 
     Attributes:
-        argument_bytes: the arguments.
-        output_bytes: the results, including those that reuse the memory of donated arguments.
-        alias_bytes: the part of output_bytes that reuses donated arguments.
+        argument_bytes: state and batch, which the step reads.
+        output_bytes: results, including those that reuse the memory of donated arguments.
+        alias_bytes: part of output_bytes that reuses donated arguments.
         temp_bytes: all buffers allocated during the step.
         host_bytes: host memory for this device's arguments, results and temporary buffers.
     """

@@ -67,7 +67,7 @@ def memory_pressure(
     """Compare the memory of a step that was compiled for GPUs with XLA's limit.
 
     Args:
-        compiled: the step.
+        compiled: step.
         device_bytes: memory of one GPU. For a described GPU, this is `Target.memory_bytes`; for a
             real one, the memory of its allocator (`memory_stats()["bytes_limit"]`).
         is_described: whether the GPU is only described, as in `Target`.

@@ -141,10 +141,10 @@ class Target:
         """Compile a traced function for these GPUs.
 
         Args:
-            traced: the function, traced on `mesh`. Trace it on an `AbstractMesh` if memory kinds of
+            traced: function, traced on `mesh`. Trace it on an `AbstractMesh` if memory kinds of
                 arguments matter: jax keeps them there, but devices that are not installed report
                 none.
-            mesh: the mesh that it was traced on.
+            mesh: mesh that it was traced on.
             options: options for the compiler.
 
         Returns:

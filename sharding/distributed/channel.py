@@ -21,8 +21,8 @@ class Channel:
     """Sends and receives messages over a socket.
 
     Args:
-        connection: The socket.
-        deadline_s: The value of time.monotonic() at which sending and receiving fail.
+        connection: socket.
+        deadline_s: value of time.monotonic() at which sending and receiving fail.
     """
 
     def __init__(self, connection: socket.socket, deadline_s: float):

@@ -105,7 +105,7 @@ def perform_handshake(own: Process, coordinator: str, secret: bytes, timeout_s: 
     Args:
         own: this process; the one with id 0 listens.
         coordinator: address of process 0, host:port or unix:PATH.
-        secret: the run's secret, see sharding/distributed/secret.py.
+        secret: run's secret, see sharding/distributed/secret.py.
         timeout_s: seconds to wait for other processes; hosts may start slowly.
 
     Raises:
@@ -125,7 +125,7 @@ def problem(other: Process, present: Mapping[int, Process]) -> str | None:
     """Return one sentence about why a process cannot join the others, or None.
 
     Args:
-        other: the process that has just connected.
+        other: process that has just connected.
         present: processes that connected before it, by id; includes process 0.
     """
     first = present[0]
@@ -184,7 +184,7 @@ class _Reception:
     A stranger who sends nothing, or one byte at a time, delays no other connection.
 
     Attributes:
-        num_strangers: Connections that did not prove that they know the secret.
+        num_strangers: connections that did not prove that they know the secret.
     """
 
     def __init__(self, server: socket.socket, secret: bytes, own: Process):
@@ -265,8 +265,8 @@ class _Peer:
     """A process that has introduced itself.
 
     Attributes:
-        channel: The channel to it.
-        nonces: Random numbers of both sides, without which a recorded message could be replayed.
+        channel: open connection to it.
+        nonces: random numbers of both sides, without which a recorded message could be replayed.
     """
 
     channel: Channel

@@ -22,7 +22,7 @@ def run_secret(env: Mapping[str, str]) -> bytes:
     """Return the secret of this run.
 
     Args:
-        env: The environment variables of this process.
+        env: environment variables of this process.
 
     Raises:
         ValueError: Others may read or have written the file with the secret.

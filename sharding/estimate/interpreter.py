@@ -34,7 +34,6 @@ class Interpreter(Kernels):
         """Run a program and return the storage of its outputs.
 
         Args:
-            program: the program.
             inputs: storage of its inputs. The caller hands over the inputs, and has to release the
                 returned outputs.
             num_made: number of leading outputs that must be arrays in memory.

@@ -35,8 +35,8 @@ def open_jaxpr(
     """Return the program of a traced function.
 
     Args:
-        closed: the function's jaxpr.
-        args: the function's arguments: arrays or ShapeDtypeStructs with NamedShardings, one per
+        closed: function's jaxpr.
+        args: function's arguments: arrays or ShapeDtypeStructs with NamedShardings, one per
             input of the jaxpr.
         splits_gradients: whether buffers that are initialized with zeros are split like the values
             added to them. Every compiler does this. Estimates for CPUs leave it out, because the

@@ -41,7 +41,7 @@ class Kernels:
         is_cpu: whether the step is compiled for CPUs.
         memory: allocates the buffers, and keeps their totals and peaks.
         copied: bytes of inputs that are copied before they are updated.
-        work: the work of the operations that have run.
+        work: work of the operations that have run.
         counted_slices: slices that loops read by their counters.
     """
 
@@ -175,7 +175,7 @@ class Kernels:
 
         Args:
             values: inputs of a loop.
-            frame: the program's values.
+            frame: program's values.
 
         Returns:
             A value that is split -> its whole array, to be released when the value is made.
@@ -197,8 +197,8 @@ class Kernels:
         no other reader. Otherwise the array is newly allocated.
 
         Args:
-            value: the value, which may be part of a fusion so far.
-            frame: the program's values.
+            value: value, which may be part of a fusion so far.
+            frame: program's values.
             is_output: whether it is an output of the whole step. Outputs are made together, each
                 over an input if possible.
         """

@@ -85,7 +85,7 @@ def estimate(
     """Estimate the memory and the work of a program whose inputs are donated.
 
     Args:
-        program: the program, from `open_jaxpr`.
+        program: program, from `open_jaxpr`.
         labels: one label per input.
         mesh_shape: sizes of the mesh axes.
         platform: platform of the devices, such as "cpu" or "gpu".

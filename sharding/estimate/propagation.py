@@ -126,7 +126,6 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
     """Return the axes that an output is split over, given the axes of the operation's inputs.
 
     Args:
-        operation: the operation.
         output: one of its outputs.
         manual: mesh axes that are manual here, which sharding constraints do not apply to.
     """

@@ -35,7 +35,7 @@ class Storage:
         is_made: whether it is stored in memory; otherwise it is part of a fusion.
         is_costly: whether its fusion has an operation that is too expensive to recompute.
         label: label under which its memory is counted.
-        moved: the subset of `buffers` that is not read element by element, and so cannot be written
+        moved: subset of `buffers` that is not read element by element, and so cannot be written
             over by this fusion.
         is_slice: whether it is a loop's slice of an array, read from that array without a copy.
         is_empty: whether it will be an array without initial values.

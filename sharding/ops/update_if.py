@@ -30,11 +30,11 @@ def update_if(
     """Return update(state) if the predicate is true, else `state`.
 
     Args:
-        known: the value of the predicate if it is known during tracing, else None. If it is known,
+        known: value of the predicate if it is known during tracing, else None. If it is known,
             no loop is traced.
         predicate: bool[], the value at run time.
         update: (state) -> state of the same shapes and dtypes.
-        state: a tree of arrays.
+        state: tree of arrays.
     """
     if known is not None:
         return update(state) if known else state

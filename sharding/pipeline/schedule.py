@@ -60,7 +60,7 @@ def make_schedule(
     """Return a verified training schedule.
 
     Args:
-        name_or_csv_path: a key of SCHEDULES, or the path of a table that ends in .csv.
+        name_or_csv_path: key of SCHEDULES, or the path of a table that ends in .csv.
         num_stages: number of stages, S.
         num_microbatches: number of microbatches, M.
         num_chunks: number of chunks of layers per stage, V.

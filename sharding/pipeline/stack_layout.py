@@ -98,7 +98,7 @@ def cut(
 
     Args:
         num_layers: number of layers of every stack, in the order in which they run.
-        placement: the stage of every virtual stage.
+        placement: stage of every virtual stage.
         layers_per_virtual_stage: number of layers of every virtual stage. () cuts as evenly as
             possible, longer virtual stages first.
 

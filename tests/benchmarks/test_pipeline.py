@@ -28,7 +28,6 @@ def costs(run, **seconds):
     """Return the time of every part of a run.
 
     Args:
-        run: the run.
         seconds: part name -> seconds per layer; for embedding and head, seconds in total. Parts
             that are not named take no time.
     """

@@ -271,9 +271,9 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the model of a case to a directory.
 
     Args:
-        name: The case.
-        directory: The directory to write.
-        dtype: The dtype of the weights; None for float32.
+        name: case.
+        directory: directory to write.
+        dtype: dtype of the weights; None for float32.
 
     Returns:
         The directory.

@@ -107,9 +107,9 @@ def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
     """Return the weighted mean of -log softmax(outputs)[target] with random targets.
 
     Args:
-        outputs: A jax.Array or a torch.Tensor.
-        name: The case.
-        log_softmax: The function of the library of `outputs`.
+        outputs: jax.Array or a torch.Tensor.
+        name: case.
+        log_softmax: function of the library of `outputs`.
     """
     weight = weights(name)
     weight = weight.reshape(*weight.shape, *[1] * (outputs.ndim - 1 - weight.ndim))
@@ -129,8 +129,8 @@ def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
     A weight without a gradient has zeros.
 
     Args:
-        model: The model, after its backward pass.
-        directory: A directory to write the files to.
+        model: model, after its backward pass.
+        directory: directory to write the files to.
     """
     named = copy.deepcopy(model)
     gradients = {name: weight.grad for name, weight in model.named_parameters()}

@@ -21,9 +21,9 @@ def fields_of(name: str, class_name: str | None = None, /, **changes) -> dict:
     """Return the config fields read from a case's config.json.
 
     Args:
-        name: The case.
-        class_name: The architecture; None for the one of the case.
-        **changes: Keys to change before; `...` removes a key.
+        name: case.
+        class_name: architecture; None for the one of the case.
+        **changes: keys to change before; `...` removes a key.
     """
     class_name = class_name or cases.CASES[name][0]
     config = json.loads(cases.make(name).config.to_json_string())

@@ -69,7 +69,7 @@ class Results:
         saves_s: duration of each save that was observed from beginning to end, in seconds.
         stalls_s: mean time for which a save blocked training, in seconds, one entry per start that
             was killed.
-        broken: the working directory, fault and message of each broken promise.
+        broken: working directory, fault and message of each broken promise.
     """
 
     num_runs: int = 0
@@ -100,7 +100,6 @@ class Results:
         """Add the times of a run's last start.
 
         Args:
-            run: the run.
             fault_before: kind of the fault that made this start necessary; None for the first one.
         """
         assert run.last is not None
@@ -119,10 +118,10 @@ def campaign(
     """Disturb runs until all faults have hit.
 
     Args:
-        setting: the setting of the runs.
+        setting: setting of the runs.
         names: names of the faults, with repetitions, in the order of use.
         rng: source of all random choices.
-        results: the results, which this function extends.
+        results: results, which this function extends.
         save: saves the results; called after each run.
 
     Raises:
@@ -151,10 +150,10 @@ def disturb(
     """Disturb one run with several faults, let it finish, and check it.
 
     Args:
-        run: a run that has not been started.
+        run: run that has not been started.
         names: names of the faults, in order.
         rng: source of all random choices.
-        results: the results, which this function extends.
+        results: results, which this function extends.
 
     Returns:
         The names of the faults that have yet to hit. If a fault broke a promise before it hit, it
@@ -252,7 +251,7 @@ def make_reference(setting: Setting) -> Reference:
     for the times.
 
     Args:
-        setting: the setting of the runs.
+        setting: setting of the runs.
 
     Returns:
         The reference for all disturbed runs.
@@ -307,11 +306,11 @@ def run_all(
     """Run the campaign, first with one process per run and then with two.
 
     Args:
-        setting: the setting of the runs, with one process.
+        setting: setting of the runs, with one process.
         kinds: names of the kinds of faults.
         num_kills: number of kills at random moments.
         seed: seed of all random choices.
-        results: the results, which this function extends.
+        results: results, which this function extends.
         save: saves the results; called after each run.
     """
     for num_processes in (1, 2):

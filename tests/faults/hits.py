@@ -65,11 +65,10 @@ def stop(
     """Stop a run with signals, and check its exit code and that it saved its last step.
 
     Args:
-        run: the run.
         start: its last start, which has logged a step.
         rng: source of the times between the signals, of at most 0.2 s.
-        names: the signals, of which at most one is SIGINT.
-        pid: the process that receives them; by default the one that was started.
+        names: signals, of which at most one is SIGINT.
+        pid: process that receives them; by default the one that was started.
 
     Raises:
         Missed: the run finished first.
@@ -104,9 +103,9 @@ def hit_process(start: Attempt, number: int, how: signal.Signals, bound_s: float
     """Send a signal to one process of a run, and wait until all processes have exited.
 
     Args:
-        start: the start to disturb.
-        number: the process's number in the run.
-        how: the signal.
+        start: start to disturb.
+        number: process's number in the run.
+        how: signal.
         bound_s: seconds after which all processes must have exited.
 
     Returns:

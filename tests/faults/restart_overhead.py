@@ -15,7 +15,7 @@ def restart_overhead(setting: Setting) -> dict[str, dict[str, float | None]]:
     The run starts from scratch each time, so no checkpoint is restored.
 
     Args:
-        setting: the setting of the runs.
+        setting: setting of the runs.
 
     Returns:
         State of the compilation cache, "cold" or "warm" -> median, min and max in seconds.

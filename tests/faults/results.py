@@ -35,8 +35,8 @@ def compare(found: Mapping[int, tuple], expected: Mapping[int, tuple]) -> None:
     """Check that two trajectories are equal.
 
     Args:
-        found: the trajectory of a disturbed run.
-        expected: the trajectory of the undisturbed run.
+        found: trajectory of a disturbed run.
+        expected: trajectory of the undisturbed run.
 
     Raises:
         Broken: they differ; the message names the first step at which they do.
@@ -53,8 +53,8 @@ def load(path: Path, scratch: Path) -> str:
     """Restore a checkpoint as a run does, and return a digest of its arrays and data state.
 
     Args:
-        path: the checkpoint, `<step>/`.
-        scratch: a directory that this function may overwrite.
+        path: checkpoint, `<step>/`.
+        scratch: directory that this function may overwrite.
 
     Returns:
         A SHA-256 digest in hexadecimal.

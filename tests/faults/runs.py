@@ -76,7 +76,7 @@ def prepare(scratch: Path, overrides: Sequence[str] = OVERRIDES, num_steps: int 
     """Write the corpus and the jumping clock, and return the setting of runs with one process.
 
     Args:
-        scratch: an existing directory for all files of the campaign.
+        scratch: existing directory for all files of the campaign.
         overrides: overrides of configs/gpt2.py.
         num_steps: number of steps of a run.
 
@@ -169,9 +169,9 @@ class DisturbedRun:
     """A run that is restarted after each fault.
 
     Args:
-        setting: the setting of the campaign.
-        reference: the undisturbed run.
-        directory: an existing directory for the run's working directory.
+        setting: setting of the campaign.
+        reference: undisturbed run.
+        directory: existing directory for the run's working directory.
     """
 
     def __init__(self, setting: Setting, reference: Reference, directory: Path):
@@ -248,8 +248,8 @@ class DisturbedRun:
         """Damage a random file of a checkpoint; the next start must report that it skips it.
 
         Args:
-            step: the step of the checkpoint.
-            how: a function that damages a file.
+            step: step of the checkpoint.
+            how: function that damages a file.
             rng: source of all random choices.
 
         Raises:

@@ -61,7 +61,7 @@ def stops(
     Args:
         kind: name of the fault.
         moment: waits for the moment of the first signal.
-        choices: the signals to choose from.
+        choices: signals to choose from.
         num_signals: number of signals, at most 0.2 s apart.
         hits_one: whether to send them to one process of several, instead of the launcher.
         overrides: additional overrides of the config for this start.

@@ -34,7 +34,7 @@ class Attempt:
     """A process, or a launcher and its processes.
 
     Attributes:
-        process: the process, or the launcher.
+        process: process, or the launcher.
         has_log: whether its output is written to the log file.
         first_step_s: seconds from the start to the first new step; None before this step.
         saves_s: seconds of each save that was observed from beginning to end.
@@ -54,8 +54,8 @@ class Attempt:
 
         Args:
             command: program and arguments.
-            env: the complete environment.
-            workdir: the run's working directory.
+            env: complete environment.
+            workdir: run's working directory.
             log: file for standard output and standard error.
             output: file descriptor to use instead; then the log stays empty.
         """
@@ -111,8 +111,8 @@ class Attempt:
         """Wait until `condition` holds.
 
         Args:
-            condition: a function that is called repeatedly.
-            what: the awaited event, for messages, such as "a save".
+            condition: function that is called repeatedly.
+            what: awaited event, for messages, such as "a save".
 
         Raises:
             Missed: the run finished first.

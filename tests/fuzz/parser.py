@@ -13,11 +13,11 @@ class Parser:
     """A parser and valid input for it.
 
     Attributes:
-        file: The file that is damaged, relative to the directory.
-        prepare: Writes `file`, and the files that it needs, into an empty directory.
-        parse: Parses the file; its argument is the directory.
-        damaged: Returns a strategy for contents of `file`; its argument is a list of valid ones.
-        share: How many inputs it gets in a campaign, relative to other parsers.
+        file: file that is damaged, relative to the directory.
+        prepare: writes `file`, and the files that it needs, into an empty directory.
+        parse: parses the file; its argument is the directory.
+        damaged: returns a strategy for contents of `file`; its argument is a list of valid ones.
+        share: how many inputs it gets in a campaign, relative to other parsers.
     """
 
     file: str

@@ -85,7 +85,8 @@ def _resume(directory: Path) -> None:
 
 def _read_deepspeed(directory: Path) -> None:
     path = str(directory / "deepspeed.json")
-    validate_config(load("configs/gpt2.py", deepspeed.read(path, load("configs/gpt2.py"))))
+    translated = deepspeed.read(path, load("configs/gpt2.py"))
+    validate_config(load("configs/gpt2.py", translated.overrides))
 
 
 def _read_target(directory: Path) -> None:

@@ -49,10 +49,9 @@ def attack(parser: Parser, directory: Path, num_inputs: int, *, derandomize: boo
     """Give damaged input to a parser, and check its result, its time and its memory.
 
     Args:
-        parser: The parser.
-        directory: An empty directory for its files.
-        num_inputs: The number of inputs.
-        derandomize: Whether every call of this function has the same inputs.
+        directory: empty directory for its files.
+        num_inputs: number of inputs.
+        derandomize: whether every call of this function has the same inputs.
     """
     with persistent_processes():
         _attack(parser, directory, num_inputs, derandomize=derandomize)

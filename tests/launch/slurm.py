@@ -120,8 +120,8 @@ class Cluster:
         """Submit a job.
 
         Args:
-            *arguments: the arguments of `sbatch --parsable`.
-            directory: the job's working directory.
+            *arguments: arguments of `sbatch --parsable`.
+            directory: job's working directory.
             **variables: environment variables of the job.
         """
         chosen = [f"{name}={value}" for name, value in variables.items()]
@@ -185,7 +185,7 @@ def start(directory: Path) -> Iterator[Cluster]:
     """Run a cluster for the duration of a `with` block, and kill all of its processes afterwards.
 
     Args:
-        directory: an empty directory for the cluster's files.
+        directory: empty directory for the cluster's files.
 
     Yields:
         The cluster, with both nodes idle.

@@ -126,7 +126,7 @@ class PreferenceStep:
     """Does a step of direct preference optimization with each conversation on its own.
 
     Args:
-        model: the model; a copy of it is the reference.
+        model: model; a copy of it is the reference.
         beta: as in Rafailov et al. 2023 (arXiv:2305.18290), equation 7.
     """
 
@@ -164,7 +164,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torc
 
     Args:
         name: config in configs/.
-        model: the model of transformers or PEFT; it is trained.
+        model: model of transformers or PEFT; it is trained.
         start: directory with the same model.
         overrides: overrides of the config.
         corpus_overrides: overrides to train on a corpus.

@@ -85,7 +85,7 @@ def completed(tree: Mapping[str, Any]) -> ConfigDict:
     """Return a config in which missing keys have their defaults.
 
     Args:
-        tree: Some sections with some of their keys.
+        tree: some sections with some of their keys.
     """
     config = default_config()
     with config.unlocked(), config.ignore_type():
@@ -104,7 +104,7 @@ def load_data(file: Path) -> dict[str, Any]:
     """Load a YAML file with a config, and import nothing.
 
     Args:
-        file: the file, such as the `config.yaml` of a run.
+        file: file, such as the `config.yaml` of a run.
 
     Raises:
         ValueError: the file is not a config.
@@ -171,8 +171,7 @@ def differences(
     """Compare two configs.
 
     Args:
-        saved: the config in the workdir.
-        config: the config of this run.
+        saved: config in the workdir.
         keys: sections (`model`) or single keys (`train.seed`) to compare; None: all.
 
     Returns:

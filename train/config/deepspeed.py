@@ -59,7 +59,7 @@ class Translated:
 
     Attributes:
         overrides: overrides `section.key=value`.
-        open_batch: the batch sizes if they depend on the number of replicas, which is known once
+        open_batch: batch sizes if they depend on the number of replicas, which is known once
             the devices are; then `overrides` has provisional ones. None: they are final.
     """
 
@@ -71,10 +71,10 @@ def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> Translated:
     """Read a DeepSpeed JSON, and log the keys that have no effect.
 
     Args:
-        path: the JSON file.
+        path: JSON file.
         config: Taibai's config. Batch sizes depend on its mesh and number of microbatches, and
             offloading on its ZeRO stage if the file has none.
-        fixed: the keys of `config` that `mesh.auto` must not change.
+        fixed: keys of `config` that `mesh.auto` must not change.
 
     Raises:
         ValueError: some keys cannot be translated; the message lists all of them.

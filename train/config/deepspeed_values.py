@@ -42,7 +42,7 @@ class BatchSizes:
 
         Args:
             num_replicas: `mesh.data` × `mesh.fsdp`.
-            default_count: the count if the file has only `micro`.
+            default_count: count if the file has only `micro`.
 
         Raises:
             ValueError: the file has all sizes, and they contradict each other.
@@ -94,8 +94,8 @@ def rename_old_keys(values: dict[str, Any], problems: list[str]) -> None:
     """Replace deprecated keys by those that have their meaning now.
 
     Args:
-        values: the values by dotted key, which are changed in place.
-        problems: a list that a problem is added to.
+        values: values by dotted key, which are changed in place.
+        problems: list that a problem is added to.
     """
     old = [key for key in values if key.startswith("bfloat16.")]
     if old and any(key.startswith("bf16.") for key in values):
@@ -110,8 +110,8 @@ def parse_values(values: dict[str, Any], problems: list[str]) -> None:
     """Convert the values of known keys to their types, and check their ranges.
 
     Args:
-        values: the values by dotted key, which are changed in place; invalid ones are removed.
-        problems: a list that problems are added to.
+        values: values by dotted key, which are changed in place; invalid ones are removed.
+        problems: list that problems are added to.
     """
     for key, value in list(values.items()):
         is_lax = key.startswith(PARSED_BY_PYDANTIC)
@@ -134,8 +134,8 @@ def _parsed(value: Any, kind: Kind, *, is_lax: bool) -> Any:
     """Return a value with the type of a key, or None if it has another type or is out of range.
 
     Args:
-        value: the value in the file. A float without a fraction, such as 1e9, is also an integer.
-        kind: the type of the key.
+        value: value in the file. A float without a fraction, such as 1e9, is also an integer.
+        kind: type of the key.
         is_lax: whether to convert strings to numbers and bools, and 0 and 1 to bools, as pydantic
             does.
     """

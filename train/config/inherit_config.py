@@ -44,7 +44,7 @@ def take_init_from(
     """Open the checkpoint that a config starts from, and copy its model settings into the config.
 
     Args:
-        config: a ConfigDict, changed in place; see `inherit_config`.
+        config: ConfigDict, changed in place; see `inherit_config`.
         overrides: `section.key=value` from the command line.
         allow_import: packages and modules that the checkpoint's config may import from. It may also
             import what the user names on the command line or in a config.py.
@@ -70,9 +70,9 @@ def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> Non
     The run's model is the checkpoint's model, or the encoder of a pretraining model such as MAE.
 
     Args:
-        config: a ConfigDict, changed in place. The checkpoint's values replace values from the
+        config: ConfigDict, changed in place. The checkpoint's values replace values from the
             config file.
-        source: the checkpoint.
+        source: checkpoint.
         overrides: `section.key=value` from the command line. They are never replaced: one that
             contradicts the checkpoint is an error.
 

@@ -65,7 +65,7 @@ def apply_overrides(config: Any, overrides: Sequence[str]) -> None:
     """Set keys of a config; their values may import the code that they name.
 
     Args:
-        config: a ConfigDict, changed in place.
+        config: ConfigDict, changed in place.
         overrides: strings `section.key=value`.
 
     Raises:

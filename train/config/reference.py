@@ -72,7 +72,7 @@ def keys_of(section: type, prefix: str = "") -> list[Key]:
     """Return the keys that a dataclass declares.
 
     Args:
-        section: a section, or RunConfig for the keys outside all sections.
+        section: section, or RunConfig for the keys outside all sections.
         prefix: start of the keys' names, such as "train.".
     """
     annotations = {each.name: each.type for each in dataclasses.fields(section)}

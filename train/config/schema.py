@@ -185,7 +185,7 @@ def validate_config(config: Any) -> RunConfig:
     """Validate a config.
 
     Args:
-        config: a ConfigDict, as `config_files.load` returns it.
+        config: ConfigDict, as `config_files.load` returns it.
 
     Raises:
         ValueError: a key is unknown (the message has the nearest known one) or missing, or a value
@@ -231,9 +231,9 @@ def build_section(section: type[Section], values: dict[str, Any], where: str) ->
     """Build a section from the keys of a config.
 
     Args:
-        section: the dataclass of the section.
+        section: dataclass of the section.
         values: key -> value.
-        where: the name of the section in messages about its keys, such as "config.train".
+        where: name of the section in messages about its keys, such as "config.train".
 
     Raises:
         ValueError: a key is unknown or missing, or its value is not valid.

@@ -15,7 +15,6 @@ def batch_shapes(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct
     """Return the shapes and dtypes of a batch.
 
     Args:
-        config: the run's config.
         size: number of examples, the leading dimension of every array.
     """
     shapes = example_shapes(config.data, config.images)
@@ -29,7 +28,6 @@ def microbatch_shapes(config: RunConfig, mesh: AnyMesh) -> dict[str, jax.ShapeDt
     It has `global_batch_size / (num_microbatches × data × fsdp)` examples.
 
     Args:
-        config: the run's config.
         mesh: its axes `data` and `fsdp` divide the batch among replicas.
     """
     num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
@@ -40,8 +38,7 @@ def param_shapes(config: RunConfig, model: nnx.Module) -> Any:
     """Return the shapes of a model's parameters, unsharded and with the compute dtype.
 
     Args:
-        config: the run's config.
-        model: the model; it may be abstract.
+        model: model; it may be abstract.
     """
     dtype = jnp.dtype(config.precision.compute_dtype)
     return jax.tree.map(

@@ -27,7 +27,7 @@ class Diverged(RuntimeError):
     """Too many consecutive steps were not finite; a restart with this config would fail again.
 
     Attributes:
-        first_bad_step: the first of these steps, or None if it is not known.
+        first_bad_step: first of these steps, or None if it is not known.
     """
 
     def __init__(self, message: str, first_bad_step: int | None = None):
@@ -59,7 +59,7 @@ class NonfiniteMonitor:
         counting again.
 
         Args:
-            step: the step that was just started; the first is 1.
+            step: step that was just started; the first is 1.
             local_batch: this process's part of its batch.
             metrics: metrics of this step; they may not be computed yet.
 

@@ -56,7 +56,7 @@ class Phases:
 
         Args:
             age_s: seconds already spent in it; by default the age of the process.
-            clock: a monotonic clock, in seconds.
+            clock: monotonic clock, in seconds.
         """
         self._clock = clock
         self._recomputed = range(0)
@@ -71,7 +71,7 @@ class Phases:
 
         Args:
             name: one of NAMES.
-            step: the step it belongs to; by default the last step that was named.
+            step: step it belongs to; by default the last step that was named.
 
         Raises:
             ValueError: `name` is unknown.

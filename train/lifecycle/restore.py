@@ -50,7 +50,6 @@ def restore_or_initialize(
     """Restore a run from the newest intact checkpoint of its workdir, or initialize its state.
 
     Args:
-        run: the run.
         corpus: its data.
         workdir: its directory.
         source: checkpoint with the initial parameters; None: the model initializes them.
@@ -104,9 +103,9 @@ def _set_position(batches: DatasetIterator, saved: dict[str, Any], where: str) -
     """Continue with the batch that a checkpoint names.
 
     Args:
-        batches: the iterator.
+        batches: iterator.
         saved: its state in the checkpoint.
-        where: the checkpoint, for messages.
+        where: checkpoint, for messages.
 
     Raises:
         ValueError: this is not a state of such an iterator.
@@ -146,10 +145,9 @@ def roll_back(
     and their examples are not used again in this epoch.
 
     Args:
-        run: the run.
-        checkpoints: the checkpoints of its workdir.
-        state: the state after the newest step; it is deleted.
-        first_bad_step: the first bad step. The step before it produced the parameters that failed,
+        checkpoints: checkpoints of its workdir.
+        state: state after the newest step; it is deleted.
+        first_bad_step: first bad step. The step before it produced the parameters that failed,
             so its checkpoint is not used either.
 
     Returns:

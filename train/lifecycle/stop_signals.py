@@ -53,7 +53,7 @@ class StopSignals:
     """A context manager that records signals that ask this process to stop, after `defer`.
 
     Attributes:
-        received: the first signal that was received, or None.
+        received: first signal that was received, or None.
     """
 
     def __init__(self):

@@ -106,11 +106,11 @@ class Watchdog:
         error.
 
         Args:
-            directory: a directory that all processes share; it is created if necessary.
-            phases: the phases of this process.
-            process: the index of this process.
+            directory: directory that all processes share; it is created if necessary.
+            phases: phases of this process.
+            process: index of this process.
             num_processes: number of processes of this start of the run.
-            run_id: an identifier that is the same on all processes and different at each start.
+            run_id: identifier that is the same on all processes and different at each start.
                 Files with another identifier are leftovers and are ignored.
             timeout_s: longest duration of a phase, in seconds.
             save_timeout_s: the same for the phase "save", if it is different.

@@ -68,8 +68,8 @@ def check(workdir: Path, run: Run) -> None:
     only if the checkpoints were written before they contained a config.
 
     Args:
-        workdir: the run's directory.
-        run: the run that wants to use it.
+        workdir: run's directory.
+        run: run that wants to use it.
 
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
@@ -131,11 +131,10 @@ def write_run_files(
     writes.
 
     Args:
-        workdir: the run's directory.
-        run: the run.
+        workdir: run's directory.
         corpus: its data.
-        source: the checkpoint that it starts from, if there is one.
-        report: the memory report.
+        source: checkpoint that it starts from, if there is one.
+        report: memory report.
     """
     if jax.process_index() > 0:
         return

@@ -41,7 +41,7 @@ def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator
     this waits for it. If the holder of a lock is killed, the lock is released.
 
     Args:
-        workdir: the run's directory; it is created if necessary.
+        workdir: run's directory; it is created if necessary.
         timeout_s: seconds to wait for another run to end.
         is_shared: False if each process has a workdir of its own.
 

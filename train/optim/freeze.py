@@ -24,7 +24,7 @@ def frozen_params(params: Tree, patterns: Sequence[str], lora: LoraConfig) -> Tr
         params: tree of parameters.
         patterns: `optimizer.frozen`: patterns of dotted names, such as "token_embedding" or
             "encoder.*". `*` matches dots too.
-        lora: the section `lora`.
+        lora: section `lora`.
 
     Raises:
         ValueError: a pattern matches no parameter, or there is nothing to train.
@@ -64,8 +64,8 @@ def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunction
     """Stop the gradients of frozen parameters in all functions of a model, and mark them.
 
     Args:
-        functions: the model's functions.
-        frozen: a bool per parameter.
+        functions: model's functions.
+        frozen: bool per parameter.
     """
     marks = functions.split(frozen)
 

@@ -41,9 +41,9 @@ def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
     """Find the depth of each parameter by tracing which of the model's functions read it.
 
     Args:
-        functions: the model's functions.
-        params: the parameters, as for models.check.check.
-        batch: a batch, as for models.check.check.
+        functions: model's functions.
+        params: parameters, as for models.check.check.
+        batch: batch, as for models.check.check.
     """
     non_stack_params = functions.split(params)["non_stack"]
     depths = dict.fromkeys(_read_by(functions.embed, non_stack_params, batch), -1)
@@ -75,7 +75,7 @@ def scaled_by_depth(
     updates are multiplied by decay^(L + 1), the head's are unchanged.
 
     Args:
-        optimizer: the optimizer to wrap.
+        optimizer: optimizer to wrap.
         decay: in (0, 1].
         depths: depths of the parameters.
 

@@ -18,7 +18,7 @@ def rate_of_update(
 
     Args:
         opt_state: state of the optimizer after the update.
-        schedule: the schedule that the optimizer follows; None for an optimizer of one's own.
+        schedule: schedule that the optimizer follows; None for an optimizer of one's own.
         count: int32, number of updates before this one.
     """
     if schedule is not None:

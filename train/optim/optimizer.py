@@ -202,8 +202,8 @@ def make_optimizer(
     `(config: OptimizerConfig, schedule) -> optax.GradientTransformation`.
 
     Args:
-        config: the optimizer and its hyperparameters.
-        learning_rate_schedule: the learning rate of every update.
+        config: optimizer and its hyperparameters.
+        learning_rate_schedule: learning rate of every update.
         stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
         not_decayed: names from the model's class; see models/stack.py.
         depths: depths of the parameters; required if `layer_decay` is not 1.

@@ -21,7 +21,7 @@ def scale_by_layers_trust_ratio(
     Args:
         stacks: first keys of parameters whose leading dimension is slots.
         adapted: tree of arrays -> tree of bools: the updates to scale. Others do not change.
-        coefficient: the trust coefficient.
+        coefficient: trust coefficient.
 
     Source: You et al., "Large Batch Training of Convolutional Networks" (2017), section 4; "Large
     Batch Optimization for Deep Learning" (2019), section 3.

@@ -40,10 +40,9 @@ def planned(
     All processes call this; process 0 searches.
 
     Args:
-        config: the run's config, from `open_config`, with `mesh.auto=True`.
+        config: run's config, from `open_config`, with `mesh.auto=True`.
         fixed: keys of the config that stay as they are.
-        devices: the devices of the run.
-        saved: the config that the run's workdir has; None if it has no checkpoint.
+        saved: config that the run's workdir has; None if it has no checkpoint.
         timeout_s: seconds that process 0 may take.
 
     Raises:

@@ -94,9 +94,8 @@ def calibrated(machine: Machine, devices: Sequence[Any], directory: Path) -> Mac
     """Return a machine with the rates that were measured on its devices, if they were.
 
     Args:
-        machine: the rates otherwise.
-        devices: the devices of this run.
-        directory: the cache directory.
+        machine: rates otherwise.
+        directory: cache directory.
 
     Raises:
         ValueError: the stored rates are damaged.
@@ -116,8 +115,7 @@ def calibrate(devices: Sequence[Any], directory: Path) -> Calibration:
     """Measure devices of this process, and store their rates in the cache directory.
 
     Args:
-        devices: the devices.
-        directory: the cache directory; it is created.
+        directory: cache directory; it is created.
     """
     found = measure(devices)
     make_private_directory(directory)
@@ -179,7 +177,7 @@ def _chain_s(mesh: Mesh, function: Callable, shape: tuple[int, ...]) -> float:
     """Return the least time of a function on an array of every device, called in a chain.
 
     Args:
-        mesh: the devices.
+        mesh: devices.
         function: maps a float32 array on one device to one of the same shape.
         shape: shape of the array on one device.
     """

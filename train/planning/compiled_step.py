@@ -23,9 +23,9 @@ class CompiledStep:
     """A training step compiled for devices that may be absent, and its analysis.
 
     Attributes:
-        run: the run of the config.
+        run: run of the config.
         devices: name of the devices that the step was compiled for.
-        compiled: the compiled step.
+        compiled: compiled step.
         budget: memory that a step may use.
         assumed: assumptions about values that the data would determine, as text.
         trace_s: seconds spent tracing on this machine.
@@ -140,7 +140,6 @@ def compile_and_predict(
     """Compile the training step of a run, and predict its time.
 
     Args:
-        run: the run.
         devices: name of its devices, for reports.
         machine: their rates.
         budget: memory that a step may use.

@@ -28,7 +28,7 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
     """Format plans as a table, and say why the others are slower than the best one.
 
     Args:
-        choices: the plans, the fastest first.
+        choices: plans, the fastest first.
         gpus_per_host: number of devices per host.
     """
     cells = [("plan", "step, ms", "MFU", "memory", "bubble", "exposed", "")]
@@ -74,7 +74,7 @@ def not_compiled_as_text(
     Args:
         runners_up: plans that complete the table.
         first_tried: these meshes.
-        choices: the plans that were compiled, the fastest first.
+        choices: plans that were compiled, the fastest first.
         budget_bytes: memory that a step may use on a device.
     """
     known = {choice.plan.mesh for choice in choices} | {each.mesh for each in runners_up}
@@ -99,8 +99,8 @@ def not_compiled_as_json(
     """Return plans for `json.dumps`; docs/plan.md lists the keys.
 
     Args:
-        found: the plans.
-        choices: the plans that were compiled, the fastest first.
+        found: plans.
+        choices: plans that were compiled, the fastest first.
         budget_bytes: memory that a step may use on a device; composed memory beyond it is a reason.
     """
     return [
@@ -125,7 +125,7 @@ def first_tried_as_json(
 
     Args:
         found: these meshes.
-        choices: the plans that were compiled, the fastest first.
+        choices: plans that were compiled, the fastest first.
         budget_bytes: memory that a step may use on a device.
         gpus_per_host: number of devices per host.
     """
@@ -201,8 +201,8 @@ def why_slower(
     """Return what costs a plan the most time compared with the best one.
 
     Args:
-        best: the best plan's step.
-        other: the step of the plan to explain.
+        best: best plan's step.
+        other: step of the plan to explain.
         mesh_shape: sizes of the other plan's mesh axes, in mesh order.
         gpus_per_host: number of GPUs per host.
 

@@ -53,7 +53,6 @@ class Choice:
     """A plan whose whole step has been compiled.
 
     Attributes:
-        plan: the plan.
         cost: its composed cost.
         step: its compiled step.
     """
@@ -68,7 +67,6 @@ class Finalists:
 
     Args:
         runs: builds the runs of plans that fit.
-        devices: the devices.
         compiles: compiles in threads.
         say: reports progress, as one line of text.
     """

@@ -29,10 +29,6 @@ _NEAR = 1.05
 class FittingRuns:
     """The runs of plans that fit into the memory of some devices.
 
-    Args:
-        config: the run's config.
-        devices: the devices.
-
     Attributes:
         excluded: plans that do not fit, by their estimates or as compiled, or are not legal.
     """
@@ -104,7 +100,6 @@ class FittingRuns:
         """Note the memory of a plan of `first` that has been compiled.
 
         Args:
-            plan: the plan.
             compiled_bytes: memory of its step on a device.
         """
         self._shares.append(compiled_bytes / self._estimates[plan])

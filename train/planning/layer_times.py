@@ -55,8 +55,8 @@ class PartTimes:
     """Predicted seconds on one device.
 
     Attributes:
-        step_s: the whole step.
-        forwards_s: the forward of the layers of each stack; of one with a single layer, nothing.
+        step_s: whole step.
+        forwards_s: forward of the layers of each stack; of one with a single layer, nothing.
     """
 
     step_s: float
@@ -81,8 +81,7 @@ class CompiledPart:
 
     Args:
         part: what to compile.
-        config: the run's config.
-        devices: the devices of the whole run.
+        devices: devices of the whole run.
     """
 
     def __init__(self, part: Part, config: RunConfig, devices: PlanDevices):

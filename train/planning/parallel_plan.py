@@ -65,7 +65,7 @@ def open_config(given: Any, fixed: Collection[str]) -> RunConfig:
     """Return the config of a run that is planned: what a plan sets is open, unless it is fixed.
 
     Args:
-        given: the ConfigDict of the run, which is changed.
+        given: ConfigDict of the run, which is changed.
         fixed: keys of the config that stay as they are.
 
     Raises:
@@ -177,7 +177,6 @@ class PlanSpace:
     """All plans of a config for a number of devices.
 
     Attributes:
-        config: the run's config.
         num_devices: number of devices; a plan uses all of them.
         fixed: keys of the config that stay as they are, such as "mesh.model".
         num_layers: number of layers of the model.
@@ -187,7 +186,7 @@ class PlanSpace:
         can_share_vocab: whether stages can divide embedding and head among them.
         cuts: values of `pipeline.layers_per_stage` to try for a number of chunks, and for a value
             of `pipeline.share_vocab`.
-        max_microbatches: the largest number of microbatches to try; None: any.
+        max_microbatches: largest number of microbatches to try; None: any.
     """
 
     config: RunConfig

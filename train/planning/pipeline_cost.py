@@ -52,13 +52,13 @@ def pipeline_s(
     """Return the time of all microbatches on the slowest stage, with its bubble.
 
     Args:
-        plan: a plan with several stages.
-        shares: the share of each chunk in the time of all layers, in layer order.
+        plan: plan with several stages.
+        shares: share of each chunk in the time of all layers, in layer order.
         forward_s: time of the forward of all layers for one microbatch.
         backward_s: time of their backward, with what it recomputes.
         head_s: time of embedding, head and loss for one microbatch.
         head_input_bytes: bytes of the head's input for one microbatch.
-        machine: the rates of the devices.
+        machine: rates of the devices.
     """
     num_stages = plan.mesh.pipeline
     ticks = _ticks(

@@ -50,7 +50,7 @@ class PlanCost:
         exposed_s: time for which they wait for collectives between replicas.
         update_s: time of the optimizer's update, with copies to and from host memory, and of the
             allocation of the step's memory.
-        memory_bytes: memory.
+        memory_bytes: estimated peak of the step.
         unknown: parts to compile before the time is known.
     """
 
@@ -79,8 +79,7 @@ class PlanCosts:
     """Costs of the plans of a config.
 
     Args:
-        config: the run's config.
-        machine: the rates of the devices.
+        machine: rates of the devices.
         layers: times of the layers, whose base has been measured.
     """
 

@@ -89,7 +89,7 @@ def described_devices(
     """Return GPUs that need not be present.
 
     Args:
-        target: the GPUs.
+        target: GPUs.
         budget: memory that a step may use.
         run_for: builds the run of a config for a target.
     """
@@ -122,7 +122,7 @@ def present_devices(
     """Return devices that jax has found.
 
     Args:
-        devices: the devices, ordered by host.
+        devices: devices, ordered by host.
         budget: memory that a step may use.
         cache_path: directory in which `calibrate` may have stored their rates.
         assemble_on: builds the run of a config on a mesh.

@@ -50,9 +50,8 @@ class NotCompiled:
     """A plan that has not been compiled whole, but is explained.
 
     Attributes:
-        mesh: the mesh.
         plan: one of its fastest plans, of those that fit if any does; None if no plan is legal.
-        cost: the composed cost of the plan.
+        cost: composed cost of the plan.
     """
 
     mesh: MeshConfig
@@ -101,7 +100,6 @@ def no_division(
     """Return the error if no mesh divides the batch, with the nearest request that has one.
 
     Args:
-        config: the run's config.
         num_devices: number of devices.
         fixed: keys of the config that stay as they are.
         space_of: returns the plans of a config for a number of devices.
@@ -158,7 +156,7 @@ def check_replicas(given: Any, fixed: Collection[str], num_devices: int) -> None
     """Reject fixed numbers of replicas that do not divide the devices.
 
     Args:
-        given: the ConfigDict of the run.
+        given: ConfigDict of the run.
         fixed: keys of the config that stay as they are.
         num_devices: number of devices.
 
@@ -181,8 +179,7 @@ def check_max_microbatches(most: int | None, config: RunConfig, fixed: Collectio
     """Reject a limit of the number of microbatches that no plan can keep.
 
     Args:
-        most: the limit; None: there is none.
-        config: the run's config.
+        most: limit; None: there is none.
         fixed: keys of the config that stay as they are.
 
     Raises:
@@ -202,7 +199,7 @@ class DoesNotFit(Exception):
     """No plan fits into memory.
 
     Args:
-        leanest: the plan that exceeds the budget the least.
+        leanest: plan that exceeds the budget the least.
         needs: its estimated memory.
         is_compiled: whether `needs` is the memory of the compiled step instead.
     """
@@ -218,9 +215,8 @@ def may_use_host_memory(config: RunConfig, fixed: Collection[str], machine: Mach
     """Return whether plans may place the optimizer state in host memory.
 
     Args:
-        config: the run's config.
         fixed: keys of the config that stay as they are.
-        machine: the rates of the devices.
+        machine: rates of the devices.
     """
     is_open = config.memory.placement == "device" and "memory.placement" not in fixed
     return is_open and config.optimizer.name in ELEMENTWISE and not machine.shares_cores
@@ -238,8 +234,7 @@ def no_memory(
     """Return the error for a model that fits on no mesh, with the nearest request that would.
 
     Args:
-        found: the leanest plan, and its memory.
-        config: the run's config.
+        found: leanest plan, and its memory.
         budget: memory that a step may use.
         num_devices: number of devices.
         plans_of: returns the plans for a number of devices.

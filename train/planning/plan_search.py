@@ -56,10 +56,8 @@ class PlanSearch:
     """Searches the plans of a config for some devices.
 
     Args:
-        config: the run's config.
-        devices: the devices.
         fixed: keys of the config that stay as they are.
-        max_microbatches: the largest number of microbatches to try; None: any.
+        max_microbatches: largest number of microbatches to try; None: any.
 
     Attributes:
         plans: all plans, after the search.
@@ -165,7 +163,7 @@ class PlanSearch:
         """Return plans that complete the list, after the search; composed times rule them out.
 
         Args:
-            choices: the plans from `best`.
+            choices: plans from `best`.
         """
         compiled = {choice.plan.shape for choice in choices}
         least_s = choices[0].step.prediction.step_s

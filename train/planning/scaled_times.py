@@ -63,8 +63,7 @@ class ScaledTimes:
     """The times and the memory of the parts of one config on some devices.
 
     Args:
-        config: the run's config.
-        devices: the devices of the whole run.
+        devices: devices of the whole run.
         context: size of the mesh axis `context` in the base.
         model: size of the mesh axis `model` in the base.
         remat: value of `train.remat` in the base.
@@ -274,7 +273,6 @@ class ScaledTimes:
         Args:
             split: number of devices that the parameters of a replica are split over.
             replicas: number of replicas.
-            zero_stage: ZeRO stage.
         """
         state = _OPTIMIZER_BYTES / _UPDATE_BYTES / (replicas if zero_stage else 1)
         rest = (1 - _OPTIMIZER_BYTES / _UPDATE_BYTES) / (replicas if zero_stage == 3 else 1)

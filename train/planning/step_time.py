@@ -100,7 +100,6 @@ def machine_of_devices(devices: Sequence[Any], per_host: int) -> Machine:
     """Return the rates of devices that jax has found.
 
     Args:
-        devices: the devices.
         per_host: number of devices per host.
     """
     kind = devices[0].device_kind

@@ -30,8 +30,8 @@ class MetricsWriter:
         """Open the files, and remove lines that a killed run logged after `resume_step`.
 
         Args:
-            workdir: the run's directory; it is created if necessary.
-            resume_step: the step that the run resumes from; 0 at the beginning.
+            workdir: run's directory; it is created if necessary.
+            resume_step: step that the run resumes from; 0 at the beginning.
             is_writer: False on all processes except the first; they write nothing.
         """
         self._lines = self._points = None
@@ -74,7 +74,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Lines that are not a JSON object with a step, such as one torn by a crash, are ignored.
 
     Args:
-        path: the file.
+        path: file.
 
     Returns:
         One dict per line, with NaN and infinities as floats.

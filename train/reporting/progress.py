@@ -34,8 +34,8 @@ class Progress:
         """Prepare the display.
 
         Args:
-            num_steps: the last step of the run.
-            start_step: the step that the run resumes from.
+            num_steps: last step of the run.
+            start_step: step that the run resumes from.
             is_shown: False on all processes except the first; they show nothing.
             console: output; standard output by default.
         """

@@ -61,7 +61,7 @@ def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) ->
     """Return the model FLOPs utilization, from 0 to 1; None if the peak is unknown.
 
     Args:
-        flops_per_s: the model's FLOP/s over all devices, without recomputation.
+        flops_per_s: model's FLOP/s over all devices, without recomputation.
         num_devices: number of devices.
         peak_flops_per_s: peak FLOP/s of one device.
 
@@ -91,7 +91,7 @@ class ThroughputMeter:
         """Count a step.
 
         Args:
-            result: an array that the step computes. After the first step, this waits for it.
+            result: array that the step computes. After the first step, this waits for it.
         """
         self._result = result
         if self._first_step_time_s is None:

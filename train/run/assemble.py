@@ -55,8 +55,7 @@ def assemble_run(
     """Build the run of a config on a mesh.
 
     Args:
-        config: the run's config.
-        mesh: the mesh; over the target's devices, if there is a target.
+        mesh: mesh; over the target's devices, if there is a target.
         vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
         num_labels: number of labels in the data; None if it has no labels.
         target: GPUs that are not present: steps can be compiled for them, but not run.

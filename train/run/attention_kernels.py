@@ -32,12 +32,11 @@ def attention_kernels(
     """Return the kernels of all attention in the model's stacks; () if there is none.
 
     Args:
-        functions: the model's functions.
+        functions: model's functions.
         params: shapes of the whole parameters, in the compute dtype.
         microbatch: shapes of one replica's microbatch.
-        mesh: the mesh.
         rules: sharding rules.
-        hardware: the devices of the mesh.
+        hardware: devices of the mesh.
         setting: `model.attention`.
 
     Raises:

@@ -25,10 +25,6 @@ from train.run.model_traces import ModelTraces
 def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
     """Reject a `context` axis for images.
 
-    Args:
-        config: the run's config.
-        mesh: the mesh.
-
     Raises:
         ValueError: the axis `context` would split the patches of images.
     """
@@ -44,8 +40,7 @@ def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
     """Reject an objective that a model, or every model of a class, cannot learn.
 
     Args:
-        config: the run's config.
-        model: a model, or its class.
+        model: model, or its class.
 
     Raises:
         ValueError: the model is for other objectives.
@@ -89,9 +84,8 @@ def check_parts(
     """Reject a model that is inconsistent, or that does not match its batch or pipeline.
 
     Args:
-        config: the run's config.
-        model: the model; it may be abstract.
-        functions: the model's functions.
+        model: model; it may be abstract.
+        functions: model's functions.
         traces: traces of the functions.
         shares_vocab: whether all pipeline stages share embedding and head.
 
@@ -161,9 +155,6 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
 def check_optimizer(config: RunConfig) -> None:
     """Reject an optimizer that cannot update one layer at a time, if that is needed.
 
-    Args:
-        config: the run's config.
-
     Raises:
         ValueError: the optimizer state is in host memory, and the optimizer is not element-wise.
     """
@@ -179,10 +170,8 @@ def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> No
     """Reject mesh axes over which the model splits nothing.
 
     Args:
-        model: the model.
-        specs: the PartitionSpec of every parameter.
+        specs: PartitionSpec of every parameter.
         rules: sharding rules.
-        mesh: the mesh.
 
     Raises:
         ValueError: the devices of an axis would repeat each other's work.
@@ -199,9 +188,8 @@ def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> Non
     """Check that the model agrees with the tokenizer about special tokens.
 
     Args:
-        config: the run's config.
-        model_config: the model's dataclass, with all sizes.
-        corpus: the data; only text has a tokenizer.
+        model_config: model's dataclass, with all sizes.
+        corpus: data; only text has a tokenizer.
 
     Raises:
         ValueError: the model uses another padding token, or has token types for only one text per

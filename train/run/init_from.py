@@ -46,9 +46,8 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     Parameters of a head that the checkpoint lacks, or has for another task, are newly initialized.
 
     Args:
-        run: the run.
-        source: the checkpoint.
-        labels: the labels of the data, in order. A loaded classifier is reordered to match.
+        source: checkpoint.
+        labels: labels of the data, in order. A loaded classifier is reordered to match.
 
     Raises:
         ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
@@ -103,7 +102,7 @@ def _origin(
     """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED, _NORMS or _NEW.
 
     Args:
-        path: the parameter.
+        path: parameter.
         wanted: all parameters of the run.
         stored: all parameters of the checkpoint.
         keeps_head: whether the run uses the checkpoint's head.
@@ -276,7 +275,7 @@ def _norms(kernel: jax.Array, wanted: jax.ShapeDtypeStruct, *, is_stacked: bool)
 
     Args:
         kernel: `[*layers, *inputs, *outputs]`.
-        wanted: the magnitudes, `[*layers, *outputs]`.
+        wanted: magnitudes, `[*layers, *outputs]`.
         is_stacked: whether they have a dim of layers.
     """
     num_inputs = kernel.ndim - wanted.ndim

@@ -82,10 +82,10 @@ def count_work(
     """Count the matrix products of a model's functions by tracing them.
 
     Args:
-        functions: the model's functions.
-        params: the model's parameters in the compute dtype; ShapeDtypeStructs suffice.
+        functions: model's functions.
+        params: model's parameters in the compute dtype; ShapeDtypeStructs suffice.
         batch: one microbatch; ShapeDtypeStructs suffice.
-        recomputes: the backward pass of a chunk runs its forward pass again.
+        recomputes: backward pass of a chunk runs its forward pass again.
     """
     parts = functions.split(params)
     types = functions.activation_types(parts["non_stack"], batch)

@@ -11,7 +11,6 @@ def describe(run: Run, corpus: Corpus) -> str:
     """Format the summary of a run: parameters, mesh, attention kernels, stages and data.
 
     Args:
-        run: the run.
         corpus: its data.
     """
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())

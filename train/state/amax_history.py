@@ -72,9 +72,9 @@ def with_scaling(params: Tree, history: History, functions: ModelFunctions, dtyp
 
     Args:
         params: `{"non_stack": ..., "stacks": {stack: layers}}`, as from `ModelFunctions.split`.
-        history: the history, in slots.
-        functions: the model's functions.
-        dtype: the dtype in which layers receive their parameters.
+        history: history, in slots.
+        functions: model's functions.
+        dtype: dtype in which layers receive their parameters.
     """
     scaling = {}
     for stack, bins in history.items():
@@ -112,7 +112,7 @@ def updated(history: History, seen: History, length: int, finite: jax.Array) -> 
     """Return the history after a step; see models.layers.float8.updated_history.
 
     Args:
-        history: the history before the step.
+        history: history before the step.
         seen: what was seen in the step, as from `without_scaling`.
         length: number of steps for which a bin counts.
         finite: bool[], whether the step was finite; otherwise the history stays as it is.

@@ -45,14 +45,13 @@ class StateSpec:
     """Defines the contents of a training state, apart from its layout.
 
     Attributes:
-        model: the model, abstract.
+        model: model, abstract.
         build: initializes the model from a fixed seed.
-        optimizer: the optimizer.
         precision: dtype of the master weights, and whether the state has a `loss_scale`.
         tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
         empty_history: returns the first `amax_history`; None: the state has none. See
             amax_history.py.
-        frozen: a bool per parameter, whether it is hidden from the optimizer; None: no parameter.
+        frozen: bool per parameter, whether it is hidden from the optimizer; None: no parameter.
     """
 
     model: nnx.Module
@@ -108,7 +107,7 @@ class StateInit:
     Args:
         spec: contents of the state.
         layouts: stack -> its layout.
-        layout_of: the layout of every leaf of the state.
+        layout_of: layout of every leaf of the state.
         abstract: shapes and shardings of the state for the step; see train/state/state_layout.py.
         portable: shapes and shardings of the state in a checkpoint.
     """
@@ -172,7 +171,7 @@ class StateInit:
 
         Args:
             make_layers: creates the state in its portable form; its argument is donated.
-            elsewhere: a bool per parameter: whether it is created elsewhere. In the optimizer
+            elsewhere: bool per parameter: whether it is created elsewhere. In the optimizer
                 state, all arrays in host memory are.
         """
         moments = jax.tree.map(is_for_host, self._abstract.opt_state)

@@ -44,17 +44,16 @@ class StateLayout:
 
     Args:
         state_spec: contents of the state.
-        mesh: the mesh.
         rules: sharding rules.
         layouts: stack -> its layout.
         memory: which state is split over `data` too, and which is in host memory.
 
     Attributes:
-        abstract: the state in the step, as ShapeDtypeStructs with shardings.
-        portable: the state in a checkpoint, also as ShapeDtypeStructs with shardings.
-        param_specs: the PartitionSpec of every parameter in the step.
-        gather_modes: a GatherMode per parameter.
-        is_offloaded: a bool per parameter, None for frozen ones: whether its master weights or its
+        abstract: state in the step, as ShapeDtypeStructs with shardings.
+        portable: state in a checkpoint, also as ShapeDtypeStructs with shardings.
+        param_specs: PartitionSpec of every parameter in the step.
+        gather_modes: GatherMode per parameter.
+        is_offloaded: bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
 
     Raises:
@@ -127,7 +126,7 @@ class StateLayout:
         """Convert a state to the form of a checkpoint.
 
         Args:
-            state: the state in the form of the step.
+            state: state in the form of the step.
 
         Returns:
             The state in the portable form. Arrays that had to be converted are in host memory;
@@ -147,7 +146,7 @@ class StateLayout:
         """Convert a state to the form of the step.
 
         Args:
-            state: the state of a checkpoint. Arrays that have to be converted are deleted. Fields
+            state: state of a checkpoint. Arrays that have to be converted are deleted. Fields
                 of `MAY_LACK` that are None become zeros.
         """
         lacking = {name: getattr(self.portable, name) for name in MAY_LACK}
@@ -230,9 +229,9 @@ class StateLayout:
         """Choose when each parameter is gathered; only stacks are gathered by layer.
 
         Args:
-            params: the parameters in the form of the step, without shardings.
-            specs: the PartitionSpec of every parameter.
-            memory: the ZeRO stage and the fractions.
+            params: parameters in the form of the step, without shardings.
+            specs: PartitionSpec of every parameter.
+            memory: ZeRO stage and the fractions.
 
         Returns:
             A GatherMode per parameter.
@@ -260,8 +259,8 @@ class StateLayout:
         """Decide which parts of the state are in host memory.
 
         Args:
-            slots: the state in the form of the step, without shardings.
-            memory: the fractions of the state that are in host memory.
+            slots: state in the form of the step, without shardings.
+            memory: fractions of the state that are in host memory.
 
         Returns:
             The memory kind of every leaf ("" is the device's default), and `is_offloaded`.

@@ -67,8 +67,8 @@ def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
     """Return a copy with the target's dtype and memory kind; each process copies its own shards.
 
     Args:
-        array: an array that is sharded like the target.
-        target: the wanted shape, dtype and sharding.
+        array: array that is sharded like the target.
+        target: wanted shape, dtype and sharding.
     """
     kind = target.sharding.memory_kind
     shards = [

@@ -27,7 +27,7 @@ def make_reference_step(
     The arrays are those of `functions.reference`, for every example of the batch.
 
     Args:
-        functions: the model's functions; they have `reference`.
+        functions: model's functions; they have `reference`.
         config: settings of the step.
         param_sharding: how the parameters are sharded over the mesh.
         rules: sharding rules.

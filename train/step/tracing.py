@@ -13,8 +13,8 @@ def traced_for(hardware: Hardware, attention: str) -> Iterator[None]:
     """Set the devices and the attention setting for tracing within the block.
 
     Args:
-        hardware: the devices to trace for.
-        attention: the setting `model.attention`, one of models.layers.attention.SETTINGS.
+        hardware: devices to trace for.
+        attention: setting `model.attention`, one of models.layers.attention.SETTINGS.
     """
     with use_hardware(hardware), use_attention(attention):
         yield

@@ -94,8 +94,8 @@ def make_train_step(
     of the mean norm of the accepted steps before it.
 
     Args:
-        functions: the model's functions.
-        update: the optimizer update.
+        functions: model's functions.
+        update: optimizer update.
         learning_rate_schedule: for the metric; the optimizer follows the same. None: the optimizer
             is not a built-in one.
         config: all other settings of the step.
@@ -141,7 +141,7 @@ def make_eval_step(
     (means.py).
 
     Args:
-        functions: the model's functions.
+        functions: model's functions.
         config: settings of the step.
         param_sharding: how the parameters are sharded over the mesh.
         rules: sharding rules.
@@ -226,13 +226,13 @@ def _apply_gradients(
     """Return the state after the step: updated, or with changed counters only.
 
     Args:
-        state: the state before the step.
+        state: state before the step.
         grads: sums of gradients.
         weight: sum of weights, by which `update` divides the gradients.
         loss: mean loss.
         grad_norm: global norm of the divided gradients.
-        seen: the scales that this step needed, as from `_make_loss_and_grad`.
-        update: the optimizer update.
+        seen: scales that this step needed, as from `_make_loss_and_grad`.
+        update: optimizer update.
         config: settings of the step.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -268,7 +268,7 @@ def _scaling_metrics(
     """Return the metrics about the scales of float16 and float8, before the step.
 
     Args:
-        state: the state before the step.
+        state: state before the step.
         seen: as from `_make_loss_and_grad`.
         config: settings of the step.
     """

@@ -65,12 +65,10 @@ class Update:
     non-stack parameter at a time. Frozen parameters are not touched.
 
     Args:
-        optimizer: the optimizer, without clipping. It must be element-wise if any state is in host
+        optimizer: optimizer, without clipping. It must be element-wise if any state is in host
             memory.
         clip_norm: largest global gradient norm; 0: no clipping.
-        state_layout: layout of the run's state.
         layouts: stack -> its layout.
-        mesh: the mesh.
         seed: for stochastic rounding.
     """
 
@@ -239,7 +237,7 @@ class Update:
         """Scan over the slices of a group; return the final (carry, changing).
 
         Args:
-            group: the group, which defines the slices.
+            group: group, which defines the slices.
             body: (carry, slices of arrays, slices of changing, constants) -> (carry, new slices of
                 changing). It gets slices on the device.
             carry: scalars, which are summed over the stages at the end.

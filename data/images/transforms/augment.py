@@ -26,9 +26,9 @@ def augment(
     RandAugment, erasing.
 
     Args:
-        image: The image, preferably not decoded yet, so that only the needed pixels are decoded.
-        config: The config section `images`.
-        random: The random number generator.
+        image: image, preferably not decoded yet, so that only the needed pixels are decoded.
+        config: config section `images`.
+        random: random number generator.
         view: 0 or 1, the view of a pair; selects one of the two probabilities of `blur` and
             `solarize`.
 
@@ -77,7 +77,7 @@ def erase(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
     Args:
         pixels: uint8[height, width, channels]; modified in place.
-        random: The random number generator.
+        random: random number generator.
 
     Returns:
         `pixels`.

@@ -19,11 +19,11 @@ def jitter(
     """Change brightness, contrast, saturation and hue at random, in random order.
 
     Args:
-        image: An image of mode L or RGB.
-        strength: The strengths of the four changes, in this order; 0 for no change. A factor is
+        image: image of mode L or RGB.
+        strength: strengths of the four changes, in this order; 0 for no change. A factor is
             drawn from 1 ± strength, but not below 0, and a rotation of the hue from ± strength
             turns.
-        random: The random number generator.
+        random: random number generator.
 
     Returns:
         The changed image.

@@ -30,7 +30,7 @@ def open_image(image: Any) -> Image.Image:
     """Open an image. Encoded bytes, in one of FORMATS, are not decoded yet.
 
     Args:
-        image: Encoded bytes, an array uint8[height, width] or uint8[height, width, channels] with
+        image: encoded bytes, an array uint8[height, width] or uint8[height, width, channels] with
             1, 3 or 4 channels, or a PIL image.
 
     Returns:
@@ -93,11 +93,11 @@ def random_box(
     """Draw a random box of an image.
 
     Args:
-        width: The width of the image in pixels.
-        height: The height of the image in pixels.
-        scale: Minimum and maximum fraction of the area.
-        ratio: Minimum and maximum width ÷ height; its logarithm is uniformly distributed.
-        random: The random number generator.
+        width: width of the image in pixels.
+        height: height of the image in pixels.
+        scale: minimum and maximum fraction of the area.
+        ratio: minimum and maximum width ÷ height; its logarithm is uniformly distributed.
+        random: random number generator.
 
     Returns:
         The box. If none of ten boxes fits into the image, it is the largest central box with an
@@ -127,9 +127,9 @@ def crop(image: Image.Image, box: Box, size: int, channels: int) -> Image.Image:
     """Crop a box of an image and resize it to size × size pixels (bicubic).
 
     Args:
-        image: The image, preferably not decoded yet.
-        box: The box to keep, in pixels of the image.
-        size: Height and width of the result in pixels.
+        image: image, preferably not decoded yet.
+        box: box to keep, in pixels of the image.
+        size: height and width of the result in pixels.
         channels: 1 or 3.
 
     Returns:
@@ -143,8 +143,8 @@ def central_crop(image: Image.Image, size: int, channels: int, part: float) -> I
     """Resize the shorter side of an image to size ÷ part pixels, and crop the center.
 
     Args:
-        image: The image, preferably not decoded yet.
-        size: Height and width of the result in pixels.
+        image: image, preferably not decoded yet.
+        size: height and width of the result in pixels.
         channels: 1 or 3.
         part: `images.eval_crop`: the side of the crop ÷ the shorter side of the resized image.
 
@@ -171,9 +171,8 @@ def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Ima
     """Decode an image, at reduced size if possible.
 
     Args:
-        image: The image.
-        box: The box that is going to be resized to size × size pixels.
-        size: The size after resizing, in pixels.
+        box: box that is going to be resized to size × size pixels.
+        size: size after resizing, in pixels.
         channels: 1 or 3.
 
     Returns:

@@ -17,7 +17,7 @@ class Mix:
     """The way in which each image of a pair is combined with the other one.
 
     Attributes:
-        share: The weight of the image itself and of its label; the other image has 1 - share.
+        share: weight of the image itself and of its label; the other image has 1 - share.
         box: CutMix: the (top, bottom, left, right) of the pixels taken from the other image. None
             for Mixup, which blends all pixels.
     """
@@ -51,8 +51,8 @@ def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
     """Draw the mix of a pair of images.
 
     Args:
-        config: The config section `images`; `mixup` or `cutmix` must be above 0.
-        random: The random number generator.
+        config: config section `images`; `mixup` or `cutmix` must be above 0.
+        random: random number generator.
 
     Returns:
         The mix; a share of 1 does not change the images.

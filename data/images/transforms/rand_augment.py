@@ -28,11 +28,11 @@ def rand_augment(
     """Apply random operations to an image.
 
     Args:
-        image: An image of mode L or RGB.
-        num: The number of operations to draw, with replacement; each is then applied with
+        image: image of mode L or RGB.
+        num: number of operations to draw, with replacement; each is then applied with
             probability 0.5.
-        magnitude: The mean magnitude of the operations, 0 to 10.
-        random: The random number generator.
+        magnitude: mean magnitude of the operations, 0 to 10.
+        random: random number generator.
 
     Returns:
         The changed image.

@@ -106,7 +106,7 @@ def open_chats(config: DataConfig) -> dict[str, ChatLines]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
     Args:
-        config: The config section `data`, with the objective "chat" or "preference".
+        config: config section `data`, with the objective "chat" or "preference".
 
     Returns:
         Split -> its conversations, or its pairs of them.
@@ -129,10 +129,9 @@ def encode(
     The result is cached. A line is left out if nothing learned is left of one of its conversations.
 
     Args:
-        lines: The conversations.
-        template: The chat template.
-        tokenizer: The tokenizer.
-        config: The config section `data`.
+        lines: conversations.
+        template: chat template.
+        config: config section `data`.
 
     Raises:
         ValueError: A conversation is not valid, or the template refuses it.
@@ -164,8 +163,8 @@ def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.
 
     Args:
         ends: int64[number of conversations], ends of all conversations.
-        lines: The lines of the conversations.
-        config: The config section `data`.
+        lines: lines of the conversations.
+        config: config section `data`.
     """
     sizes = np.diff(ends, prepend=0)
     lost = np.flatnonzero(sizes[:: lines.num_dialogues] == 0)
@@ -186,8 +185,7 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """Return the id of the special token that the assistant ends its answers with.
 
     Args:
-        template: The chat template.
-        tokenizer: The tokenizer.
+        template: chat template.
 
     Returns:
         The id of the first special token after an answer's content; None if there is none, or the
@@ -288,7 +286,7 @@ def _is_within(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
     Args:
         offsets: int[n, 2], first character and end of each token.
-        spans: The parts.
+        spans: parts.
     """
     found = np.zeros(len(offsets), bool)
     for start, stop in spans:

@@ -81,8 +81,8 @@ def compiled(text: str, is_repeatable: bool) -> jinja2.Template:
     """Compile a template.
 
     Args:
-        text: The template.
-        is_repeatable: Whether its text must be the same in every run.
+        text: template.
+        is_repeatable: whether its text must be the same in every run.
 
     Raises:
         Exception: It is not a Jinja template; nested too deeply, it may be any error of Python.

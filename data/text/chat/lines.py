@@ -22,9 +22,9 @@ class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
     """Lines of conversations.
 
     Args:
-        files: The files that `spans` refers to.
-        spans: The position of each line in its file.
-        config: The config section `data`, which names the fields.
+        files: files that `spans` refers to.
+        spans: position of each line in its file.
+        config: config section `data`, which names the fields.
     """
 
     #: How many conversations a line has.
@@ -74,8 +74,8 @@ def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
     """Return the field `tools` of a line, a list or the JSON of one; None if it has none.
 
     Args:
-        record: The line.
-        where: Its file and number, for the error.
+        record: line.
+        where: its file and number, for the error.
 
     Raises:
         ValueError: It is something else.
@@ -97,8 +97,7 @@ def checked_messages(messages: list[Any], where: str) -> list[Message]:
     The content of a message that calls tools may be null or absent.
 
     Args:
-        messages: The messages.
-        where: The line that they are from, for the error.
+        where: line that they are from, for the error.
 
     Raises:
         ValueError: A message does not.

@@ -45,7 +45,7 @@ def render(request: dict[str, Any]) -> list[dict[str, Any]]:
     """Render conversations.
 
     Args:
-        request: The arguments of `_Program`, and `conversations`, each with
+        request: arguments of `_Program`, and `conversations`, each with
 
             messages: the messages, each with `role` and `content`
             tools: descriptions of functions that the assistant may call, or null
@@ -76,11 +76,11 @@ class _Program:
     """A chat template that has been compiled.
 
     Args:
-        text: The template.
-        for_tools: The template of conversations with tools; None: `text` is.
-        source: Its file or config key, for error messages.
-        tokens: Names of special tokens that it may use.
-        is_repeatable: Whether its text must be the same in every run.
+        text: template.
+        for_tools: template of conversations with tools; None: `text` is.
+        source: its file or config key, for error messages.
+        tokens: names of special tokens that it may use.
+        is_repeatable: whether its text must be the same in every run.
     """
 
     def __init__(

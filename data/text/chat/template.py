@@ -50,9 +50,9 @@ class Dialogue(NamedTuple):
     """A conversation.
 
     Attributes:
-        messages: Its messages, each with the strings `role` and `content`.
-        num_given: How many of them, at the beginning, are not learned.
-        tools: Descriptions of functions that the assistant may call; None for none.
+        messages: its messages, each with the strings `role` and `content`.
+        num_given: how many of them, at the beginning, are not learned.
+        tools: descriptions of functions that the assistant may call; None for none.
     """
 
     messages: Sequence[Message]
@@ -65,8 +65,8 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: The text.
-        spans: The parts of it that are learned, which the assistant says.
+        text: rendered conversation.
+        spans: parts of it that are learned, which the assistant says.
     """
 
     text: str
@@ -77,16 +77,16 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        text: The template.
-        source: Its file or config key, for error messages.
-        tokens: Names of special tokens that it may use, such as {"bos_token": "<s>"}.
-        for_tools: The template of conversations with tools; None: `text` is.
-        is_repeatable: Whether its text must be the same in every run; otherwise it may ask for the
+        text: template.
+        source: its file or config key, for error messages.
+        tokens: names of special tokens that it may use, such as {"bos_token": "<s>"}.
+        for_tools: template of conversations with tools; None: `text` is.
+        is_repeatable: whether its text must be the same in every run; otherwise it may ask for the
             time with `strftime_now`, and choose at random.
-        processes: Processes that call `rendering.render` with limits.
+        processes: processes that call `rendering.render` with limits.
 
     Attributes:
-        files: Name of a file of a tokenizer -> the template in it.
+        files: name of a file of a tokenizer -> the template in it.
 
     Raises:
         ValueError: It is not a Jinja template.
@@ -137,9 +137,9 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: The messages, each with `role` and `content`.
-            add_generation_prompt: Whether the text ends with the beginning of an answer.
-            variables: Further variables of the template by name, such as `enable_thinking`.
+            messages: messages, each with `role` and `content`.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            variables: further variables of the template by name, such as `enable_thinking`.
 
         Raises:
             ValueError: The template refuses the messages, or exceeds the limits.
@@ -241,9 +241,9 @@ def find_template(
     Args:
         setting: `data.chat_template`: "roles", the path of a file, or "" for the template of the
             tokenizer.
-        tokenizer: The path of the tokenizer, or of its directory; None: it has no file.
-        eos_token: The name of the tokenizer's end-of-document token.
-        **options: The options `is_repeatable` and `processes` of `ChatTemplate`.
+        tokenizer: path of the tokenizer, or of its directory; None: it has no file.
+        eos_token: name of the tokenizer's end-of-document token.
+        **options: options `is_repeatable` and `processes` of `ChatTemplate`.
 
     Returns:
         The template; None if the tokenizer has none.
@@ -272,9 +272,9 @@ def _texts_of(
     """Return templates by their names, "default" and "tool_use", if they exist; and their source.
 
     Args:
-        setting: As for `find_template`.
-        directory: The directory of the tokenizer; None: it has no file.
-        config: The content of its tokenizer_config.json.
+        setting: as for `find_template`.
+        directory: directory of the tokenizer; None: it has no file.
+        config: content of its tokenizer_config.json.
     """
     if setting == "roles":
         return {"default": ROLES}, "data.chat_template='roles'"

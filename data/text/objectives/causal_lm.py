@@ -24,8 +24,8 @@ class CausalLMExamples(Examples):
     Args:
         tokens: uint16 or uint32 [number of tokens].
         sequence_length: T.
-        keep_partial: Whether to keep a last window that is shorter than T, padded with weight 0.
-        isolate_after: The id of the end-of-document token, to isolate documents from each other:
+        keep_partial: whether to keep a last window that is shorter than T, padded with weight 0.
+        isolate_after: id of the end-of-document token, to isolate documents from each other:
             rows then also have `segment_ids` and `positions: int32[T]`. An end-of-document token
             belongs to the document after it, because it predicts the first token of that document.
             None does not isolate documents.

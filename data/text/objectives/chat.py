@@ -25,7 +25,7 @@ class ChatExamples(Examples):
     `weights: float32[T]`, which is 1 where the target is learned.
 
     Args:
-        chats: The conversations, each of at most T + 1 tokens.
+        chats: conversations, each of at most T + 1 tokens.
         sequence_length: T.
     """
 

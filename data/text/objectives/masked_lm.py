@@ -25,8 +25,8 @@ class TokenMasker:
     """Chooses tokens of a row at random and masks them.
 
     Args:
-        config: The config section `data`, with `mask_fraction` and `whole_words`.
-        tokenizer: The tokenizer that encoded the tokens.
+        config: config section `data`, with `mask_fraction` and `whole_words`.
+        tokenizer: tokenizer that encoded the tokens.
 
     Raises:
         ValueError: The tokenizer has no mask token, or whole words are wanted and its vocabulary
@@ -47,8 +47,8 @@ class TokenMasker:
 
         Args:
             row: int32[T], the tokens.
-            random: The random number generator.
-            first: The first position at which tokens may be chosen.
+            random: random number generator.
+            first: first position at which tokens may be chosen.
 
         Returns:
             The masked row, int32[T], and float32[T], which is 1 at chosen tokens and 0 elsewhere.
@@ -111,9 +111,9 @@ class MaskedLMExamples(Examples):
 
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
-        config: The config section `data`, with T and the settings of masking.
-        tokenizer: The tokenizer that encoded the tokens.
-        keep_partial: Whether to keep the last tokens if they do not fill a window. The last window
+        config: config section `data`, with T and the settings of masking.
+        tokenizer: tokenizer that encoded the tokens.
+        keep_partial: whether to keep the last tokens if they do not fill a window. The last window
             then begins earlier, and only tokens that are not in the window before are chosen.
     """
 

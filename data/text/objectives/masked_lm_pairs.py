@@ -27,8 +27,8 @@ class MaskedLMPairExamples(Examples):
 
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
-        config: The config section `data`, with T and the settings of masking.
-        tokenizer: The tokenizer that encoded the tokens.
+        config: config section `data`, with T and the settings of masking.
+        tokenizer: tokenizer that encoded the tokens.
 
     Raises:
         ValueError: There is only one document, so there is no other one to take texts from.

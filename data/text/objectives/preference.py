@@ -35,7 +35,7 @@ class PreferenceExamples(Examples):
     `reference_log_probs: float32[P, 2]`.
 
     Args:
-        chats: The conversations, each of at most T / 2 + 1 tokens: for every pair the one with the
+        chats: conversations, each of at most T / 2 + 1 tokens: for every pair the one with the
             chosen answer, then the one with the rejected answer.
         sequence_length: T.
 

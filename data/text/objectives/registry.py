@@ -19,9 +19,9 @@ def make_examples(
     Args:
         tokens: uint16 or uint32 [number of tokens]: an end-of-document token, then every document
             followed by another one.
-        config: The config section `data`, with the objective and its settings.
-        tokenizer: The tokenizer that encoded the tokens.
-        keep_partial: Whether to keep the last tokens if they do not fill a row.
+        config: config section `data`, with the objective and its settings.
+        tokenizer: tokenizer that encoded the tokens.
+        keep_partial: whether to keep the last tokens if they do not fill a row.
 
     Returns:
         The rows.

@@ -20,9 +20,8 @@ def special_id(tokenizer: Tokenizer, use: str, config: DataConfig) -> int:
     A tokenizer without a padding token pads with its end-of-document token.
 
     Args:
-        tokenizer: The tokenizer.
-        use: A key of special_tokens.NAMES, such as "mask".
-        config: The config section `data`, for the message.
+        use: key of special_tokens.NAMES, such as "mask".
+        config: config section `data`, for the message.
 
     Raises:
         ValueError: The tokenizer has no such token.
@@ -38,9 +37,8 @@ def sentinel_ids(tokenizer: Tokenizer, count: int, config: DataConfig) -> tuple[
     """Return the ids of the first `count` sentinels of a tokenizer.
 
     Args:
-        tokenizer: The tokenizer.
-        count: The number of sentinels, one per span.
-        config: The config section `data`, for the message.
+        count: number of sentinels, one per span.
+        config: config section `data`, for the message.
 
     Raises:
         ValueError: The tokenizer has fewer sentinels.
@@ -70,9 +68,9 @@ def padded(ids: np.ndarray | Sequence[int], length: int, pad: int = 0) -> np.nda
     """Pad ids at the end.
 
     Args:
-        ids: At most `length` ids.
-        length: The length of the result.
-        pad: The id of padding.
+        ids: at most `length` ids.
+        length: length of the result.
+        pad: id of padding.
 
     Returns:
         int32[length].
@@ -110,8 +108,8 @@ def packed_chats(chats: EncodedChats, numbers: range, length: int) -> Example:
     """Pack conversations into a row; positions restart in each.
 
     Args:
-        chats: The conversations.
-        numbers: The numbers of those in the row, which fit into it.
+        chats: conversations.
+        numbers: numbers of those in the row, which fit into it.
         length: T.
 
     Returns:
@@ -135,8 +133,8 @@ class RowPacker:
     """Packs one or two texts into a row: CLS text SEP, or CLS text SEP pair SEP.
 
     Args:
-        config: The config section `data`, with the sequence length T.
-        tokenizer: The tokenizer of the special tokens. With RoBERTa's tokenizer, two SEP tokens
+        config: config section `data`, with the sequence length T.
+        tokenizer: tokenizer of the special tokens. With RoBERTa's tokenizer, two SEP tokens
             separate the texts.
 
     Raises:
@@ -158,8 +156,8 @@ class RowPacker:
         """Pack one or two texts; texts that are too long are truncated at the end.
 
         Args:
-            text: The ids of the first text.
-            pair: The ids of the second text; None for a single text.
+            text: ids of the first text.
+            pair: ids of the second text; None for a single text.
 
         Returns:
             `tokens: int32[T]`, `segment_ids: int32[T]`, which is 1 at tokens and 0 at padding, and,
@@ -190,9 +188,9 @@ def shortened(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.ndarray
     For example, texts of 10 and 3 tokens become 5 and 3 tokens if `room` is 8.
 
     Args:
-        text: The ids of the first text.
-        pair: The ids of the second text.
-        room: The total number of tokens that fit.
+        text: ids of the first text.
+        pair: ids of the second text.
+        room: total number of tokens that fit.
 
     Returns:
         The truncated first and second text.
@@ -208,12 +206,12 @@ def encoder_decoder(
     """Build the row of an encoder-decoder model. The decoder's first input is the padding token.
 
     Args:
-        inputs: The ids for the encoder, with an end-of-document token last; at most `length`.
-        outputs: The ids that the decoder predicts, with an end-of-document token last; at most
+        inputs: ids for the encoder, with an end-of-document token last; at most `length`.
+        outputs: ids that the decoder predicts, with an end-of-document token last; at most
             `target_length`.
         length: S, the number of tokens of the encoder.
         target_length: T, the number of tokens of the decoder.
-        pad: The id of padding.
+        pad: id of padding.
 
     Returns:
         `tokens` and `segment_ids: int32[S]`; `decoder_tokens`, `decoder_segment_ids` and

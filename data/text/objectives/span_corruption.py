@@ -34,9 +34,9 @@ class SpanCorruptionExamples(Examples):
 
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
-        config: The config section `data`, with S, T and the settings of the spans.
-        tokenizer: The tokenizer that encoded the tokens.
-        keep_partial: Whether to keep a last piece that is shorter than the others.
+        config: config section `data`, with S, T and the settings of the spans.
+        tokenizer: tokenizer that encoded the tokens.
+        keep_partial: whether to keep a last piece that is shorter than the others.
 
     Raises:
         ValueError: The tokenizer has too few sentinels, or T is too short for the spans.
@@ -91,8 +91,8 @@ def span_counts(num_tokens: int, config: DataConfig) -> tuple[int, int]:
     """Return how many tokens of a piece are removed, and in how many spans.
 
     Args:
-        num_tokens: The length of the piece, at least 2.
-        config: The config section `data`, with the settings of the spans.
+        num_tokens: length of the piece, at least 2.
+        config: config section `data`, with the settings of the spans.
 
     Returns:
         The number of removed tokens, and the number of spans.
@@ -119,7 +119,7 @@ def target_length(config: DataConfig) -> int:
     """Return T: `data.target_length`, or, if that is None, the length that the spans need.
 
     Args:
-        config: The config section `data`.
+        config: config section `data`.
 
     Raises:
         ValueError: `data.target_length` is less than the length that the spans need.

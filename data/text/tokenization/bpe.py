@@ -32,10 +32,10 @@ def load_bpe(
     half-written file.
 
     Args:
-        open_documents: Returns the texts to train on; called only if there is no cached file.
-        file: The path of the cached tokenizer; its name identifies the corpus and the size.
-        vocab_size: The maximum vocabulary size; a small corpus may yield fewer tokens.
-        has_special_tokens: Whether to add special tokens other than the end of a document.
+        open_documents: returns the texts to train on; called only if there is no cached file.
+        file: path of the cached tokenizer; its name identifies the corpus and the size.
+        vocab_size: maximum vocabulary size; a small corpus may yield fewer tokens.
+        has_special_tokens: whether to add special tokens other than the end of a document.
 
     Returns:
         The tokenizer.

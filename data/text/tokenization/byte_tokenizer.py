@@ -17,7 +17,7 @@ class ByteTokenizer:
     """A tokenizer of UTF-8 bytes: ids 0 to 255 are bytes, and 256 ends a document.
 
     Args:
-        has_special_tokens: Whether to add the other special tokens, with ids from 257.
+        has_special_tokens: whether to add the other special tokens, with ids from 257.
     """
 
     eos_id = 256

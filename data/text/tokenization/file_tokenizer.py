@@ -36,12 +36,12 @@ class FileTokenizer:
     """A tokenizer of the `tokenizers` library, loaded from its JSON format.
 
     Args:
-        content: The content of a tokenizer.json.
-        source: The path of the file, as in `data.tokenizer`.
-        settings: The settings in the files next to it.
+        content: content of a tokenizer.json.
+        source: path of the file, as in `data.tokenizer`.
+        settings: settings in the files next to it.
 
     Attributes:
-        bos_id: The id of the token that begins a text; None if the tokenizer has none.
+        bos_id: id of the token that begins a text; None if the tokenizer has none.
 
     Raises:
         ValueError: The JSON is not a tokenizer, has no end-of-document token, or does not fit the
@@ -113,9 +113,9 @@ class FileTokenizer:
         """Return the id of the end-of-document token.
 
         Args:
-            named: Use -> id of the special tokens that files name.
-            end_ids: Ids of the tokens that end a text in generation.
-            usual: The id by the usual names.
+            named: use -> id of the special tokens that files name.
+            end_ids: ids of the tokens that end a text in generation.
+            usual: id by the usual names.
         """
         in_generation = [i for i in end_ids if self._tokenizer.id_to_token(i) is not None]
         for found in (named.get("eos"), *in_generation, named.get("sep"), usual):
@@ -195,7 +195,7 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
     """Load a tokenizer.json, or the files of older models, with the files next to them.
 
     Args:
-        path: The path of the file, or of a directory that contains these files.
+        path: path of the file, or of a directory that contains these files.
 
     Returns:
         The tokenizer.

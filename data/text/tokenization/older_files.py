@@ -42,9 +42,6 @@ def has_older_files(directory: Path) -> bool:
 def build_tokenizer(directory: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
     """Build the tokenizer of a directory in one of the older formats.
 
-    Args:
-        directory: The directory.
-
     Returns:
         The tokenizer, and the settings in the other files.
 

@@ -11,8 +11,8 @@ def refusing(problem: str, *, remedy: str) -> Iterator[None]:
     """Turn every error of the `tokenizers` library into a ValueError.
 
     Args:
-        problem: The beginning of the sentence, which names the file.
-        remedy: The end of the sentence.
+        problem: beginning of the sentence, which names the file.
+        remedy: end of the sentence.
     """
     try:
         yield

@@ -95,12 +95,12 @@ class TokenizerSettings:
     """The content of the files next to a tokenizer.
 
     Attributes:
-        tokenizer_class: The class in `transformers`, without "Fast"; empty if no file says.
-        options: The other keys of the files, such as "add_bos_token".
-        named: Use -> special token, for some of USES. The vocabulary may lack the token.
-        added: Id -> token that may be missing in the vocabulary.
-        extra: Other special tokens.
-        end_ids: Ids of tokens that end a text, as in generation.
+        tokenizer_class: class in `transformers`, without "Fast"; empty if no file says.
+        options: the other keys of the files, such as "add_bos_token".
+        named: use -> special token, for some of USES. The vocabulary may lack the token.
+        added: id -> token that may be missing in the vocabulary.
+        extra: other special tokens.
+        end_ids: ids of tokens that end a text, as in generation.
     """
 
     tokenizer_class: str = ""
@@ -127,10 +127,10 @@ def read_settings(
     """Read the files next to a tokenizer; each of them may be absent.
 
     Args:
-        directory: The directory of the tokenizer.
-        within: The directory that the files must be in, even if they are links; None for any.
-        default_class: The class of the tokenizer if no file says.
-        has_model: Whether config.json and generation_config.json there are the model's. If the user
+        directory: directory of the tokenizer.
+        within: directory that the files must be in, even if they are links; None for any.
+        default_class: class of the tokenizer if no file says.
+        has_model: whether config.json and generation_config.json there are the model's. If the user
             named a tokenizer file of another name, they may be anything.
 
     Raises:
@@ -185,8 +185,8 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> 
     was never trained with it.
 
     Args:
-        tokenizer: The tokenizer, which is changed.
-        settings: The files.
+        tokenizer: tokenizer, which is changed.
+        settings: files.
 
     Returns:
         Whether anything was added.

@@ -27,7 +27,7 @@ def find_special_ids(token_to_id: Callable[[str], int | None]) -> dict[str, int]
     """Look up the special tokens of a tokenizer.
 
     Args:
-        token_to_id: Returns the id of a token, or None if the tokenizer does not have it.
+        token_to_id: returns the id of a token, or None if the tokenizer does not have it.
 
     Returns:
         Use -> id, for the uses in NAMES that the tokenizer has a token for.
@@ -44,7 +44,7 @@ def find_sentinel_ids(token_to_id: Callable[[str], int | None]) -> tuple[int, ..
     """Look up the sentinels of a tokenizer.
 
     Args:
-        token_to_id: Returns the id of a token, or None if the tokenizer does not have it.
+        token_to_id: returns the id of a token, or None if the tokenizer does not have it.
 
     Returns:
         The ids of sentinels 0, 1, ..., up to the first one that is missing.

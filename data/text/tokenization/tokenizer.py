@@ -10,15 +10,15 @@ class Tokenizer(Protocol):
     """The interface that the text pipeline needs from a tokenizer.
 
     Attributes:
-        vocab_size: One more than the largest id.
-        eos_id: The id of the end-of-document token; no text encodes to it.
-        fingerprint: A string that changes whenever the ids of a text may change.
-        source: The value of `data.tokenizer` that loads this tokenizer.
-        token_names: The names of the special tokens, by their keys in tokenizer_config.json, such
+        vocab_size: one more than the largest id.
+        eos_id: id of the end-of-document token; no text encodes to it.
+        fingerprint: string that changes whenever the ids of a text may change.
+        source: value of `data.tokenizer` that loads this tokenizer.
+        token_names: names of the special tokens, by their keys in tokenizer_config.json, such
             as "eos_token".
-        special_ids: Use -> id, for the uses in special_tokens.NAMES that the tokenizer has.
-        sentinel_ids: The ids of sentinels 0, 1, ..., which stand for removed spans.
-        has_token_types: Whether token types distinguish the two texts of a row, as in BERT. RoBERTa
+        special_ids: use -> id, for the uses in special_tokens.NAMES that the tokenizer has.
+        sentinel_ids: ids of sentinels 0, 1, ..., which stand for removed spans.
+        has_token_types: whether token types distinguish the two texts of a row, as in BERT. RoBERTa
             has no token types, and puts two separators between the texts instead.
     """
 
@@ -39,9 +39,6 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts.
 
-        Args:
-            texts: The texts.
-
         Returns:
             For each text int32[number of tokens], without special tokens.
         """
@@ -49,9 +46,6 @@ class Tokenizer(Protocol):
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text in which the names of special tokens stand for these tokens.
-
-        Args:
-            text: The text.
 
         Returns:
             int32[n], the ids, and int64[n, 2], the first character and the end of each token.

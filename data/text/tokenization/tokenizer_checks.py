@@ -66,8 +66,8 @@ def check_tokenizer(content: str, source: str) -> None:
     """Check a tokenizer.json in a process with limits, unless it passed before.
 
     Args:
-        content: The content of the file.
-        source: The path of the file, as in `data.tokenizer`.
+        content: content of the file.
+        source: path of the file, as in `data.tokenizer`.
 
     Raises:
         ValueError: The file is not a tokenizer, or would take too much time or memory.

@@ -43,10 +43,10 @@ class AttentionCost:
     heads reach a smaller share of the peak.
 
     Attributes:
-        query: for a query.
-        query_dim: for a query, per head dim.
-        pair: for a pair of a query and a key.
-        pair_dim: for a pair, per head dim.
+        query: FLOPs per query, whatever the head dim.
+        query_dim: FLOPs per query and head dim.
+        pair: FLOPs per pair of a query and a key, whatever the head dim.
+        pair_dim: FLOPs per pair and head dim.
     """
 
     query: float
@@ -104,7 +104,7 @@ class Transfer:
 
     Attributes:
         kind: one of `asynchrony.COLLECTIVES`.
-        axes: the mesh axes along which devices of one group differ.
+        axes: mesh axes along which devices of one group differ.
         bytes: bytes of its output on one device.
         seconds: time of one execution.
     """
@@ -119,9 +119,9 @@ class Costs:
     """Estimates the times of the instructions of one program.
 
     Args:
-        module: the program.
+        module: program.
         mesh_shape: sizes of the mesh axes, in mesh order.
-        machine: the hardware that it runs on.
+        machine: hardware that it runs on.
     """
 
     def __init__(self, module: Module, mesh_shape: Mapping[str, int], machine: Machine):

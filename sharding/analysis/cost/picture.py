@@ -41,7 +41,7 @@ def draw(prediction: Prediction, title: str = "") -> str:
     """Return the step as an SVG picture.
 
     Args:
-        prediction: the step.
+        prediction: step.
         title: name of the step; "predicted" and the time are added.
     """
     step_s = prediction.step_s or 1e-9

@@ -40,7 +40,7 @@ class CollectiveTime:
         count: executions per step.
         bytes: bytes of output on one device in all executions.
         seconds: time for which they occupy their stream in a step.
-        exposed_s: the part of this time for which kernels wait.
+        exposed_s: part of this time for which kernels wait.
         is_async: whether all of them run on a stream of their own.
         is_overlapped: whether kernels run at the same time as some of them.
     """
@@ -70,13 +70,13 @@ class Prediction:
         attention_s: cuDNN's fused attention. Unfused attention counts as its matrix products.
         other_s: all other kernels: fusions, norms, copies within device memory.
         communication_s: collectives, whether or not kernels run at the same time.
-        exposed_communication_s: the part of communication_s for which kernels wait.
+        exposed_communication_s: part of communication_s for which kernels wait.
         host_s: copies to and from host memory, both directions added.
-        exposed_host_s: the part of host_s for which kernels wait.
+        exposed_host_s: part of host_s for which kernels wait.
         bubble_s: time for which the stage waits for other stages, in ticks in which they have more
             work.
-        collectives: the collectives in groups, the longest first.
-        run: the simulated execution.
+        collectives: collectives in groups, the longest first.
+        run: simulated execution.
     """
 
     step_s: float
@@ -113,8 +113,8 @@ def predict(
     Args:
         text: `compiled.as_text()` of the compiled step.
         mesh_shape: sizes of the mesh axes, in mesh order.
-        machine: the hardware. Consecutive devices belong to the same host.
-        ticks: the operations of the pipeline stages in each tick. Without it, every stage runs
+        machine: hardware. Consecutive devices belong to the same host.
+        ticks: operations of the pipeline stages in each tick. Without it, every stage runs
             everything in every tick, so there is no bubble and the predicted step is too long.
         temp_bytes: bytes that the step allocates on a device and gives back. Allocating them counts
             as one of the other kernels.

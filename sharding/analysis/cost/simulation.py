@@ -68,7 +68,7 @@ class Simulator:
     """Simulates the computations of a program, each once per state in which it begins.
 
     Args:
-        module: the scheduled program.
+        module: scheduled program.
         costs: estimated times of its instructions.
         ticks: operations of its pipeline stages. If None, every loop that may run once runs.
     """

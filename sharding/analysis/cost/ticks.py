@@ -48,7 +48,7 @@ class Ticks:
         """Return the ticks of an execution plan, as an iteration of its loop runs them.
 
         Args:
-            plan: the execution plan.
+            plan: execution plan.
             layouts: stack -> its layers in each chunk; None: all chunks have the same layers.
         """
         runs: dict[str, np.ndarray] = {}

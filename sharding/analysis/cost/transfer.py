@@ -29,7 +29,7 @@ def transfer_s(
     """Return the time of a collective in seconds.
 
     Args:
-        machine: the hardware.
+        machine: hardware.
         kind: one of `asynchrony.COLLECTIVES`.
         groups: devices of each group; consecutive ones are on the same host.
         num_bytes: bytes of the collective's output on one device.
@@ -87,7 +87,7 @@ def _wire_s(
     """Return (seconds at NCCL's usual efficiency, seconds at the links' full bandwidth).
 
     Args:
-        machine: the hardware.
+        machine: hardware.
         kind: one of `asynchrony.COLLECTIVES`.
         size: number of GPUs in a group.
         num_hosts: number of hosts of a group.

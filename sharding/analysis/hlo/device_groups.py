@@ -21,7 +21,7 @@ def parse(attributes: str, num_devices: int) -> Groups:
     """Return the groups of devices among which a collective communicates.
 
     Args:
-        attributes: an instruction's attributes, with `replica_groups` or `source_target_pairs`.
+        attributes: instruction's attributes, with `replica_groups` or `source_target_pairs`.
         num_devices: number of partitions of the program; an empty list of groups means one group
             with all of them.
 

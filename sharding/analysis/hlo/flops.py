@@ -48,7 +48,6 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
         attributes: text with e.g. `dim_labels=b01f_01io->b01f` and `window={size=3x3 stride=2x2}`.
         image: input of the forward convolution.
         kernel: its weights.
-        output: its output.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None

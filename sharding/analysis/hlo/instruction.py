@@ -55,9 +55,9 @@ class Instruction:
         type: output type.
         operands: names of the instructions whose results it reads.
         operand_types: output types of these instructions.
-        attributes: the text after the opcode, without metadata.
+        attributes: text after the opcode, without metadata.
         called: names of the computations that it calls, in text order.
-        op_name: the traced operation that it comes from, '' if XLA does not say.
+        op_name: traced operation that it comes from, '' if XLA does not say.
     """
 
     name: str

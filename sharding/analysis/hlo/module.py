@@ -18,7 +18,7 @@ class Module:
         entry: name of the computation that runs first.
         num_partitions: number of devices that one run of the program spans; 1 if the text does not
             say.
-        computations: the instructions of each computation, by the computation's name.
+        computations: instructions of each computation, by the computation's name.
     """
 
     entry: str
@@ -85,7 +85,7 @@ def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
     """Return the names of all instructions that must finish before each one can begin.
 
     Args:
-        body: the instructions of one computation, in program order.
+        body: instructions of one computation, in program order.
 
     Returns:
         Instruction name -> its direct and indirect predecessors, by data and control dependency.

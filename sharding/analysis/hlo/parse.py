@@ -117,7 +117,7 @@ def _operands(text: str, known: Container[str]) -> list[str]:
     An operand is written as '%name', 'name' or 'f32[8,16]{1,0} %name'.
 
     Args:
-        text: the text after the '(' that opens the list.
+        text: text after the '(' that opens the list.
         known: names of instructions; other words, such as types, are skipped.
     """
     depth = 0

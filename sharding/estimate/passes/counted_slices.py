@@ -23,7 +23,6 @@ def counted_slices(program: Program, mesh_shape: Mapping[str, int]) -> set[Value
     """Return the slices that loops of the program, at any depth, read in place.
 
     Args:
-        program: the program.
         mesh_shape: sizes of the mesh axes.
     """
     single = {axis for axis, size in mesh_shape.items() if size == 1}

@@ -26,7 +26,7 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
     """Return a program whose late products, and everything that follows from them, come last.
 
     Args:
-        program: the program. Programs within it are not changed.
+        program: program. Programs within it are not changed.
         is_body: whether it is the body of a loop or branch, rather than the whole step.
     """
     operations = program.operations
@@ -72,7 +72,7 @@ def values_sent_on(body: Program) -> list[Value]:
     carry. Until then the value that is sent stays in memory.
 
     Args:
-        body: the body of the loop.
+        body: body of the loop.
     """
     readers: dict[Value, list[Operation]] = {}
     for op in body.operations:

@@ -66,12 +66,12 @@ class BlockVJP:
     """The forward and backward of a block as separate functions.
 
     Args:
-        block: a pure function `(params, x, microbatch, number) -> y`; y has the same structure,
+        block: pure function `(params, x, microbatch, number) -> y`; y has the same structure,
             shapes and dtypes as x.
-        params: the block's parameters. These arguments are arrays or ShapeDtypeStructs.
-        x: the block's input.
+        params: block's parameters. These arguments are arrays or ShapeDtypeStructs.
+        x: block's input.
         microbatch: further inputs that receive no gradient, such as masks and dropout keys.
-        number: the number of the layer within its stack, int32[].
+        number: number of the layer within its stack, int32[].
 
     Attributes:
         saved: shape and dtype of the residuals that `forward` returns.
@@ -172,11 +172,11 @@ class BlockVJP:
         """Run the second half of the backward.
 
         Args:
-            params: the block's parameters.
+            params: block's parameters.
             microbatch: its further inputs.
-            number: the number of its layer.
+            number: number of its layer.
             saved: only the saved residuals with the indices `saved_for_weights`.
-            handed: the values that `input_gradient` handed over.
+            handed: values that `input_gradient` handed over.
 
         Returns:
             The gradients of params; a gradient is None if `input_gradient` computed it.

@@ -42,7 +42,7 @@ class StackPart:
     The methods take and return packed activations.
 
     Attributes:
-        layers: the stack's layers on this device.
+        layers: stack's layers on this device.
         before: `before(non_stack_params, x, microbatch) -> x`, runs ahead of the stack's first
             layer; may be None.
         input_type: type of the input of `before`, a tree of ShapeDtypeStructs.
@@ -52,7 +52,7 @@ class StackPart:
         has_backward: whether backwards run through the stack; False if no parameter is trained in
             it or below it. Its backward then returns what it was given, and nothing is saved.
         packed: packs activations for sending, and unpacks them.
-        non_stack_params: the non-stack parameters, which `before` may read.
+        non_stack_params: non-stack parameters, which `before` may read.
     """
 
     layers: Layers
@@ -118,11 +118,10 @@ class StackPart:
         """Run the backward of the chunk's layers of this stack, or its first half.
 
         Args:
-            chunk: the chunk's number on this device.
+            chunk: chunk's number on this device.
             dy: gradient of the output.
-            microbatch: the microbatch.
-            residuals: the buffers of this stack.
-            slots: the slots of the buffers.
+            residuals: buffers of this stack.
+            slots: slots of the buffers.
             non_stack_grads: gradients of the non-stack parameters so far.
             stack_grads: gradients of the stack's parameters so far.
 

@@ -43,7 +43,7 @@ class EmbedAndHead:
         functions: provide `embed`, `head` and `teach`.
         packed: packs activations for sending, and unpacks them.
         head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
-        non_stack_params: the parameters outside the stacks; of those that are split over stages,
+        non_stack_params: parameters outside the stacks; of those that are split over stages,
             this stage's part.
     """
 
@@ -147,13 +147,13 @@ class OnOneStage(EmbedAndHead):
         """Return (sums, gradients, cotangent of a chunk's output).
 
         Args:
-            operation: the backward.
+            operation: backward.
             sums: sums of losses, weights and metrics so far.
             non_stack_grads: gradients of the non-stack parameters so far.
-            dy_from_head: the last value that `head_ahead` returned.
-            dy: the cotangent that the next chunk sent; None if no chunk sends one.
+            dy_from_head: last value that `head_ahead` returned.
+            dy: cotangent that the next chunk sent; None if no chunk sends one.
             y: output of the chunk; None if it is not the last one.
-            microbatch: the microbatch of the operation.
+            microbatch: microbatch of the operation.
         """
 
         def run_head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
@@ -191,11 +191,11 @@ class OnAllStages(EmbedAndHead):
 
     Args:
         stage_index: int32[], this device's stage.
-        first: the stage that has the model's first chunk.
-        last: the stage that has the model's last chunk.
+        first: stage that has the model's first chunk.
+        last: stage that has the model's last chunk.
         is_split: for each non-stack parameter, whether it is split over the stages.
         microbatches: arrays `[M, B, ...]`.
-        *args: the arguments of `EmbedAndHead`.
+        *args: arguments of `EmbedAndHead`.
     """
 
     def __init__(

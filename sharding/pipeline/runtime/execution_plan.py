@@ -63,10 +63,10 @@ class ExecutionPlan:
     """A schedule, ready to be executed.
 
     Attributes:
-        table: the operations of each stage in each tick; its leaves are `int32[ticks, stages]`, and
+        table: operations of each stage in each tick; its leaves are `int32[ticks, stages]`, and
             `int32[ticks]` for work that all stages do together.
         num_slots: buffer -> number of slots.
-        channels: the collective permutes of a tick.
+        channels: collective permutes of a tick.
         num_microbatches: number of microbatches, M.
         first_stage: stage of the first virtual stage.
         last_stage: stage of the last virtual stage.
@@ -115,7 +115,7 @@ def make_execution_plan(
     """Return the execution plan of a verified schedule.
 
     Args:
-        schedule: a table that `verify` accepts.
+        schedule: table that `verify` accepts.
         recomputes: whether only a chunk's input is kept, and its backward runs the forward again
             (`pipeline.remat=full`). Nothing needs the output of the model's last chunk before its
             backward, so that forward runs only as a part of the backward. Otherwise, the residuals
@@ -259,10 +259,10 @@ class _PlanBuilder:
 
         Args:
             buffer: name of the buffer.
-            virtual_stages: the virtual stages whose values it holds.
-            written: the kind of operation that writes a value, or (microbatch, virtual stage) ->
+            virtual_stages: virtual stages whose values it holds.
+            written: kind of operation that writes a value, or (microbatch, virtual stage) ->
                 time.
-            readers: the kinds of operations that read it.
+            readers: kinds of operations that read it.
         """
         # Values that arrive are written to the slots that `_channels` returns.
         users = tuple(dict.fromkeys((written, *readers))) if isinstance(written, str) else readers

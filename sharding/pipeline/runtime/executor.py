@@ -81,7 +81,7 @@ def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
     """Return the plan that the functions built here carry out.
 
     Args:
-        schedule: a verified table.
+        schedule: verified table.
         config: only `remat` and `share_vocab` are read.
 
     Raises:
@@ -104,9 +104,9 @@ def make_loss_and_grad(
     """Build the function that computes losses and gradients with a training schedule.
 
     Args:
-        functions: the model's functions.
-        schedule: a verified table with as many stages as the mesh has devices along `pipeline`.
-        layouts: the layout of every stack, in the order in which the stacks run.
+        functions: model's functions.
+        schedule: verified table with as many stages as the mesh has devices along `pipeline`.
+        layouts: layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
         config: only `remat` and `share_vocab` are read.
 
@@ -144,7 +144,7 @@ def make_evaluate(
 
     Args:
         functions: as for `make_loss_and_grad`.
-        schedule: a verified table without backwards.
+        schedule: verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
         config: as for `make_loss_and_grad`.
@@ -177,7 +177,7 @@ def make_teach(
 
     Args:
         functions: as for `make_loss_and_grad`; it has `teach`.
-        schedule: a verified table without backwards.
+        schedule: verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
         config: as for `make_loss_and_grad`.

@@ -58,7 +58,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     Parameters may be split over `data` only if `memory.zero_stage` is at least 1.
 
     Args:
-        param_sharding: the parameters' specs, mesh and ZeRO stage.
+        param_sharding: parameters' specs, mesh and ZeRO stage.
         shares_vocab: whether the stages share embedding and head, so that non-stack parameters may
             be split over `pipeline`.
 
@@ -102,12 +102,12 @@ class ParamGatherer:
     """Gathers a group of sharded parameters, and reduces their gradients back to shards.
 
     Args:
-        specs: the PartitionSpec of each parameter as stored.
-        param_sharding: the run's mesh, ZeRO stage and dtypes. With `zero_stage=1` gradients are
+        specs: PartitionSpec of each parameter as stored.
+        param_sharding: run's mesh, ZeRO stage and dtypes. With `zero_stage=1` gradients are
             all-reduced over `data` before each replica takes its part; otherwise they are
             reduce-scattered.
         axes: axes over which gradients are summed in addition to REPLICA_AXES.
-        gather_modes: a GatherMode per parameter.
+        gather_modes: GatherMode per parameter.
         has_slots: whether parameters have a leading slot dim. `gather_layer` and `scattered` take
             arrays without this dim, although `specs` always include it.
     """
@@ -250,9 +250,9 @@ class ParamGatherer:
         Otherwise XLA would gather x over these axes before it gathers or scatters.
 
         Args:
-            function: a collective over the replica axes.
-            x: the array.
-            spec: the PartitionSpec of the parameter, with the slot dim.
+            function: collective over the replica axes.
+            x: array.
+            spec: PartitionSpec of the parameter, with the slot dim.
             skip: number of leading dims of `spec` that x does not have.
         """
         dims = {dim for dim, _ in self._dims(spec)}

@@ -69,12 +69,12 @@ class Layers:
             stack, from 0.
         params: this stage's parameters, `[param slots of this stage, ...]`.
         gatherer: gathers the parameters of one layer, and reduces its gradients.
-        layout: the stack's layers in the slots of every stage.
+        layout: stack's layers in the slots of every stage.
         stage_index: this device's stage, int32[].
         example: x and a microbatch, or their ShapeDtypeStructs.
         splits: whether backwards run in two halves.
         accumulates: whether several backwards of a layer add up their gradients in a step.
-        frozen: a bool per parameter, whether it has no gradient; None: all have one.
+        frozen: bool per parameter, whether it has no gradient; None: all have one.
     """
 
     def __init__(

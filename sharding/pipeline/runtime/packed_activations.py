@@ -25,10 +25,10 @@ class PackedActivations:
     """Packs activations of several types into one type, and unpacks them.
 
     Args:
-        types: the types of all activations that are sent, each a tree of ShapeDtypeStructs.
+        types: types of all activations that are sent, each a tree of ShapeDtypeStructs.
 
     Attributes:
-        type: the common type that is sent, a tree of ShapeDtypeStructs.
+        type: common type that is sent, a tree of ShapeDtypeStructs.
         are_alike: whether all activations have the same type and are sent unchanged.
     """
 

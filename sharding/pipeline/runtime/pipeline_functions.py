@@ -79,8 +79,8 @@ def stacks_with_backward(
     Below a stack are the embedding, the stacks that run before it, and their `before` functions.
 
     Args:
-        functions: the model's functions.
-        non_stack_params: the parameters outside the stacks, or their ShapeDtypeStructs.
+        functions: model's functions.
+        non_stack_params: parameters outside the stacks, or their ShapeDtypeStructs.
         microbatch: arrays `[B, ...]`, or their ShapeDtypeStructs.
     """
     types = functions.activation_types(non_stack_params, microbatch)

@@ -32,9 +32,9 @@ class Stage:
     """One device's stage.
 
     Args:
-        functions: the model's functions.
-        plan: the schedule, ready to be executed.
-        layouts: the layout of every stack, in the order in which the stacks run.
+        functions: model's functions.
+        plan: schedule, ready to be executed.
+        layouts: layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
         params: this device's shards of the parameters, `{"non_stack": ..., "stacks": ...}`.
         microbatches: this device's part of all microbatches, arrays `[M, B, ...]`.
@@ -152,7 +152,7 @@ class Stage:
         """Run a table of forwards, and collect a result from the output of every microbatch.
 
         Args:
-            result: the initial value of the result.
+            result: initial value of the result.
             include: (result so far, output of the last layer, microbatch) -> result.
 
         Returns:

@@ -37,7 +37,7 @@ def scope_of(part: str) -> str:
     """Return the named scope of a part that runs in some ticks only.
 
     Args:
-        part: an operation (F, B, W), an operation under a flag of the table (B.is_last), or the
+        part: operation (F, B, W), an operation under a flag of the table (B.is_last), or the
             name of a `SharedOperation`.
     """
     return f"pipeline_{part}"
@@ -70,11 +70,11 @@ class Operation:
 
     Attributes:
         kind: FORWARD, BACKWARD or WEIGHT_GRADIENT.
-        microbatch: the microbatch, or -1 if the stage is idle.
-        chunk: the number of the chunk within its stage.
+        microbatch: microbatch, or -1 if the stage is idle.
+        chunk: number of the chunk within its stage.
         is_first: 1 for the model's first chunk, else 0.
         is_last: 1 for the model's last chunk, else 0.
-        slots: the buffer slots that it reads or writes.
+        slots: buffer slots that it reads or writes.
         always: True if every cell of the table has such an operation, False if no cell has one,
             None if only some have one. It is known during tracing.
         always_first: the same for `is_first`, over all operations of this kind.
@@ -147,13 +147,13 @@ class TickPlan:
     """Everything that a stage does in a tick, or a table of it for all ticks and stages.
 
     Attributes:
-        forward: the forward of a chunk.
-        backward: the backward of a chunk, or its input gradient.
-        weight_gradient: the weight gradient of a chunk, if backwards are split.
+        forward: forward of a chunk.
+        backward: backward of a chunk, or its input gradient.
+        weight_gradient: weight gradient of a chunk, if backwards are split.
         arrival_slots: for each channel of the plan, the slot for the value that arrives at the end.
-        embed: the embedding that all stages compute together.
-        head: the head, and its gradient if the schedule trains.
-        embed_gradient: the gradient of the embedding.
+        embed: embedding that all stages compute together.
+        head: head, and its gradient if the schedule trains.
+        embed_gradient: gradient of the embedding.
     """
 
     forward: Operation

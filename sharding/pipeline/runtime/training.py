@@ -201,9 +201,8 @@ class TrainingStage(Stage):
         """Run a chunk's backward.
 
         Args:
-            carry: the carry.
-            operation: the backward, or the input gradient.
-            x: the chunk's input, if it arrived from another chunk.
+            operation: backward, or the input gradient.
+            x: chunk's input, if it arrived from another chunk.
             dy: gradient of the chunk's output, if it arrived from another chunk.
             dy_from_head: gradient of the head's input, if all stages have just computed it.
 

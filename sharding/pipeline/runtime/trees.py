@@ -38,8 +38,7 @@ def without(tree: Tree, marks: Tree | None) -> Tree:
     """Replace the leaves of a tree that are marked by None.
 
     Args:
-        tree: the tree.
-        marks: a bool per leaf of the tree; None marks nothing.
+        marks: bool per leaf of the tree; None marks nothing.
     """
     if marks is None:
         return tree

@@ -65,9 +65,9 @@ def draw_picture(schedule: Schedule, times: Times, clock: str, path: str | Path)
     the same bytes.
 
     Args:
-        schedule: the table.
+        schedule: table.
         times: time of each kind of operation.
-        clock: a key of CLOCKS.
+        clock: key of CLOCKS.
         path: output file; must end in .svg or .png.
     """
     # Imported here because matplotlib is slow to import and training runs never draw.

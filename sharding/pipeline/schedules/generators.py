@@ -131,7 +131,7 @@ def forward_only(
         num_stages: number of stages, S.
         num_microbatches: number of microbatches, M.
         num_chunks: number of chunks per stage, V.
-        placement: the stage of each of the V*S virtual stages; `loop_placement` if None.
+        placement: stage of each of the V*S virtual stages; `loop_placement` if None.
     """
     if placement is None:
         placement = loop_placement(num_stages, num_chunks)
@@ -200,7 +200,7 @@ def _with_weight_gradients(schedule: Schedule, *, full: range, limit: int) -> Sc
     W only. A stage that would hold more than `limit` activations in the next tick runs a W at once.
 
     Args:
-        schedule: a table of F and I.
+        schedule: table of F and I.
         full: ticks in which every stage may run F, I and W.
         limit: largest number of chunk activations that a stage may hold.
     """

@@ -64,7 +64,7 @@ class Schedule:
         num_stages: number of stages, S.
         num_chunks: number of chunks of layers per stage, V.
         num_microbatches: number of microbatches, M.
-        placement: the stage of each of the V*S virtual stages.
+        placement: stage of each of the V*S virtual stages.
         ticks: ticks × stages × operations.
     """
 
@@ -141,7 +141,7 @@ def check_size(name: str, num_stages: int, num_microbatches: int, num_chunks: in
     """Check that a table is small enough to be made, before it is.
 
     Args:
-        name: the name of the schedule, for the message.
+        name: name of the schedule, for the message.
         num_stages: number of stages, S.
         num_microbatches: number of microbatches, M.
         num_chunks: number of chunks of layers per stage, V.
@@ -162,7 +162,7 @@ def needs(key: Key, ran: Container[Key], num_virtual_stages: int) -> list[Key]:
     """Return the operations whose results `key` reads.
 
     Args:
-        key: the operation.
+        key: operation.
         ran: all operations of the table; shows whether the next virtual stage runs I or B.
         num_virtual_stages: number of virtual stages, V*S.
     """
@@ -216,9 +216,8 @@ def max_in_flight(
     The unit is a chunk; a stage has num_chunks of them.
 
     Args:
-        schedule: the schedule.
-        since: the kind of operation from which on an activation is held.
-        until: the kinds of operations on the same microbatch and chunk that end this.
+        since: kind of operation from which on an activation is held.
+        until: kinds of operations on the same microbatch and chunk that end this.
     """
     most = [0] * schedule.num_stages
     now = [0] * schedule.num_stages

@@ -20,7 +20,7 @@ def shares_of(groups: list[tuple[int, int]], fraction: float, seed: int, may_cut
 
     Args:
         groups: for each group of identical documents, their size and their number.
-        fraction: the fraction to hold out.
+        fraction: fraction to hold out.
         seed: seed of the hashes.
         may_cut: whether documents may be cut.
 

@@ -109,8 +109,8 @@ def of_two(tmp_path, overrides, workdir: str, setup: str = "") -> subprocess.Com
     """Run two processes; $ID in the arguments is replaced by the process index.
 
     Args:
-        tmp_path: a directory for a script.
-        overrides: the overrides of both processes.
+        tmp_path: directory for a script.
+        overrides: overrides of both processes.
         workdir: their workdir.
         setup: shell commands that each process runs first.
     """

@@ -50,7 +50,7 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
 
     Args:
         config: may set the budgets.
-        mesh: the mesh of devices.
+        mesh: mesh of devices.
     """
     exchange = Exchange()
     hosts = collections.Counter(exchange.words(socket.gethostname()))
@@ -88,7 +88,7 @@ def target_budget(config: MemoryConfig, target: Target) -> Budget:
 
     Args:
         config: may set the budgets.
-        target: the GPUs.
+        target: GPUs.
     """
     given = config.device_budget, config.host_budget
     return Budget(

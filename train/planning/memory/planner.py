@@ -40,7 +40,7 @@ class MemoryPlanner:
         budget: memory that the run may use.
 
     Attributes:
-        report: the memory of the last run that was found to fit, and its plan, as text.
+        report: memory of the last run that was found to fit, and its plan, as text.
     """
 
     def __init__(self, assemble: Callable[[RunConfig], Run], budget: Budget):
@@ -52,7 +52,7 @@ class MemoryPlanner:
         """Check the estimated memory of a run's training step; this traces the step.
 
         Args:
-            run: a run that need not be compiled.
+            run: run that need not be compiled.
 
         Raises:
             ValueError: the estimate exceeds the budget by more than TOLERANCE. The message lists
@@ -72,7 +72,7 @@ class MemoryPlanner:
         fits as compiled.
 
         Args:
-            config: the run's config, whose `memory.placement` is "auto".
+            config: run's config, whose `memory.placement` is "auto".
 
         Raises:
             ValueError: no plan fits.
@@ -95,7 +95,7 @@ class MemoryPlanner:
         """Check the memory of compiled steps.
 
         Args:
-            run: a compiled run.
+            run: compiled run.
 
         Raises:
             ValueError: its steps exceed the budget.
@@ -113,7 +113,6 @@ class MemoryPlanner:
         """Return the error message for a run that does not fit, with changes that would make it.
 
         Args:
-            run: the run.
             compiled: bytes per device of the compiled steps, if they are known.
         """
         needs = needs_of(run, self._budget)

@@ -189,8 +189,8 @@ def isolated(row, *, ends_before):
     """Return the segment ids and positions of a row, computed by a plain loop.
 
     Args:
-        row: The tokens of the row.
-        ends_before: Whether an end-of-document token belongs to the document after it.
+        row: tokens of the row.
+        ends_before: whether an end-of-document token belongs to the document after it.
     """
     segment = 1
     position = 0

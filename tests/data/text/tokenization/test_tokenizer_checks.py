@@ -41,9 +41,9 @@ def charsmap(key: str, value: str, *, place: int = 0) -> dict[str, Any]:
     """A Precompiled normalizer whose map has one entry of one character.
 
     Args:
-        key: An ASCII character.
-        value: Its replacement.
-        place: The position of the replacement in the texts.
+        key: ASCII character.
+        value: its replacement.
+        place: position of the replacement in the texts.
     """
     units = np.zeros(512, "<u4")
     units[0] = 256 << 10  # the children of the root are at 256 ^ label

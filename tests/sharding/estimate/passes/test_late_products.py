@@ -10,7 +10,7 @@ def backward(*, reduction: str | None = None, slices: bool = False) -> Program:
     """Return the backward of `gelu(x @ w1) @ w2`, whose gradients may be reduced over devices.
 
     Args:
-        reduction: the operation that reduces gradients, if there is one.
+        reduction: operation that reduces gradients, if there is one.
         slices: whether a device reads only a part of the reduced gradient of w2.
     """
     names = (
