@@ -65,7 +65,7 @@ def measured(directory: Path) -> dict[str, Any]:
     """Return the figures of a measured step: its own, the peer's, its kernels and its prediction.
 
     Args:
-        directory: what the commands above wrote.
+        directory: output directory of the commands above.
     """
     figures = json.loads((directory / "step.json").read_text(encoding="utf-8"))
     peer = directory / "peer.json"

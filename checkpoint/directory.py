@@ -147,7 +147,7 @@ class CheckpointDirectory:
             if path.exists():
                 aside = path.with_name(f"{step}{suffix}")
                 if suffix == DIVERGED_SUFFIX:
-                    shutil.rmtree(aside, ignore_errors=True)  # of an earlier attempt
+                    shutil.rmtree(aside, ignore_errors=True)  # left by an earlier attempt
                 number = 1
                 while aside.exists():  # the earlier one may have been intact
                     number += 1

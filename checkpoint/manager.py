@@ -86,8 +86,8 @@ class Checkpoints:
         self._directory = CheckpointDirectory(Path(directory).absolute(), config, self._state_files)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._being_saved: Future | None = None
-        self._failure: SaveError | None = None  # of the newest save
-        self._has_failed = False  # any save
+        self._failure: SaveError | None = None  # error of the newest save
+        self._has_failed = False  # whether any save has failed
         self._skipped: list[int] = []  # damaged checkpoints, set aside by the next save
         #: Value of best_metric by step, for each existing checkpoint; None if it has none.
         self._scores = dict(self._exchange.on_first(self._directory.read_scores))

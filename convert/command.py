@@ -1,4 +1,4 @@
-"""What the commands of this folder share: messages, and how errors end."""
+"""Shared code of the commands in this folder: logging, and exit codes after errors."""
 
 import logging
 import sys

@@ -104,7 +104,7 @@ class Source:
             return nnx.eval_shape(self._build)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {path of a parameter: shape}, with those of the adapters."""
+        """Return {path of a parameter: shape}, including the adapters' parameters."""
         return shapes_of(nnx.to_pure_dict(nnx.split(self.abstract())[1]))
 
     def _build(self) -> nnx.Module:

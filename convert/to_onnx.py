@@ -4,8 +4,8 @@
                 │                                                                            │
                 └──────────────> logits of Taibai <── compared ──> logits of onnxruntime <───┘
 
-PyTorch's exporter is maintained by the authors of ONNX's operators in PyTorch, so the model takes
-the way through `transformers`. Afterwards, the file is run, and must compute what Taibai computes.
+PyTorch's exporter is maintained by the authors of ONNX's operators in PyTorch, so the model is
+exported through `transformers`. The file is then run, and must give the same logits as Taibai.
 """
 
 import argparse
@@ -220,7 +220,7 @@ def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
     names = {"input_ids": "tokens", "token_type_ids": "token_types"}
     ours = {names.get(key, key): array.astype(np.int32) for key, array in inputs.items()}
     expected = np.asarray(model(**ours))
-    if found.ndim == 3:  # logits of each token; those of padding do not matter
+    if found.ndim == 3:  # logits of each token; ignore padding
         is_token = inputs["attention_mask"] == 1
         found, expected = found[is_token], expected[is_token]
     return _relative(found, expected)

@@ -59,7 +59,7 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace)
     """Run a command; return the exit code: 0, or 2 after an error.
 
     Args:
-        args: its arguments, including those of `add_model_options`.
+        args: command's arguments, including the options from `add_model_options`.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     jax.config.update("jax_enable_x64", args.dtype == "float64")

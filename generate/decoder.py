@@ -4,7 +4,7 @@
                                     │
     tokens, KV caches ──> decode ──> logits after each token, KV caches   (repeated)
 
-Both call the blocks that training calls; models/layers/kv_cache.py keeps what they share. The
+Both call the same blocks as training, and share the KV caches of models/layers/kv_cache.py. The
 layers are not in a loop here: a loop would copy the parameters of each layer, and its caches, for
 each token.
 

@@ -4,8 +4,8 @@
 
 The model chooses each token from its own logits and with its own random number, as without drafts,
 and a draft only counts if it is the token that was chosen. So drafts change how many passes a text
-takes, but not the text. They come from a smaller model, or from the text itself: what followed the
-last few tokens where the text had them before.
+takes, but not the text. They come from a smaller model, or from the text itself: the continuation
+of an earlier occurrence of the last few tokens.
 
 The smaller model draws with the random numbers of the model, so that both mostly draw the same
 token if their probabilities are similar.
@@ -55,7 +55,7 @@ class Drafter(Protocol):
     Attributes:
         num_tokens: D.
         max_positions: most tokens of a prompt and its continuation; None: any number.
-        params: what both methods get, with the parameters of its model.
+        params: parameters of the draft model, passed to both methods; None without one.
     """
 
     num_tokens: int
@@ -65,17 +65,17 @@ class Drafter(Protocol):
     def begin(
         self, params: Tree, tokens_BT: jax.Array, lengths_B: jax.Array, max_new_tokens: int
     ) -> Tree:
-        """Return what it remembers of the prompts; arguments as for `Decoder.prefill`."""
+        """Return the drafter's state after the prompts; arguments as for `Decoder.prefill`."""
         ...
 
     def propose(
         self, params: Tree, memory: Tree, rows: Rows, sampling: Sampling
     ) -> tuple[jax.Array, Tree]:
-        """Return drafts int32[B, D], and what it remembers.
+        """Return drafts int32[B, D], and the drafter's new state.
 
         Args:
-            params: its parameters.
-            memory: from the last call, or from `begin`.
+            params: parameters of the draft model.
+            memory: drafter's state, from the last call or from `begin`.
             rows: rows; each has at least one new token.
             sampling: how the model chooses tokens.
         """
@@ -83,7 +83,7 @@ class Drafter(Protocol):
 
 
 def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int | None) -> Drafter:
-    """Return what proposes tokens to a model.
+    """Return the drafter that proposes tokens to a model.
 
     Args:
         drafts: where drafts come from; None: there are none.
@@ -123,10 +123,10 @@ class NoDrafts:
 
 
 class NGrams:
-    """Proposes what followed the last tokens of a row where it had them before.
+    """Proposes the continuation of an earlier occurrence of a row's last tokens.
 
-    The longest match wins, and among these the latest one. Without any, the newest token is
-    repeated.
+    The longest match wins, and among equally long ones the latest. Without a match, the newest
+    token is repeated.
     """
 
     max_positions: int | None = None
@@ -163,10 +163,10 @@ class NGrams:
 def following(
     text_BL: jax.Array, lengths_B: jax.Array, *, num_tokens: int, max_ngram: int
 ) -> jax.Array:
-    """Return what followed the last tokens of texts where they had them before, int32[B, D].
+    """Return the continuations of earlier occurrences of the texts' last tokens, int32[B, D].
 
     Args:
-        text_BL: int32, texts; what follows them is not read.
+        text_BL: int32, texts, each followed by padding, which is not read.
         lengths_B: int32, number of tokens of each text, at least 1.
         num_tokens: D.
         max_ngram: most tokens that are looked for.

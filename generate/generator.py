@@ -33,7 +33,7 @@ class _State:
 
     Attributes:
         caches: all tokens of each row but the newest.
-        memory: what the drafter remembers of them.
+        memory: state of the drafter; see `Drafter`.
         passes_B: int32, number of decoding passes that the row took part in.
     """
 

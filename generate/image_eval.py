@@ -3,8 +3,8 @@
     python -m generate.image_eval --model=runs/vit --out=evaluation
     python -m generate.image_eval --model=path/to/vit --images=photos --mesh=data=4
 
-The images are the validation split of the run, or those of the folder `--images`, which has a
-folder for each class.
+The images are the validation split of the run, or the contents of the folder `--images`, which has
+a subfolder for each class.
 
 B batch, K labels.
 """
@@ -135,8 +135,8 @@ def evaluate_images(
         model: classifier; called as `model(images)`, it returns logits `[B, K]`.
         corpus: images.
         data: section `data`.
-        labels: model's labels, in the order of its logits. Those of the data may have another
-            order. If the model's labels have no names, the names in the data are used.
+        labels: model's labels, in the order of its logits. The data may order its labels
+            differently. If the model's labels have no names, the names in the data are used.
         batch_size: images at a time.
 
     Raises:

@@ -18,7 +18,7 @@ NONE = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The tokens of the rows so far, and what is needed to choose the next ones.
+    """The tokens of the rows so far, and the state needed to choose the next ones.
 
     Attributes:
         newest_B: int32, the newest token.
@@ -123,7 +123,7 @@ class Rows:
         Args:
             sampling: how tokens are chosen.
             stop: ids of tokens that end a row.
-            drafts_BD: int32, what the next tokens may be; D may be 0.
+            drafts_BD: int32, proposals for the next tokens; D may be 0.
             logits_BTV: logits after the newest token, and after each draft; T = D + 1.
         """
         size, count = logits_BTV.shape[:2]

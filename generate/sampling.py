@@ -28,7 +28,7 @@ from fields.numbers import shown
 #: Temperatures and penalties beyond these would make logits infinite.
 _LEAST = 1e-5
 _MOST = 100_000
-_MOST_TOKENS = 2**31 - 1  # of an int32
+_MOST_TOKENS = 2**31 - 1  # largest int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,13 @@ class ModelFunctions:
     # (non_stack, x [B, T, D]) -> logits [B, T, V]; None: the model cannot generate text.
     logits: Callable[[Tree, jax.Array], jax.Array] | None
     num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
-    # (non_stack, x [B, T, D]) -> what the logits are the product of; see models/stack.py
+    # (non_stack, x [B, T, D]) -> the two factors of the logits; see models/stack.py
     outputs: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]] | None
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
-    # As `teach`, but of the model before the first step, for preferences: what the batches of the
-    # run have besides their data; see models/preference.py.
+    # Like `teach`, but evaluated with the initial parameters, for preferences: returns arrays that
+    # are added to the batches of the run; see models/preference.py.
     reference: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
     # As from `split`: whether each parameter is frozen; None: no parameter is.
     frozen: dict[str, Tree] | None = None

@@ -4,7 +4,7 @@ A row has pairs of texts, and each text ends with an answer. A pair's loss compa
 likely its chosen answer became than its rejected one, since the run began:
 
     x [B, T, D] ──> log-probability of each token [B, T]
-                      ──> of each answer [B, P, 2] ── minus those of the reference ──> rewards
+                      ──> of each answer [B, P, 2] ── minus the reference's ──> rewards
                             ──> loss of each pair [B, P] ──> one sum
 
 The *reference* is the model before the first step. Its log-probabilities are constants, which come
@@ -31,7 +31,7 @@ Tree = Any
 
 #: The key of a batch that holds the log-probabilities of the reference.
 REFERENCE_LOG_PROBS = "reference_log_probs"
-#: Names of the metrics of `preference_loss`, besides the loss.
+#: Names of the metrics of `preference_loss`, in addition to the loss.
 METRICS = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
 
 
@@ -145,7 +145,8 @@ def preference_loss(
     total = jnp.sum(losses_BP * weights_BP)
 
     # A loss depends on all tokens of its pair, so it is not a sum over chunks of tokens. But its
-    # gradient is: that of the token losses, each weighted by the derivative of its pair's loss.
+    # gradient is: it equals the gradient of the sum of the token losses, each weighted by the
+    # derivative of its pair's loss.
     slopes_BP = swapped - jax.nn.sigmoid(-margins_BP)
     factors_BP = config.beta * weights_BP * slopes_BP
     per_answer_BA = jnp.stack([-factors_BP, factors_BP], axis=-1).reshape(len(factors_BP), -1)

@@ -44,7 +44,7 @@ A class can declare further properties:
   moving average (EMA) of its own parameters (`train.ema_decay`). Before a step, the stacks run with
   the teacher's parameters and without dropout, and `teach` receives their output instead of `head`.
   `head` then finds the arrays that `teach` returned in its batch.
-- `outputs(x) -> (activations, output embedding)`: what the logits are the product of, for
+- `outputs(x) -> (activations, output embedding)`: the two factors of the logits, for
   `data.objective=preference`; the model's `config` then has a `vocab_size`.
 - `sees_whole_batch = True`: `head` or `teach` compares examples of the whole batch with each other,
   using sharding/logical.py. Such a batch is a single microbatch.

@@ -2,9 +2,9 @@
 
     step traced on a mesh -> hardware of its devices -> options_for(hardware) -> lowered.compile()
 
-A GPU that is only described gets the same options as a real one, and a few more for what cannot be
-asked or measured without it. CPUs have none. Variables that must be set before the process starts
-are in launch/environment.py.
+A GPU that is only described gets the same options as a real one, and a few more, because XLA cannot
+query it or measure times on it. CPUs have none. Variables that must be set before the process
+starts are in launch/environment.py.
 
 Left out on purpose:
 

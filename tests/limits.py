@@ -11,10 +11,10 @@ MAX_BYTES = 2**30
 
 @contextlib.contextmanager
 def limited_memory() -> Iterator[None]:
-    """Limit what the block allocates."""
+    """Limit the memory that the block allocates."""
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm") as file:
-        num_pages = int(file.read().split()[5])  # of data
+        num_pages = int(file.read().split()[5])  # pages of the data segment
     resource.setrlimit(
         resource.RLIMIT_DATA, (num_pages * resource.getpagesize() + MAX_BYTES, limits[1])
     )
@@ -26,7 +26,7 @@ def limited_memory() -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited_resources() -> Iterator[None]:
-    """Limit what the block allocates, and check the processor time that it takes."""
+    """Limit the memory that the block allocates, and check its processor time."""
     start = time.process_time()
     with limited_memory():
         yield

@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 #: Largest number of constructions in 10,000 words.
-LIMIT = 10
+LIMIT = 5
 
 _CONSTRUCTIONS = re.compile(
     r"\bwhat (?!if\b|to\b|kind\b|happen)\w+"

@@ -73,7 +73,7 @@ def imported_modules(source: str, package: str) -> set[str]:
 def violations(source: str, package: str) -> list[str]:
     """Return the imports of project modules that a module of `package` must not have.
 
-    Of `from a import b`, only a.b counts: the folder a contains no code of its own.
+    For `from a import b`, only a.b counts: the folder a contains no code of its own.
     """
     room = package.partition(".")[0]
     allowed = (room, *MAY_IMPORT[room])

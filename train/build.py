@@ -200,7 +200,7 @@ def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfi
     """Return the config with the sizes that depend on the number of devices.
 
     With `mesh.auto`, a DeepSpeed JSON's batch size per replica refers to the mesh before it is
-    planned: all devices are replicas, except for those of axes that the command line fixes.
+    planned: all devices are replicas, except along axes that the command line fixes.
     """
     config = loaded.config
     sections: dict[str, Any] = {}

@@ -88,7 +88,7 @@ def target_parser(
 
     Args:
         module: name of the command's module.
-        description: what it does, in one line.
+        description: one-line summary for `--help`.
         required: whether the config and the target must be given.
     """
     parser = argparse.ArgumentParser(

@@ -200,7 +200,7 @@ def evaluate(options: RunOptions) -> int:
 
 
 def _restore(built: BuiltRun, workdir: Path, phases: Phases) -> RestoredRun:
-    """Return the state of a run, whose examples have what they need to be trained on."""
+    """Return the state of a run, and add the reference's outputs to its examples if needed."""
     run = built.run
     with phases("restore"):
         restored = restore_or_initialize(run, built.corpus, workdir, built.source)

@@ -28,7 +28,7 @@ from typing import Any
 # A TFDS name may end with a version, such as 'ag_news_subset:1.0.0'. Versions begin with a digit,
 # which an attribute cannot.
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-# What separates the words of a value, such as the sources of a mixture on the command line.
+# Separators of the words in a value, such as the sources of a mixture on the command line.
 _SEPARATORS = re.compile(r"[\s,'\"()\[\]]+")
 
 

@@ -57,6 +57,6 @@ class NamedFile(io.FileIO):
             return super().write(content)
 
     def close(self) -> None:
-        """Close the file, which may write what a network file system has kept."""
+        """Close the file; a network file system may write buffered data only now."""
         with naming(self._path):
             super().close()

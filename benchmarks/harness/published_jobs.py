@@ -9,8 +9,8 @@ _ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.r
 #: Jobs that are compared in bfloat16 and in float8.
 _LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
 _LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
-#: Four chunks per stage make the bubble short. What a block saves is chosen per job, by the memory
-#: that is left.
+#: Four chunks per stage make the bubble short. Each job chooses the activations that a block saves
+#: for the backward pass, depending on the memory that is left.
 _PIPELINE = (
     "pipeline.schedule=interleaved_1f1b",
     "pipeline.chunks=4",

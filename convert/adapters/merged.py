@@ -68,7 +68,7 @@ class _MergedArray(LazyArray):
         self._sizes = kernel.shape[self._is_stacked :]
         self._num_inputs = len(self._a.shape) - 1 - self._is_stacked
         self._wide = np.dtype(jnp.promote_types(kernel.dtype, np.float32))
-        self._factors: dict[int | None, np.ndarray] = {}  # of the layer that was read last
+        self._factors: dict[int | None, np.ndarray] = {}  # for the layer read last
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:

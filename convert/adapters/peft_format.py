@@ -94,12 +94,12 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
 
 
 def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> None:
-    """Check that no parameter that was trained besides is used in two places of the model.
+    """Check that no parameter trained in addition to the adapters is used twice in the model.
 
     PEFT trains a copy for one of the places, and keeps the original in the other.
 
     Args:
-        trained: parameters that were trained besides the adapters.
+        trained: parameters trained in addition to the adapters.
         what: config key that names these parameters, for the error message.
         remedy: advice at the end of the error message.
 

@@ -16,7 +16,7 @@ _LINEARS = {
     "mlp.down": "output.dense",
 }
 NORMS = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
-#: Names of layers in files -> those of their modules in transformers 5; here, and in Swin.
+#: Layer names in files -> module names in transformers 5; for ViT and Swin.
 LAYER_MODULES = (
     (r"\battention\.(?:attention|self)\.query\b", "attention.q_proj"),
     (r"\battention\.(?:attention|self)\.key\b", "attention.k_proj"),

@@ -21,7 +21,7 @@ from untrusted.files import digest_of, write_text
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
-#: Files with scores of checkpoints -> what made them.
+#: Files with scores of checkpoints -> the module that wrote them.
 EVALUATIONS = {"lm_eval.jsonl": "generate.lm_eval", "image_eval.jsonl": "generate.image_eval"}
 
 #: Keys of the section `data` that the card names first.

@@ -62,7 +62,7 @@ def _unpacked(path: str, config: DataConfig) -> str:
     with locked(target):
         if not target.exists():
             for leftover in directory.glob(f".{glob.escape(target.name)}.tmp-*"):
-                shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)  # left by a killed process
             with new_directory(target) as folder:
                 argument = {
                     "tables": [str(file) for file in files],

@@ -69,7 +69,7 @@ def follow(
     Args:
         run: directory of the run.
         name: name of the evaluation.
-        settings: what the scores depend on, apart from the checkpoint; values for JSON.
+        settings: all inputs of the scores except the checkpoint, as values for JSON.
         scores_of: evaluates a checkpoint, given its directory.
         poll_s: seconds between two looks for a new checkpoint.
 

@@ -93,7 +93,7 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def allowed_hosts(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return the names that requests may have in their headers, besides those of this machine."""
+    """Return the host names that request headers may have in addition to this machine's names."""
     return (args.host, *args.allowed_hosts.split(","))
 
 
@@ -131,7 +131,7 @@ def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
 
 @contextlib.contextmanager
 def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
-    """Load the model, and yield what is served and the engine; close the engine in the end.
+    """Load the model, and yield the served model and its engine; close the engine at the end.
 
     Args:
         args: arguments of the command.

@@ -190,7 +190,7 @@ class Engine:
                 )
             try:
                 firsts = slots.begin(rows)
-            except (TypeError, ValueError, OverflowError):  # what the checks of requests missed
+            except (TypeError, ValueError, OverflowError):  # missed by the checks of requests
                 _log.exception("%d rows cannot be continued", len(rows))
                 self._give_up(taken)
                 continue

@@ -5,7 +5,7 @@
     slots: caches, newest token, position ──> decode a few tokens of every row ──> slots, new tokens
 
 A row is put into a slot when one is free, next to rows that are being continued. Shapes never
-change, so two programs suffice, besides one prefill for each length that prompts are padded to.
+change, so two programs suffice, plus one prefill for each length that prompts are padded to.
 
 B slots, P rows of a prefill, T prompt seq, M new tokens, V vocab.
 """
@@ -126,7 +126,7 @@ class Slots:
         return np.asarray(new.newest_B)[: len(rows)].tolist()
 
     def warm_up(self) -> None:
-        """Compile what most requests need.
+        """Compile the programs that most requests need.
 
         Raises:
             ValueError: there is not enough memory for the longest prompt.

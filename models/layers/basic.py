@@ -132,8 +132,8 @@ class Linear(nnx.Module):
         """
         kernel = self.kernel[...]
         outputs = kernel.shape[self.num_inputs :]
-        # A GPU's product adds a bias of one dim without a pass over y. Where dims after the first
-        # are split over the mesh, they cannot be merged without communication.
+        # A GPU's product adds a bias of one dim without a pass over y. If dims after the first are
+        # split over the mesh, they cannot be merged without communication.
         merges = not any(name and automatic_axes(name) for name in self.outputs[1:])
         if merges:
             kernel = kernel.reshape(*kernel.shape[: self.num_inputs], -1)

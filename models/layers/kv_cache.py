@@ -60,7 +60,7 @@ class _Filling:
     """Keeps the keys and values of prompts.
 
     Args:
-        lengths_B: int32, number of tokens of each row; what follows them is padding.
+        lengths_B: int32, number of tokens of each row; the rest of the row is padding.
         num_slots: slots of a cache without a window.
         num_spare: how many of them are for drafts.
     """

@@ -141,7 +141,7 @@ class GPT2(nnx.Module):
         return next_token_loss(self.config, self.outputs(x_BTD), batch)
 
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return what logits are the product of, for the activations after the last block.
+        """Return the two factors of the logits, given the activations after the last block.
 
         Returns:
             Activations `[B, T, D]`, and the output embedding `[V, D]`.

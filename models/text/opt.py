@@ -156,7 +156,7 @@ class OPT(nnx.Module):
         return next_token_loss(self.config, self.outputs(x_BTD), batch)
 
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return what logits are the product of, for the activations after the last block.
+        """Return the two factors of the logits, given the activations after the last block.
 
         Returns:
             Activations `[B, T, E]`, E token embed, and the output embedding `[V, E]`.

@@ -29,7 +29,9 @@ def options_without_machine_code() -> dict[str, str]:
 
     The program can be analyzed, but not run. {} if jax has not installed CUDA's compiler itself.
     """
-    with _lock:  # of two folders, one would be deleted while a thread still compiles with it
+    # Without the lock, two threads could each make a folder, and one of the folders would be
+    # deleted while a thread still compiles with it.
+    with _lock:
         folder = _folder()
     if folder is None:
         return {}
@@ -38,7 +40,7 @@ def options_without_machine_code() -> dict[str, str]:
     return {
         "xla_gpu_cuda_data_dir": folder.name,
         "xla_gpu_libnvjitlink_mode": mode,
-        "xla_backend_optimization_level": "0",  # of each kernel's code, which XLA still generates
+        "xla_backend_optimization_level": "0",  # XLA still generates each kernel's code
     }
 
 

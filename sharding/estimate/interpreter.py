@@ -80,7 +80,8 @@ class Interpreter(Kernels):
                 self.memory.release(storage)
                 continue
             if storage.is_costly and value in frame.summands and not self.is_cpu:
-                # The fusion of the reduction also computes what follows, over no other array.
+                # The fusion of the reduction also computes the operations after it. It cannot write
+                # their result over an array that it reads.
                 storage = dataclasses.replace(storage, moved=frozenset(storage.buffers))
             frame.storage[value] = storage
             if self._is_stored_early(op, value, frame):

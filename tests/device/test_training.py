@@ -15,8 +15,8 @@ pytestmark = pytest.mark.gpu_device
 #: compute dtype -> largest relative difference of a loss from the CPU's in float32. A GPU rounds
 #: the factors of float32 products to TF32's 10 bits.
 TOLERANCE = {"float32": 2e-3, "bfloat16": 2e-2}
-#: Losses that amplify rounding: on a CPU, bfloat16 changes the contrastive loss by 9e-2, and that
-#: of every other model by less than 1e-2.
+#: Losses that amplify rounding: on a CPU, bfloat16 changes the contrastive loss by 9e-2, and all
+#: other losses by less than 1e-2.
 BFLOAT16_TOLERANCE = {"MoCo v3": 0.2}
 
 

@@ -146,7 +146,7 @@ def test_models_that_do_not_fit_are_refused(llama, t5):
 
 
 def searched(text: Sequence[int], num_tokens: int, max_ngram: int) -> list[int]:
-    """Return what followed the longest and then latest match, by comparing slices."""
+    """Return the continuation of the longest and then latest match, by comparing slices."""
     for size in range(min(max_ngram, len(text) - 1), 0, -1):
         for end in range(len(text) - 1, size - 1, -1):
             if text[end - size : end] == text[len(text) - size :]:

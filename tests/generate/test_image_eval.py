@@ -1,4 +1,4 @@
-"""Scores of images equal those of scikit-learn and of training, on every mesh."""
+"""Scores of images match scikit-learn and training, on every mesh."""
 
 import csv
 import dataclasses

@@ -1,4 +1,4 @@
-"""Steps in float8 for H100s: which products run in float8, how they are sent, what they need."""
+"""Steps in float8 for H100s: which products run in float8, communication and memory."""
 
 import re
 

@@ -21,7 +21,7 @@ def kinds_over_model(run) -> set[str]:
 
 @pytest.mark.parametrize("config", ["gpt2", "llama"])
 def test_sums_of_branches_become_reduce_scatters_and_the_step_needs_less_memory(config):
-    # With fewer layers, the gathered tokens of one layer outweigh what all of them keep.
+    # With fewer layers, the gathered tokens of one layer outweigh the saved activations of all.
     sizes = ("data.tokenizer=bytes", "precision.compute=bfloat16", "model.num_layers=16")
     whole = steps.make_run(config, (*sizes, *_WHOLE))
     split = steps.make_run(config, (*sizes, *_MODEL))
@@ -52,7 +52,7 @@ def test_adapters_of_a_70b_fit_on_8_gpus_and_leave_its_collectives(variant):
     assert 0.9 < run.estimate_memory().device_bytes / compiled < 1.1
     found = [c for c in collectives(run.compile_train_step(), run.mesh) if c.loop == "layers"]
     sums = {kind: sum(c.bytes for c in found if c.kind == kind) for kind in {c.kind for c in found}}
-    # The sums of branches stay reduce-scatters: those of adapters are narrow.
+    # The sums of branches stay reduce-scatters, and the sums of adapters are narrow.
     tokens_bytes = 8 * 4096 * 8192 * 2 * 80
     assert sums["all-reduce"] < 0.1 * tokens_bytes
     assert sums["all-gather"] < 7 * tokens_bytes

@@ -1,4 +1,4 @@
-"""The loss of preferences and its gradient equal those of the formula, written out in torch."""
+"""The preference loss and its gradient match the formula, written out in torch."""
 
 import jax
 import jax.numpy as jnp

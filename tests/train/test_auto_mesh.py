@@ -23,7 +23,7 @@ FIXED = (
 
 
 def run(workdir, overrides, *, devices: int, num_steps: int) -> str:
-    """Train in a process that finds this many CPU devices; return what it logged."""
+    """Train in a process that finds this many CPU devices; return its log."""
     flags = [f"--config.{each}" for each in (*TINY, *FLOAT64, *overrides)]
     command = [sys.executable, "-m", "train.main", f"--config={CONFIG}", f"--workdir={workdir}"]
     command += [*flags, f"--config.train.num_steps={num_steps}"]

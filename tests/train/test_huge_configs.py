@@ -65,7 +65,7 @@ CASES = {
 }
 
 #: Starts runs in a process of its own, because jax chooses the number of simulated devices only
-#: once. What imports need is not counted.
+#: once. Memory used by imports is not counted.
 _SCRIPT = """
 import contextlib, io, json, resource, sys, time
 from train.main import main

@@ -10,7 +10,7 @@ from tests.train.refusals import refusal
 from train.lifecycle.exit_codes import FINISHED
 from train.main import main
 
-#: What is in the place of a file or folder of the run -> the error message.
+#: Obstacle in place of a file or folder of the run -> the error message.
 OBSTACLES = {
     "metrics.jsonl/": "is not a regular file; replace it by one",
     "metrics.jsonl|": "is not a regular file; replace it by one",

@@ -47,7 +47,7 @@ def take_init_from(
         config: ConfigDict, changed in place; see `inherit_config`.
         overrides: `section.key=value` from the command line.
         allow_import: packages and modules that the checkpoint's config may import from. It may also
-            import what the user names on the command line or in a config.py.
+            import paths that the user names on the command line or in a config.py.
 
     Returns:
         The checkpoint, or None if `init_from` is not set.

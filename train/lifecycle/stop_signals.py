@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def heeded_signals() -> list[signal.Signals]:
-    """Return those of SIGNALS that this process reacts to.
+    """Return the subset of SIGNALS that this process reacts to.
 
     Under nohup SIGHUP is ignored, and must stay so. SIGINT is handled even if it is ignored, as it
     is in the background jobs of a shell script.

@@ -148,7 +148,8 @@ def write_run_files(
     elif isinstance(corpus, TextCorpus):
         keep_tokenizer(corpus.tokenizer, hf)
     if isinstance(corpus, TextCorpus) and corpus.chat_templates:
-        (hf / TOOLS_FILE).unlink(missing_ok=True)  # of the source, if the run has another template
+        # Remove the source's template for tools: the run's own chat template may have none.
+        (hf / TOOLS_FILE).unlink(missing_ok=True)
         for name, text in corpus.chat_templates.items():
             (hf / name).parent.mkdir(exist_ok=True)
             write_text(hf / name, text)

@@ -1,1 +1,1 @@
-"""Plans runs: what fits into memory, and which mesh and settings are the fastest."""
+"""Plans runs: finds the fastest mesh and settings that fit into memory."""

@@ -144,7 +144,7 @@ def first_tried_as_json(
 
 
 def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
-    """Return what a plan loses to the best one, by their composed costs."""
+    """Return why a plan is worse than the best one, by their composed costs."""
     if tried.plan is None or tried.cost is None:
         return "it does not divide the model or the batch, or contradicts what is fixed"
     if tried.cost.memory_bytes > budget_bytes:
@@ -198,7 +198,7 @@ def _reason(choice: Choice, best: Choice, gpus_per_host: int) -> str:
 def why_slower(
     best: Prediction, other: Prediction, mesh_shape: Mapping[str, int], gpus_per_host: int
 ) -> str:
-    """Return what costs a plan the most time compared with the best one.
+    """Return the part of a step that costs a plan the most time compared with the best one.
 
     Args:
         best: best plan's step.

@@ -161,7 +161,7 @@ class Finalists:
         bound_s = _MARGIN * fitting[0].step.prediction.step_s if fitting else math.inf
         shapes = {choice.plan.shape for choice in fitting}
         compiled = {choice.plan for choice in self._found}
-        latest: dict[object, float] = {}  # of the plans of each shape
+        latest: dict[object, float] = {}  # shape -> expected time of its last plan
         expected: list[tuple[bool, float, tuple[ParallelPlan, PlanCost]]] = []
         for plan, cost in pairs:
             if plan.shape not in shapes and plan not in compiled:

@@ -14,8 +14,8 @@ from train.planning.plan_devices import PlanDevices
 from train.planning.plan_limits import DoesNotFit
 from train.run.run import Run
 
-#: A plan is not built if its composed memory, corrected by that of a similar plan, exceeds the
-#: budget by this factor.
+#: A plan is not built if its composed memory, corrected with the estimate of a similar plan,
+#: exceeds the budget by this factor.
 _SURE_EXCESS = 1.05
 #: Compiled steps take at least this share of their estimated memory, unless those that have been
 #: compiled take more. A plan is compiled if it may fit.
@@ -37,11 +37,11 @@ class FittingRuns:
         self.excluded: set[ParallelPlan] = set()
         self._config = config
         self._devices = devices
-        # By what their activations depend on: how much more memory plans take than composed, at
-        # least.
+        # Lower bound of estimated memory / composed memory of plans, by the settings that their
+        # activations depend on.
         self._corrections: dict[Any, float] = {}
         self._estimates: dict[ParallelPlan, float] = {}
-        self._shares: list[float] = []  # of these estimates that compiled steps take
+        self._shares: list[float] = []  # compiled memory / estimated memory
         self._leanest: DoesNotFit | None = None
         self._refusal = ""
 
@@ -59,8 +59,8 @@ class FittingRuns:
             pairs: plans with their composed costs.
             count: how many plans to yield at most.
             of_each_shape: how many plans to yield at most that have the same shape.
-            trusts_composed: whether a plan is not tried if its composed memory, corrected by that
-                of a similar plan, is too large.
+            trusts_composed: whether to skip a plan if its composed memory, corrected with the
+                estimate of a similar plan, is too large.
         """
         budget = self._devices.budget
         num_found = num_tries = 0

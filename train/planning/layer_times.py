@@ -70,7 +70,7 @@ class PartTimes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PartMemory:
-    """Bytes of one microbatch on one device: what is kept for the backward, and the rest."""
+    """Bytes of one microbatch on one device: activations saved for the backward, and the rest."""
 
     activations: float
     temporaries: float

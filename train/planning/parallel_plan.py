@@ -15,13 +15,15 @@ from sharding.pipeline.config import BALANCED
 from sharding.pipeline.schedule import SCHEDULES
 from train.config.schema import RunConfig, validate_config
 
-#: Axes that a plan divides the devices over, unless they are fixed. Of the others, `fsdp` is 1,
-#: because `data` with ZeRO 3 does the same; `expert`, for models with experts, stays as configured.
+#: Axes that a plan divides the devices over, unless they are fixed. The other axes are `fsdp`,
+#: which is 1 because `data` with ZeRO 3 does the same, and, for models with experts, `expert`,
+#: which stays as configured.
 _OPEN_AXES = ("pipeline", "data", "context", "model")
-#: Sequences are divided over `context` if at least this many tokens are left on each device: of
+#: Sequences are divided over `context` if at least this many tokens are left on each device. With
 #: fewer, `data` or `model` divides the work of a layer as well, and moves fewer bytes.
 _CONTEXT_TOKENS = 8192
-#: What a config is validated with before it is planned: its own values may not fit the devices.
+#: Placeholder values with which a config is validated before it is planned, because its own values
+#: may not fit the devices.
 UNPLANNED: Mapping[str, Any] = {
     "mesh.pipeline": 1,
     "mesh.data": 1,
@@ -34,7 +36,7 @@ UNPLANNED: Mapping[str, Any] = {
     "pipeline.layers_per_stage": (),
     "pipeline.share_vocab": False,
 }
-#: Keys that a plan sets, all of them or, without a pipeline, those of other sections.
+#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`.
 SETTINGS = (
     *(f"mesh.{axis}" for axis in AXES),
     "train.num_microbatches",
@@ -62,7 +64,7 @@ _MAX_OPERATIONS = 4096
 
 
 def open_config(given: Any, fixed: Collection[str]) -> RunConfig:
-    """Return the config of a run that is planned: what a plan sets is open, unless it is fixed.
+    """Return the config of a run to plan, with placeholders for settings that are not fixed.
 
     Args:
         given: ConfigDict of the run, which is changed.

@@ -26,8 +26,8 @@ from sharding.pipeline.schedules.table import (
 )
 from train.planning.parallel_plan import ParallelPlan
 
-#: Kernels and sends in a tick of a pipeline, besides its layers: 45 to 90 us in an 8-layer GPT-2 on
-#: 8 H100s, as compiled and predicted.
+#: Kernels and sends in a tick of a pipeline in addition to its layers: 45 to 90 us in an 8-layer
+#: GPT-2 on 8 H100s, as compiled and predicted.
 _TICK_KERNELS = 25
 _TICK_SENDS = 2
 #: How often stages that share the vocab exchange a microbatch's activations, or sums of them: once
@@ -55,7 +55,7 @@ def pipeline_s(
         plan: plan with several stages.
         shares: share of each chunk in the time of all layers, in layer order.
         forward_s: time of the forward of all layers for one microbatch.
-        backward_s: time of their backward, with what it recomputes.
+        backward_s: time of their backward, including recomputation.
         head_s: time of embedding, head and loss for one microbatch.
         head_input_bytes: bytes of the head's input for one microbatch.
         machine: rates of the devices.
@@ -150,8 +150,8 @@ def _tick_counts(
 ) -> dict[frozenset[Operations], float]:
     """Return how many ticks have the same set of operations among their stages.
 
-    Of many microbatches, all but the first and the last repeat the same ticks, so their number is
-    extrapolated from two shorter schedules.
+    If there are many microbatches, all but the first and the last repeat the same ticks, so their
+    number is extrapolated from two shorter schedules.
     """
     few = 2 * num_stages + 1 + (num_microbatches - 1) % num_stages
     if num_microbatches > few + num_stages:

@@ -2,7 +2,7 @@
 
     layers of one microbatch (scaled_times.py) ─┐
     schedule's ticks (pipeline_cost.py) ────────┼─> time of the pipeline ─┐
-    collectives between replicas ───────────────┴─> what is exposed ──────┼─> step
+    collectives between replicas ───────────────┴─> exposed communication ┼─> step
     parameters per device ────────────────────────> update ───────────────┘
 
 These composed costs only decide which plans are compiled.
@@ -27,8 +27,8 @@ from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight, pipeline_s
 from train.planning.scaled_times import LayerTimes, ScaledTimes
 
-#: Share of the collectives that layers wait for even if the layers take longer, such as those of
-#: the first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
+#: Share of the collectives that layers wait for even if the layers take longer, for example in the
+#: first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
 _EXPOSED_SHARE = 0.15
 #: How many plans are ranked, of those that may fit.
 _NUM_RANKED = 256
@@ -120,7 +120,7 @@ class PlanCosts:
         """Return the fastest plans, in order."""
         bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
         found: list[tuple[ParallelPlan, PlanCost]] = []
-        slowest_s = math.inf  # of the plans that are kept
+        slowest_s = math.inf  # time of the slowest plan that is kept
         for least_s, i in bounds:
             if least_s > slowest_s:
                 break  # so are all that follow

@@ -33,8 +33,8 @@ SpaceOf = Callable[[RunConfig, int], PlanSpace]
 #: Returns the memory of a plan for a number of devices, with further values of its config.
 NeedsWith = Callable[[ParallelPlan, int, Mapping[str, Any]], Needs | None]
 
-#: How far from a request all numbers of devices, or of examples of a batch, are tried. Those of
-#: devices are few, because a model is built for every new size of the axis `model`.
+#: How far from a request all numbers of devices, or of examples of a batch, are tried. Few numbers
+#: of devices are tried, because a model is built for every new size of the axis `model`.
 _NEAR_DEVICES = 8
 _NEAR_EXAMPLES = 64
 #: How many of the leanest plans for a larger number of devices are estimated, and only those whose

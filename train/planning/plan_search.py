@@ -4,8 +4,8 @@
                                               │
                                               └──> estimate memory ── compile whole ──> ranking
 
-Composed costs only decide what is compiled. The ranking uses the predicted time and the memory of
-whole compiled steps.
+Composed costs only decide which plans are compiled. The ranking uses the predicted time and the
+memory of whole compiled steps.
 """
 
 import concurrent.futures
@@ -43,7 +43,7 @@ NUM_PLANS = 5  # that are listed
 _NUM_VARIANTS = 2
 #: Another ZeRO stage is compiled if its composed time is less than this times the best's.
 _LEAST_GAIN = 0.995
-_MAX_PARTS = 8  # that are compiled, besides those that others are scaled from
+_MAX_PARTS = 8  # that are compiled, not counting the base parts that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
 _NUM_LEAN = 4  # of the leanest plans, which are compiled if none of these fits
 #: The composed memory of a plan may exceed the budget by this factor; its estimate decides.
@@ -294,7 +294,7 @@ class PlanSearch:
         key = context, model
         refused = [split for split, is_legal in self._legal.items() if not is_legal]
         if any(context % divisor == model % other == 0 for divisor, other in refused):
-            return False  # what a divisor does not divide, its multiples do not either
+            return False  # multiples of an illegal split are illegal, too
         if key not in self._legal:
             part = dataclasses.replace(self._layers.base, context=context, model=model)
             try:

@@ -7,7 +7,7 @@ compiling one part that differs from the base in nothing else:
 
     times(part) = times of the base for the part's batch
                   × factor of the split over context and model
-                  + what train.remat recomputes
+                  + recomputation by train.remat
 
 Within a host, factors of a split over `model` are interpolated between smaller and larger splits.
 Until it has been measured, any other factor is assumed, and times that depend on it are not known.
@@ -39,7 +39,7 @@ _BASE_IMAGES = 16
 _SPLIT_LOSS = 0.05
 _RECOMPUTED = {"none": 0.0, "full": 0.9}
 _RECOMPUTED_BY_NAMES = 0.15
-#: Bytes per parameter that an update moves, all of them and those of optimizer state: AdamW in
+#: Bytes per parameter that an update moves, in total and for the optimizer state alone: AdamW in
 #: float32 reads and writes parameter and moments (24), and reads and clears the gradient; the
 #: parameters are cast once.
 _UPDATE_BYTES = 42
@@ -53,7 +53,7 @@ _MOST_LOAD = 1.15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTimes:
-    """Seconds of all layers for one microbatch on one device, with what is recomputed."""
+    """Seconds of all layers for one microbatch on one device, including recomputation."""
 
     forward_s: float
     backward_s: float
@@ -128,8 +128,8 @@ class ScaledTimes:
     def layer_times(self) -> Sequence[float]:
         """Relative times of the layers, in layer order.
 
-        Layers of a stack are alike. Those of a stack with few tokens take longer than their FLOPs
-        say.
+        Layers of a stack are alike. If a stack has few tokens, its layers take longer than their
+        FLOPs suggest.
         """
         counts = [*self.compiled(self.base).run.functions.num_layers.values()]
         if min(counts) == 1 or len(counts) != len(self._stack_times):

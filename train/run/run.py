@@ -88,7 +88,7 @@ class Run:
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
     attention_kernels: tuple[SelectedKernel, ...]  # of the blocks; () without attention
-    traces: ModelTraces  # what tracing the model shows, such as the FLOPs of its layers
+    traces: ModelTraces  # properties found by tracing the model, such as FLOPs
     device_budget: float  # bytes of a device that a step may use; infinite if unknown
 
     @cached_property

@@ -89,7 +89,7 @@ def without_scaling(grads: Tree, history: History) -> tuple[Tree, History]:
     """Split the gradients of `with_scaling(params, history, ...)`.
 
     Returns:
-        (gradients of params, what was seen in this step, in the form of `history`).
+        (gradients of params, bins of the scales that this step needed, shaped like `history`).
     """
     stacks = grads["stacks"]
     rows = len(float8.WITH_HISTORY)
@@ -113,7 +113,7 @@ def updated(history: History, seen: History, length: int, finite: jax.Array) -> 
 
     Args:
         history: history before the step.
-        seen: what was seen in the step, as from `without_scaling`.
+        seen: bins of the scales that the step needed, as from `without_scaling`.
         length: number of steps for which a bin counts.
         finite: bool[], whether the step was finite; otherwise the history stays as it is.
     """

@@ -1,4 +1,4 @@
-"""The step that computes what the model before the first step says about a batch.
+"""The step that evaluates the initial model, before any training, on a batch.
 
     batch [M·B, ...] -> microbatches [M, B, ...] -> forward passes -> arrays [M·B, ...]
 
@@ -24,7 +24,7 @@ def make_reference_step(
 ) -> Callable[[Any, Batch], Batch]:
     """Build the function `reference_step(params, batch) -> arrays [M·B, ...]`.
 
-    The arrays are those of `functions.reference`, for every example of the batch.
+    The arrays are the outputs of `functions.reference` for every example of the batch.
 
     Args:
         functions: model's functions; they have `reference`.

@@ -30,8 +30,8 @@ class Machine:
         collective_latency_s: least time of a collective within a host.
         network_latency_s: least time of a collective across hosts.
         shares_cores: whether the devices are simulated on the cores of one CPU. A stage that waits
-            then leaves its cores to the others, so a pipeline has no bubble. The rates are those of
-            a device while all devices are busy.
+            then leaves its cores to the others, so a pipeline has no bubble. The rates are per
+            device, while all devices are busy.
         allocation_s_per_byte: seconds for each byte of memory that a step allocates and gives back.
             The system clears such memory for every step of simulated devices; a GPU keeps it.
         links: number of links between each two GPUs of a host; None if a switch connects them, so

@@ -1,11 +1,11 @@
 """The operations that the stages of a pipeline run in each tick, and the loops that belong to them.
 
-All stages run the same program. Scopes in the names of its loops say what a loop belongs to, and
-so whether a stage runs it in a tick:
+All stages run the same program. Scopes in the names of its loops identify the operation and the
+stack of a loop, and so whether a stage runs it in a tick:
 
     pipeline_F/at_most_once/while                     a forward
     pipeline_F/.../stack_encoder/at_most_once/while   layers of the encoder, in a forward
-    .../stack_encoder/before/at_most_once/while       what runs ahead of the encoder's first layer
+    .../stack_encoder/before/at_most_once/while       the encoder's `before` function
     .../stack_encoder/layers/while                    one iteration per layer, padding included
     .../layers/while/body/at_most_once/while          a layer, unless it is padding
 """
@@ -22,9 +22,9 @@ from sharding.pipeline.runtime.layers import LAYERS
 from sharding.pipeline.runtime.tick_plan import Operation, scope_of
 from sharding.pipeline.stack_layout import StackLayout
 
-#: What one stage runs in one tick: "F", "B", "W"; flags that apply to these, such as "B.is_last";
-#: names of a `SharedOperation`; and, if chunks differ in their layers, "F.encoder=3" for the number
-#: of layers and "F.encoder.first" if the first is among them.
+#: Operations of one stage in one tick: "F", "B", "W"; flags of these, such as "B.is_last"; names of
+#: a `SharedOperation`; and, if chunks differ in their layers, "F.encoder=3" for the number of
+#: layers and "F.encoder.first" if the first is among them.
 Operations = frozenset[str]
 
 #: Added to the operations in iterations of a loop over layers that only are padding.
@@ -94,7 +94,7 @@ def is_idle(loop_path: str, operations: Operations) -> bool:
 
     Args:
         loop_path: scopes of the loop, such as "pipeline_F/at_most_once/while".
-        operations: what the stage runs in the tick.
+        operations: names and flags of the stage's work in the tick.
     """
     scope = next(filter(_SCOPE.fullmatch, reversed(loop_path.split("/"))), None)
     if scope is None:
@@ -114,7 +114,7 @@ def num_layers(loop_path: str, operations: Operations) -> int | None:
 
     Args:
         loop_path: scopes of the loop, such as "pipeline_F/.../stack_encoder/layers/while".
-        operations: what the stage runs in the tick.
+        operations: names and flags of the stage's work in the tick.
     """
     prefix = f"{_operation_and_stack(loop_path)}="
     counts = [int(o.removeprefix(prefix)) for o in operations if o.startswith(prefix)]
@@ -122,12 +122,12 @@ def num_layers(loop_path: str, operations: Operations) -> int | None:
 
 
 def kind_of(operation: str) -> str:
-    """Return what an element of `Operations` belongs to, such as "F" for "F.encoder=3"."""
+    """Return the operation of an element of `Operations`, such as "F" for "F.encoder=3"."""
     return operation.partition(".")[0]
 
 
 def of_kind(operations: Operations, kind: str) -> Operations:
-    """Return the operations of one kind, such as "F", with what applies to them."""
+    """Return the elements of one kind, such as "F" with its flags and layer counts."""
     return frozenset(operation for operation in operations if kind_of(operation) == kind)
 
 

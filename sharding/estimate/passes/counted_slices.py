@@ -33,7 +33,7 @@ def counted_slices(program: Program, mesh_shape: Mapping[str, int]) -> set[Value
 
 @dataclasses.dataclass
 class _Search:
-    """What is known about the values of a program and of the programs within it."""
+    """Known properties of the values of a program and of its nested programs."""
 
     single: set[str]  # mesh axes with one device, on which an index is a constant
     found: set[Value] = dataclasses.field(default_factory=set)
@@ -47,7 +47,7 @@ class _Search:
                 body = op.bodies[0]
                 self._enter(op.inputs[: op.num_consts], body.inputs)
                 self.visit(body, set(_counters(op)))
-            elif op.bodies:  # a branch is no loop of its own: what it slices is copied
+            elif op.bodies:  # a branch is not a loop body, so its slices are copied
                 for body in op.bodies:
                     self._enter(op.inputs[1:], body.inputs)
                     self.visit(body, set())

@@ -1,8 +1,8 @@
-"""What XLA's scheduler for GPUs runs late: products that nothing waits for, and transfers.
+"""Operations that XLA's GPU scheduler delays: products that nothing waits for, and transfers.
 
 In a backward pass every product of the input gradient is waited for by the layer below. The product
 of a weight gradient is not: it runs at the end of the loop over the layers, or after the loop, and
-until then the values that it reads stay in memory. Of a layer with two products
+until then the values that it reads stay in memory. For a layer with two products
 
     forward   h = x @ w1,  a = gelu(h),  y = a @ w2
 
@@ -66,7 +66,7 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
 
 
 def values_sent_on(body: Program) -> list[Value]:
-    """Return what a loop reduce-scatters while its next iteration runs.
+    """Return the inputs of reduce-scatters that a loop overlaps with its next iteration.
 
     XLA lets a transfer end in the next iteration if its result is only written into an array of the
     carry. Until then the value that is sent stays in memory.

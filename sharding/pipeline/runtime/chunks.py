@@ -24,7 +24,7 @@ from sharding.pipeline.runtime.tick_plan import Slots
 from sharding.pipeline.runtime.trees import Flag, add, read, write, zeros
 
 Tree = Any
-#: Named scope of what runs ahead of a stack's first layer, by which sharding/analysis/ finds it.
+#: Named scope of a stack's `before` function, by which sharding/analysis/ finds it.
 BEFORE = "before"
 #: Stack -> its buffers.
 ChunkResiduals = dict[str, Residuals]
@@ -50,7 +50,7 @@ class StackPart:
         contains_layers: for each chunk of this device, whether it contains layers of the stack.
         contains_first: for each chunk, whether it contains the stack's first layer.
         has_backward: whether backwards run through the stack; False if no parameter is trained in
-            it or below it. Its backward then returns what it was given, and nothing is saved.
+            it or below it. Its backward then returns its arguments unchanged, and nothing is saved.
         packed: packs activations for sending, and unpacks them.
         non_stack_params: non-stack parameters, which `before` may read.
     """
@@ -273,7 +273,7 @@ class Chunks:
         residuals = dict(residuals)
         stacks_grads = dict(stacks_grads)
         for name, part in reversed(self._parts.items()):
-            # The gradient of a part's input is that of the output of the part before it.
+            # The gradient of a part's input is the output gradient of the part before it.
             grads = stacks_grads[name]
             with jax.named_scope(scope_of_stack(name)):
                 dy, non_stack_grads, stacks_grads[name], residuals[name] = part.backward(

@@ -114,7 +114,8 @@ def make_loss_and_grad(
         `f(params, microbatches) -> (sums, gradients)`. `params` has the structure of
         `param_sharding.specs`, and the arrays of `microbatches` are `[M, B, ...]`. `sums` holds
         `loss`, `weight` and the head's metrics, summed over microbatches and devices. `gradients`
-        are those of the total of `sums["loss"]`, in float32 or wider, sharded like the parameters.
+        are the gradients of the total of `sums["loss"]`, in float32 or wider, sharded like the
+        parameters.
 
     Raises:
         ValueError: a parameter is split over `data` without ZeRO, or a dim other than layers is

@@ -11,7 +11,7 @@ Tree = Any
 
 
 class PipelineFunctions(Protocol):
-    """A model's functions. Those of this project's models are a `models.functions.ModelFunctions`.
+    """A model's functions; this project's models provide a `models.functions.ModelFunctions`.
 
     `non_stack_params` are the parameters outside the stacks: of the embedding, the head and the
     `before` functions. The arrays of `microbatch` are `[B, ...]`.

@@ -1,4 +1,4 @@
-"""Exports have what the loader of vLLM reads, file by file; vLLM itself needs a GPU.
+"""Exports have every file and tensor that vLLM's loader reads; vLLM itself needs a GPU.
 
 vLLM's DefaultModelLoader (vllm/model_executor/model_loader) finds the class by its name, and reads
 the weights from `*.safetensors`, or from those that an index names. Every tensor must have the name
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from convert import from_hf, to_hf
 from tests.convert import cases
 
-#: Of the classes that vLLM generates text with, those that Taibai exports.
+#: Classes that Taibai exports and vLLM can generate text with.
 _CLASSES = {
     "GPT2LMHeadModel",
     "OPTForCausalLM",

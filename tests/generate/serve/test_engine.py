@@ -41,7 +41,7 @@ class CountingSlots:
 
 
 class Collected:
-    """A job, and what it has received."""
+    """A job, and the tokens that it has received."""
 
     def __init__(self, first: int, most: int):
         self.tokens: list[int] = []

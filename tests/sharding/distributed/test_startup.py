@@ -1,4 +1,4 @@
-"""Which devices jax is made to look for, and the checks of what a launcher has set."""
+"""Which devices jax is made to look for, and the checks of a launcher's variables."""
 
 import types
 from typing import Any

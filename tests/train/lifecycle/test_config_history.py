@@ -15,7 +15,7 @@ B = {"init_from": "", "optimizer": {"learning_rate": 1e-5, "betas": (0.9, 0.95)}
 
 @pytest.fixture
 def write(tmp_path, caplog):
-    """Writes a config, and returns what this logs."""
+    """Writes a config, and returns the log."""
     caplog.set_level(logging.INFO)
 
     def write(config, saved=None):

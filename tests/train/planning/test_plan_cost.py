@@ -199,7 +199,7 @@ def test_gradients_are_reduced_after_the_last_microbatch_unless_layers_are_scatt
 
 
 def test_split_backwards_keep_gradients_and_what_they_recompute():
-    """The weight gradient reads what the input gradient has computed."""
+    """The weight gradient reads values that the input gradient has computed."""
 
     def memory_bytes(schedule: str, remat: str = "none", pipeline_remat: str = "none") -> float:
         split = plan(16, pipeline=2, schedule=schedule, remat=remat, pipeline_remat=pipeline_remat)
@@ -224,7 +224,7 @@ def test_higher_zero_stages_take_less_memory():
 
 
 def test_a_stage_with_fewer_layers_makes_room_for_the_head():
-    """Of 8 layers, the stages have (4, 4) or (5, 3); the last one also has the head."""
+    """The stages have (4, 4) or (5, 3) of the 8 layers; the last one also has the head."""
     even = COSTS.cost(plan(16, pipeline=2, schedule="zero_bubble"))
     cut = COSTS.cost(plan(16, pipeline=2, schedule="zero_bubble", layers_per_stage=("auto",)))
     assert cut.memory_bytes > even.memory_bytes  # the first stage holds more
@@ -249,7 +249,7 @@ def test_stage_in_host_memory_has_one_of_its_own_layers_on_the_device():
         COSTS.cost(plan(8, pipeline=8, placement=p)).memory_bytes for p in ("device", "host")
     )
     # Each of the 8 stages has one layer: all of its weights and moments are on the device during
-    # the update, besides the copy of 4 bytes that the layer computes with in host placement.
+    # the update, in addition to the layer's 4-byte copy for computation in host placement.
     assert on_host - on_device == pytest.approx(4 * PARAMS / 8)
 
 

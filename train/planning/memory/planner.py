@@ -153,7 +153,7 @@ class MemoryPlanner:
         )
 
     def _compared(self, needs: Needs) -> str:
-        """Return what a step needs and may use, on a device and on a host."""
+        """Return the memory that a step needs and its budget, per device and per host."""
         budget = self._budget
         return (
             f"{size(needs.device_bytes)} a device (budget: {size(budget.device_bytes)}) and "

@@ -1,4 +1,4 @@
-"""Chat templates, learned tokens and packed rows equal those of transformers."""
+"""Chat templates, learned tokens and packed rows match transformers."""
 
 import datetime
 import json
