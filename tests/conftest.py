@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import platform
+import signal
 from typing import Any
 
 import jax
@@ -41,6 +42,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # jax keeps millions of objects for its programs, which the garbage collector would scan repeatedly.
 gc.set_threshold(100_000, 20, 100)
+for _signal in (signal.SIGHUP, signal.SIGINT):
+    # Programs that tests start would inherit ignored signals, which nohup and background jobs have.
+    if signal.getsignal(_signal) == signal.SIG_IGN:
+        signal.signal(_signal, lambda *_: None)
 jax.devices()  # initialize now, before a command-line test can choose another number
 
 
