@@ -11,7 +11,7 @@ from tests.faults.hits import MOST_STEPS, Fault, Hit, check_saved, stop
 from tests.faults.runs import GRACE_S, DisturbedRun
 from tests.faults.start import Attempt, Broken, Missed
 from train.lifecycle.exit_codes import FINISHED, STOPPED
-from train.lifecycle.stop_signals import SIGNALS
+from train.lifecycle.stop_signals import SIGNALS, heeded_signals
 
 #: Seconds in which a run must react to a signal while it starts.
 SIGNAL_BOUND_S = 15.0
@@ -74,9 +74,10 @@ def stops(
         if number is not None:
             start.wait_until(lambda: number in start.pids(), f"process {number}")
         moment(run, start, rng)
-        names = [rng.choice(choices)]
+        heeded = [name for name in choices if name in heeded_signals()]  # not SIGHUP under nohup
+        names = [rng.choice(heeded)]
         while len(names) < num_signals:
-            names.append(rng.choice([name for name in choices if name != signal.SIGINT]))
+            names.append(rng.choice([name for name in heeded if name != signal.SIGINT]))
         pid = start.process.pid if number is None else start.pids().get(number)
         if start.look() == FINISHED or pid is None:
             raise Missed
