@@ -46,8 +46,8 @@ class SaveError(OSError):
 class ReadError(OSError):
     """A file of a checkpoint could not be read, and may be intact; the message names the file.
 
-    It has no `errno`, so that a run ends with an exit code after which it is started again (see
-    `sharding.distributed.messages.may_pass`), even if the reason is a missing permission.
+    It has no `errno`, so that the exit code of the run makes launchers restart it, even if the
+    reason is a missing permission; see `sharding.distributed.messages.may_pass`.
     """
 
 

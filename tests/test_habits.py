@@ -77,12 +77,12 @@ def test_docstring_violations_are_found(text, num_found):
 
 
 def test_lines_about_arguments_follow_the_style():
-    found = [
+    broken_rules = [
         f"{path}:{line} {rule}"
         for path, source in modules()
         for line, rule in docstrings.violations_in(source)
     ]
-    assert found == []
+    assert broken_rules == []
 
 
 def test_first_line_of_every_file_states_its_purpose():

@@ -49,9 +49,9 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
     if architecture.is_generative:
         if _has_decoder(source):
             keys["decoder_start_token_id"] = ids["pad"]
-        given = directory / GENERATION_CONFIG  # exists if the run learned conversations
-        own = read_json(given, within=directory) if given.exists() else {}
-        _write_json(given, keys | own)
+        file = directory / GENERATION_CONFIG  # exists if the run learned conversations
+        own = read_json(file, within=directory) if file.exists() else {}
+        _write_json(file, keys | own)
     return keys
 
 

@@ -143,8 +143,8 @@ def test_checkpoint_that_was_set_aside_is_never_overwritten(damaged_copy, open_c
         checkpoints.save(2 + number, make_state(3), {})
         checkpoints.wait()
     for number, name in ((1, "2.damaged"), (2, "2.damaged-2"), (3, "2.damaged-3")):
-        kept = (directory / name / "data_state" / "metadata").read_bytes()
-        assert kept == first + b" " * number
+        content = (directory / name / "data_state" / "metadata").read_bytes()
+        assert content == first + b" " * number
 
 
 def test_verification_says_that_a_checkpoint_was_deleted_meanwhile(damaged_copy, monkeypatch):

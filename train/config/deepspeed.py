@@ -267,14 +267,21 @@ class _Translation:
 
     def _offloading(self, config: Any) -> None:
         stage = self._values.get("zero_optimization.stage", config.memory.zero_stage)
-        optimizer = self._is_offloaded(OPTIMIZER_OFFLOAD, "cpu_offload")
-        parameters = self._is_offloaded(PARAM_OFFLOAD, "cpu_offload_param", has_effect=stage >= 3)
+        devices = {
+            OPTIMIZER_OFFLOAD: self._offload_device(OPTIMIZER_OFFLOAD, "cpu_offload"),
+            PARAM_OFFLOAD: self._offload_device(PARAM_OFFLOAD, "cpu_offload_param"),
+        }
         ratio = self._take(f"{OPTIMIZER_OFFLOAD}.ratio", 1.0)
-        if parameters and stage < 3:
+        if devices[PARAM_OFFLOAD] != "none" and stage < 3:
             self.notes.append(
                 f"{PARAM_OFFLOAD} has no effect, because zero_optimization.stage is {stage}, not 3"
             )
-            parameters = False
+            devices[PARAM_OFFLOAD] = "none"
+        for place, device in devices.items():
+            if device not in ("none", "cpu"):
+                self._refuse(f"{place}.device={shown(device)} is unknown; choose cpu or none")
+        optimizer = devices[OPTIMIZER_OFFLOAD] == "cpu"
+        parameters = devices[PARAM_OFFLOAD] == "cpu"
         if optimizer and stage < 1:
             self._refuse(
                 f"{OPTIMIZER_OFFLOAD} needs zero_optimization.stage=1, 2 or 3, not {stage}; set "
@@ -289,11 +296,8 @@ class _Translation:
             self._set("memory.offload_optimizer_fraction", float(ratio) if optimizer else 0.0)
             self._set("memory.offload_parameters_fraction", float(parameters))
 
-    def _is_offloaded(self, place: str, old_name: str, *, has_effect: bool = True) -> bool:
-        """Return whether state is offloaded; remove the keys that say so.
-
-        If offloading has no effect, its device may also be one that Taibai does not have.
-        """
+    def _offload_device(self, place: str, old_name: str) -> str:
+        """Return the device that state is offloaded to, such as "cpu" or "none"."""
         is_new = any(key.startswith(f"{place}.") for key in self._values)
         old = self._take(f"zero_optimization.{old_name}")
         if old is not None and is_new:
@@ -301,11 +305,9 @@ class _Translation:
                 f"zero_optimization.{old_name} is the old name of {place}; remove one of the two"
             )
         device = self._take(f"{place}.device", "cpu" if old else "none")
-        if device not in ("none", "cpu") and has_effect:
-            self._refuse(f"{place}.device={shown(device)} is unknown; choose cpu or none")
         if device != "cpu":
             self._drop(place)
-        return device == "cpu" or (device != "none" and not has_effect)
+        return device
 
     def _batch(self, config: Any, fixed: Collection[str]) -> None:
         sizes = BatchSizes(
@@ -328,13 +330,16 @@ class _Translation:
                 "train_batch_size is set"
             )
         else:
-            # These sizes only make the config valid until the devices are known.
-            assumed = dataclasses.replace(sizes, micro=None if sizes.whole else sizes.micro)
-            completed = assumed.completed(max(mesh.data, 1) * max(mesh.fsdp, 1), count)
-            if sizes.whole and not sizes.count:
-                completed["train.num_microbatches"] = 1
-            if is_planned and not sizes.count:
-                del completed["train.num_microbatches"]  # or the plan could not choose it
             self.open_batch = sizes
+            # These sizes only make the config valid until the devices are known.
+            if sizes.whole is not None:
+                completed = {
+                    "data.global_batch_size": sizes.whole,
+                    "train.num_microbatches": sizes.count or 1,
+                }
+            else:
+                completed = sizes.completed(max(mesh.data, 1) * max(mesh.fsdp, 1), count)
+            if is_planned and sizes.count is None:
+                del completed["train.num_microbatches"]  # or the plan could not choose it
         for key, value in completed.items():
             self._set(key, value)

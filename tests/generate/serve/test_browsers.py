@@ -62,7 +62,7 @@ def test_requests_without_a_name_are_refused_with_any_options(option, headers):
     ],
 )
 def test_requests_of_other_sites_are_refused(headers, status):
-    found = request_with(headers, ("model.example", "page.example"))
-    assert found.status_code == status
+    response = request_with(headers, ("model.example", "page.example"))
+    assert response.status_code == status
     if status == 403:
-        assert "--allowed_hosts" in found.json()["error"]["message"]
+        assert "--allowed_hosts" in response.json()["error"]["message"]

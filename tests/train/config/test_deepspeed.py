@@ -284,11 +284,16 @@ def test_keys_of_stage_3_have_two_names(tmp_path, caplog):
 
 @pytest.mark.parametrize("section", ["fp16", "bf16", "zero_optimization"])
 def test_strings_are_read_in_all_keys_that_pydantic_reads(section, tmp_path):
-    for key, only in ONLY.items():
-        if key.startswith(f"{section}.") and isinstance(only, bool | int):
-            name = key.removeprefix(f"{section}.")
-            enabled = {} if section == "zero_optimization" else {"enabled": "true"}
-            translated({section: {**enabled, name: str(only).lower()}}, tmp_path)
+    enabled = {} if section == "zero_optimization" else {"enabled": True}
+    values = {
+        key.removeprefix(f"{section}."): only
+        for key, only in ONLY.items()
+        if key.startswith(f"{section}.")
+    }
+    assert values
+    strings = {name: str(value).lower() for name, value in (enabled | values).items()}
+    expected = translated({section: enabled | values}, tmp_path)
+    assert translated({section: strings}, tmp_path) == expected
 
 
 def test_cosine_keeps_the_configs_last_rate_for_auto(tmp_path):

@@ -305,8 +305,8 @@ def test_tokenizers_like_berts_are_read(name, tmp_path):
     expected = load_tokenizer_file(str(tmp_path)).encode_batch(["The cat sat."])[0]
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     save_json(tmp_path, tokenizer_config=config | {"tokenizer_class": name})
-    found = load_tokenizer_file(str(tmp_path))
-    assert found.encode_batch(["The cat sat."])[0].tolist() == expected.tolist()
+    tokenizer = load_tokenizer_file(str(tmp_path))
+    assert tokenizer.encode_batch(["The cat sat."])[0].tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("other", ["[1]", "// a comment\n{}", '{"eos_token_id": 3}'])
