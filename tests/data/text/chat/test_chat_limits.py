@@ -33,7 +33,7 @@ TEMPLATES = {
     "power": ("{{ 7 ** (10**10) }}", "processor time"),
     "digits": ("{{ 10 ** (9999 + messages | length) }}", "refuses messages: Exceeds the limit"),
     "indent": ("{{ ('a\n' * 10**6) | indent(10**4) }}", "processor time|memory"),
-    "doubled text": (_DOUBLED + "{% endfor %}{{ ns.a }}", "memory"),
+    "doubled text": (_DOUBLED + "{% endfor %}{{ ns.a }}", "processor time|memory"),
     "long text": ("{{ 'a' * 2**23 }}", "a result of more than 4 MiB"),
     "endless macro": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "nested too deeply"),
     "deep value": (
