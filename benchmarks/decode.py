@@ -29,10 +29,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from benchmarks.harness import docs_page, generation_peer, report
 from fields.paths import local_path
 from generate.decoder import decoder_of
+from predict.machines.targets import Target, parse_target
+from predict.program.memory import memory
+from predict.time.prediction import predict
 from sharding import hardware
-from sharding.analysis.cost.prediction import predict
-from sharding.analysis.memory import memory
-from sharding.analysis.targets import Target, parse_target
 from sharding.mesh import use_mesh
 from train.compile import load_config, run_for
 from train.config.overrides import parse_overrides

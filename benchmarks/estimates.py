@@ -28,8 +28,8 @@ import jax
 
 from benchmarks.harness import docs_page, gpu_estimates, report
 from fields.paths import local_path
-from sharding.analysis.memory import memory
-from sharding.analysis.targets import TARGETS
+from predict.machines.targets import TARGETS
+from predict.program.memory import memory
 from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import validate_config

@@ -24,7 +24,7 @@ from benchmarks.harness import docs_page, libai_fit, ranks, report
 from benchmarks.harness.libai_fit import Constants, Parts
 from benchmarks.harness.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_of, parse_rows
 from fields.paths import local_path
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from train.compile import compile_step
 from untrusted.streams import run_command
 

@@ -21,10 +21,10 @@ from typing import Any
 
 from benchmarks.harness import docs_page
 from fields.paths import local_path
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.prediction import predict
-from sharding.analysis.memory import Memory
-from sharding.analysis.targets import TARGETS, parse_target
+from predict.machines.machine import Machine
+from predict.machines.targets import TARGETS, parse_target
+from predict.program.memory import Memory
+from predict.time.prediction import predict
 from train.planning.step_time import machine_of
 from untrusted.streams import run_command
 
@@ -102,7 +102,7 @@ def _machine(device_kind: str) -> Machine:
     # A described H200 is an "NVIDIA H200 141GB HBM3e", a real one an "NVIDIA H200".
     found = [target for target in targets if target.device_kind.startswith(device_kind)]
     if not found:
-        raise ValueError(f"{device_kind!r} has no description in sharding/analysis/gpu_targets/")
+        raise ValueError(f"{device_kind!r} has no description in predict/machines/gpu_targets/")
     return machine_of(found[0])
 
 

@@ -38,14 +38,14 @@ from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, p
 from benchmarks.harness.stage_parts import Part, StageParts
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
 from benchmarks.step import make_run
-from sharding.analysis.flops import matmul_flops
-from sharding.analysis.memory import memory
+from distributed import startup
+from pipeline.config import REMAT
+from pipeline.schedule import SCHEDULES
+from pipeline.schedules.table import max_in_flight
+from predict.program.flops import matmul_flops
+from predict.program.memory import memory
 from sharding.batches import place_batch
-from sharding.distributed import startup
 from sharding.mesh import MeshConfig
-from sharding.pipeline.config import REMAT
-from sharding.pipeline.schedule import SCHEDULES
-from sharding.pipeline.schedules.table import max_in_flight
 from train.config.overrides import Override, parse_overrides
 from train.run.run import Run
 from untrusted.messages import sentence_of

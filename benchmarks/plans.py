@@ -42,7 +42,7 @@ from benchmarks.harness.ranks import kendall_tau
 from benchmarks.harness.timing import interleave
 from benchmarks.step import contender_of
 from fields.paths import local_path
-from sharding.analysis.targets import target_of
+from predict.machines.targets import target_of
 from sharding.mesh import make_mesh
 from train.compile import load_config, sizes_without_data
 from train.config.overrides import Override, parse_overrides

@@ -26,7 +26,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks.harness import docs_page, report
 from benchmarks.harness.published_jobs import HOST_MEMORY, JOBS, SCALING, Job
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from train.compile import compile_step
 
 _ROOT = Path(__file__).parents[1]

@@ -29,12 +29,12 @@ from benchmarks.harness import report
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.kernel_times import profiled
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
+from distributed import startup
 from fields.paths import local_path
-from sharding.analysis.collective_table import summary
-from sharding.analysis.communication import collectives
-from sharding.analysis.memory import memory
+from predict.program.collective_table import summary
+from predict.program.communication import collectives
+from predict.program.memory import memory
 from sharding.batches import place_batch
-from sharding.distributed import startup
 from train.config import config_files
 from train.config.overrides import parse_overrides
 from train.config.schema import validate_config

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from distributed.messages import TIMEOUT_S
 from fields.field import field
 from fields.section import Section
-from sharding.distributed.messages import TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class ReadError(OSError):
     """A file of a checkpoint could not be read, and may be intact; the message names the file.
 
     It has no `errno`, so that the exit code of the run makes launchers restart it, even if the
-    reason is a missing permission; see `sharding.distributed.messages.may_pass`.
+    reason is a missing permission; see `distributed.messages.may_pass`.
     """
 
 

@@ -50,7 +50,7 @@ from checkpoint.errors import WRITE_ERRORS, SaveError, first_error, reason_of
 from checkpoint.layout import CONFIG, DATA_STATE, DIVERGED_SUFFIX, METRICS, read_data_state
 from checkpoint.quiet import keep_quiet
 from checkpoint.state_files import StateFiles
-from sharding.distributed.messages import LONGEST_START_S, Exchange
+from distributed.messages import LONGEST_START_S, Exchange
 
 logger = logging.getLogger(__name__)
 

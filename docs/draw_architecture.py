@@ -1,8 +1,8 @@
 """Draws the map in docs/architecture.md from the imports: `python -m docs.draw_architecture`.
 
-Every top-level folder is a box with its subfolders, and every arrow is an import. Implied arrows
-are omitted: if a imports b and b imports c, no arrow is drawn from a to c. A test keeps the picture
-up to date.
+Every top-level folder is a box with its subfolders, in a row above everything that it imports. Its
+last line names the folders that it imports, without those that follow: if a imports b and b imports
+c, the box of a does not name c. A test keeps the picture up to date.
 """
 
 import ast
@@ -20,15 +20,17 @@ FOLDERS = (
     "models",
     "data",
     "checkpoint",
+    "predict",
+    "pipeline",
+    "distributed",
     "sharding",
-    "metrics",
     "fields",
     "untrusted",
 )
 
 _WIDTH = 960
 _LINE = 18  # pixels per line of text
-_GAP = 40  # pixels between rows, for the arrows
+_GAP = 20  # pixels between boxes
 
 
 def imported_folders(folder: str) -> set[str]:
@@ -71,47 +73,43 @@ def subfolders_of(folder: str) -> list[str]:
     return [name for name in names if (ROOT / folder / name / "__init__.py").exists()]
 
 
+def box(folder: str, imported: set[str], x: int, y: int, width: int, height: int) -> str:
+    """Return one folder as SVG, in pixels: its name, its subfolders and what it imports."""
+    lines = [("name", f"{folder}/"), *(("subfolder", f"{name}/") for name in subfolders_of(folder))]
+    lines += [("imports", f"→ {name}") for name in sorted(imported)]
+    texts = [
+        f'<text x="{x + (22 if kind == "subfolder" else 10)}" y="{y + _LINE * (i + 1)}" '
+        f'class="{kind}">{text}</text>'
+        for i, (kind, text) in enumerate(lines)
+    ]
+    rectangle = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" class="box"/>'
+    return "\n".join([rectangle, *texts])
+
+
 def draw() -> str:
     """Return the picture as SVG."""
     imports = {folder: imported_folders(folder) for folder in FOLDERS}
-    boxes: dict[str, tuple[int, int, int, int]] = {}  # folder -> left, top, width, height
-    top = 10
-    for row in rows_of(imports):
-        height = max(_LINE * (2 + len(subfolders_of(folder))) for folder in row)
-        width = min(220, (_WIDTH - 20) // len(row) - 20)
-        start = (_WIDTH - len(row) * (width + 20) + 20) // 2
-        for i, folder in enumerate(row):
-            boxes[folder] = (start + i * (width + 20), top, width, height)
-        top += height + _GAP
+    shown = reduced(imports)
     parts = []
-    for folder, (x, y, width, height) in boxes.items():
-        parts.append(
-            f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" class="box"/>'
-        )
-        parts.append(f'<text x="{x + 10}" y="{y + _LINE}" class="name">{folder}/</text>')
-        for i, name in enumerate(subfolders_of(folder)):
-            line = y + _LINE * (i + 2)
-            parts.append(f'<text x="{x + 22}" y="{line}" class="subfolder">{name}/</text>')
-    for folder, below in reduced(imports).items():
-        x, y, width, height = boxes[folder]
-        for other in sorted(below):
-            to_x, to_y, to_width, _ = boxes[other]
-            parts.append(
-                f'<line x1="{x + width // 2}" y1="{y + height}" '
-                f'x2="{to_x + to_width // 2}" y2="{to_y - 2}" class="arrow"/>'
-            )
+    top = _GAP
+    for row in rows_of(imports):
+        lines = max(1 + len(subfolders_of(folder)) + len(shown[folder]) for folder in row)
+        height = _LINE * lines + _LINE // 2
+        width = min(220, (_WIDTH - _GAP) // len(row) - _GAP)
+        start = (_WIDTH - len(row) * (width + _GAP) + _GAP) // 2
+        for i, folder in enumerate(row):
+            parts.append(box(folder, shown[folder], start + i * (width + _GAP), top, width, height))
+        top += height + _GAP
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top - _GAP + 10}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}">',
             "<style>",
             "svg { background: white; font: 13px sans-serif; }",
             ".box { fill: #eef3fb; stroke: #4a6fa5; }",
             ".name { font-weight: bold; }",
             ".subfolder { fill: #444; }",
-            ".arrow { stroke: #4a6fa5; marker-end: url(#head); }",
+            ".imports { fill: #4a6fa5; }",
             "</style>",
-            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" '
-            'markerHeight="8" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#4a6fa5"/></marker>',
             *parts,
             "</svg>",
             "",

@@ -18,6 +18,7 @@ from typing import Any
 from convert.from_hf import load_model
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
+from distributed.startup import start
 from fields.paths import local_path
 from generate.beam_search import Beams
 from generate.command import add_model_options, mesh_of, run
@@ -35,7 +36,6 @@ from generate.prompts import (
 )
 from generate.sampling import Sampling
 from generate.text_stream import TextStream
-from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
 from untrusted.outputs import check_file

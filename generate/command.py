@@ -10,8 +10,8 @@ import jax
 
 from convert.from_hf import DTYPES
 from data.config import cache_path
+from distributed.compilation_cache import use_compilation_cache
 from fields.paths import local_path
-from sharding.compilation_cache import use_compilation_cache
 from sharding.mesh import AXES, MeshConfig
 from untrusted.imports import add_allow_import
 from untrusted.messages import sentence_of

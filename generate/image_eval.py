@@ -33,13 +33,13 @@ from data.config import DataConfig
 from data.corpus import load_corpus
 from data.examples import Corpus
 from data.image_config import ImageConfig
+from distributed.startup import start
 from fields.keys import check_keys
 from fields.paths import local_path
 from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from models.vision.common import label_rank
-from sharding.distributed.startup import start
 from sharding.mesh import REPLICA_AXES, use_mesh
 from untrusted.documents import read_yaml
 from untrusted.files import new_directory, write_text

@@ -18,12 +18,12 @@ from typing import Any
 
 from convert.from_hf import load_model
 from convert.source import read_source
+from distributed.startup import start
 from fields.paths import local_path
 from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.prompts import generation_config_of, stop_tokens_of, tokenizer_of
-from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.files import write_text
 from untrusted.outputs import check_file

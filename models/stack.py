@@ -30,7 +30,7 @@ examples of one microbatch on one replica; a model knows of no other microbatch 
 
 The `__call__` of a model (such as `GPT2.__call__`) and of a `Stack`, and `run_layers`, are for use
 from Python and to check converted models; training runs the same blocks through
-sharding/pipeline/runtime.
+pipeline/runtime.
 
 Blocks name activations with `jax.ad_checkpoint.checkpoint_name`. A config can then save only these
 for the backward pass, or move them to host memory between the forward and the backward pass.

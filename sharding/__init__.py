@@ -1,1 +1,1 @@
-"""Device mesh, sharding rules, pipelines, memory estimates and analysis of compiled steps."""
+"""The device mesh, the rules that map logical axes to it, and how arrays are laid out on it."""

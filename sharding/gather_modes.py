@@ -9,7 +9,7 @@ Parameters that fsdp or ZeRO split are all-gathered before a device computes wit
                  layer by layer
 
 train/state/state_layout.py chooses the mode of every parameter once, with the rest of its layout.
-sharding/pipeline/runtime/gather.py carries it out.
+pipeline/runtime/gather.py carries it out.
 """
 
 import enum

@@ -13,7 +13,7 @@ Below stage 3, parameters are all-gathered once per step, in the compute dtype.
 
 train/state/state_layout.py calls `split_over_data` to shard the state (stages 1 to 3), and chooses
 which parameters are gathered by layer (stage 3, gather_modes.py).
-sharding/pipeline/runtime/gather.py reduce-scatters the gradients instead of summing them (stages 2
+pipeline/runtime/gather.py reduce-scatters the gradients instead of summing them (stages 2
 and 3).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"

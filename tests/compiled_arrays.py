@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from sharding.analysis.hlo.instruction import Array, Instruction, arrays_of
-from sharding.analysis.hlo.module import Module
-from sharding.analysis.hlo.parse import parse_modules, text_of
+from predict.program.instruction import Array, Instruction, arrays_of
+from predict.program.module import Module
+from predict.program.parse import parse_modules, text_of
 
 
 def widest_arrays(

@@ -14,7 +14,7 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
-from sharding.distributed.startup import CPU_XLA_FLAGS
+from distributed.startup import CPU_XLA_FLAGS
 from tests.runs import write_corpus
 from untrusted import imports
 

@@ -8,7 +8,7 @@ import sys
 
 from jax.experimental import multihost_utils
 
-from sharding.distributed import startup
+from distributed import startup
 from tests.runs import CONFIG, digest, make_run
 from train.config.config_files import load
 from train.config.schema import validate_config

@@ -15,10 +15,10 @@ from convert.source import Source
 from convert.to_hf import export_problem
 from data.corpus import load_corpus
 from data.examples import Corpus
-from sharding.analysis.targets import Target, target_of
-from sharding.compilation_cache import use_compilation_cache
-from sharding.distributed import startup
-from sharding.distributed.messages import LONGEST_START_S, Exchange
+from distributed import startup
+from distributed.compilation_cache import use_compilation_cache
+from distributed.messages import LONGEST_START_S, Exchange
+from predict.machines.targets import Target, target_of
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config import config_files, deepspeed

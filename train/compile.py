@@ -22,9 +22,9 @@ import jax
 
 from data.text.text_corpus import load_fixed_tokenizer
 from fields.paths import local_path
-from sharding.analysis.cost.picture import draw
-from sharding.analysis.cost.trace import write_trace
-from sharding.analysis.targets import TARGETS, Target, parse_target
+from predict.machines.targets import TARGETS, Target, parse_target
+from predict.time.picture import draw
+from predict.time.trace import write_trace
 from sharding.compiler_options import describe_options
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh

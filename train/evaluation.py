@@ -10,7 +10,7 @@ import numpy as np
 
 from data.batches import validation_batches
 from data.examples import Corpus
-from sharding.distributed.messages import Exchange
+from distributed.messages import Exchange
 from train.lifecycle.phases import Phases
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from train.run.run import Run

@@ -32,11 +32,11 @@ import jax
 
 from checkpoint.errors import ReadError
 from data.examples import BrokenExample
+from distributed import startup
+from distributed.messages import LONGEST_START_S, Exchange, may_pass
 from fields.paths import check_local
 from fields.types import check_no_nul
 from sharding.compiler_options import describe_options
-from sharding.distributed import startup
-from sharding.distributed.messages import LONGEST_START_S, Exchange, may_pass
 from train import evaluation, loop
 from train.build import BuiltRun, RunOptions, build_run
 from train.config import config_files, reference

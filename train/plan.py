@@ -25,9 +25,9 @@ from typing import Any
 import jax
 
 from data.config import cache_path
+from distributed.startup import skip_absent_gpus
 from fields.paths import local_path
-from sharding.analysis.targets import parse_target
-from sharding.distributed.startup import skip_absent_gpus
+from predict.machines.targets import parse_target
 from sharding.mesh import MeshConfig, make_mesh
 from train.compile import (
     load_config,

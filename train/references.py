@@ -19,8 +19,8 @@ from data.batches import validation_batches
 from data.examples import Corpus
 from data.shapes import example_shapes
 from data.text.objectives.preference import PreferenceExamples
+from distributed.messages import Exchange
 from models.preference import REFERENCE_LOG_PROBS
-from sharding.distributed.messages import Exchange
 from train.run.run import Run
 
 _FILE = f"{REFERENCE_LOG_PROBS}.bin"

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sharding.analysis.memory import memory
-from sharding.analysis.targets import Target, parse_target
+from predict.machines.targets import Target, parse_target
+from predict.program.memory import memory
 from train.compile import run_for
 from train.config.config_files import load
 from train.config.schema import validate_config

@@ -18,8 +18,8 @@ from scipy.optimize import least_squares
 
 from benchmarks.harness import ranks
 from benchmarks.harness.libai_rows import Row, jobs_of
-from sharding.analysis.cost.prediction import Prediction
-from sharding.analysis.cost.transfer import crosses_hosts
+from predict.time.prediction import Prediction
+from predict.time.transfer import crosses_hosts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

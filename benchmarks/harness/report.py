@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from sharding.analysis.collective_table import SummaryRow, format_table
+from predict.program.collective_table import SummaryRow, format_table
 from train.run.run import Run
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")

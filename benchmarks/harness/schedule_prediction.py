@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Mapping
 
 from benchmarks.harness.stage_parts import Part
-from sharding.pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op
+from pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op
 from train.run.run import Run
 
 
 def parts_of_op(run: Run, op: Op, stage: int) -> list[Part]:
     """Return the parts that one operation of a run's table computes.
 
-    They mirror sharding/pipeline/runtime/executor.py. With recomputation (remat "full"), a forward
+    They mirror pipeline/runtime/executor.py. With recomputation (remat "full"), a forward
     saves no residuals ("evaluate"), and its backward starts with a forward that does:
 
         remat "none"    F: forward      B: backward

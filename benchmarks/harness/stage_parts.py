@@ -2,7 +2,7 @@
 
 The parts are the forward and backward pass of a stage's layers, the two halves of the backward
 pass, the gradients of embedding and head, and the optimizer update. The layers run as in the
-executor, through sharding/pipeline/runtime/layers.py:
+executor, through pipeline/runtime/layers.py:
 
     part              computes                                      per
     evaluate          layers, without saving residuals              microbatch
@@ -28,13 +28,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS
-from sharding.analysis.flops import matmul_flops
+from pipeline.runtime.gather import ParamGatherer, ParamSharding
+from pipeline.runtime.layers import Layers
+from pipeline.runtime.tick_plan import Slots
+from pipeline.runtime.trees import add, total_of, wide, zeros
+from pipeline.stack_layout import StackLayout
+from predict.program.flops import matmul_flops
 from sharding.gather_modes import all_once
-from sharding.pipeline.runtime.gather import ParamGatherer, ParamSharding
-from sharding.pipeline.runtime.layers import Layers
-from sharding.pipeline.runtime.tick_plan import Slots
-from sharding.pipeline.runtime.trees import add, total_of, wide, zeros
-from sharding.pipeline.stack_layout import StackLayout
 from train.run.run import Run
 
 Tree = Any

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from distributed import startup
 from models.layers.basic import param
 from models.stack import logical_axes
-from sharding.distributed import startup
 from sharding.logical import axis_rules, constrain
 from sharding.mesh import MeshConfig
 from sharding.rules import make_rules, partition_specs, shardings

@@ -22,13 +22,13 @@ from convert.model_on_disk import Source
 from convert.source import read_source
 from data.text.chat.template import ChatTemplate, find_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
+from distributed.startup import start
 from generate.command import add_model_options, mesh_of, run
 from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
 from generate.serve.readers import template_processes
 from generate.serve.requests import Limits
 from generate.serve.slots import Slots
-from sharding.distributed.startup import start
 from sharding.mesh import use_mesh
 from untrusted.streams import code_of, protect_output
 

@@ -9,8 +9,8 @@ from benchmarks import libai
 from benchmarks.harness import libai_fit, ranks
 from benchmarks.harness.libai_fit import Constants, Parts
 from benchmarks.harness.libai_rows import COLUMNS, MODELS, jobs_of, parse_rows
-from sharding.analysis.cost.prediction import CollectiveTime, Prediction
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
+from predict.time.prediction import CollectiveTime, Prediction
 from train.config.config_files import load
 from train.config.schema import validate_config
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import pipeline
 from benchmarks.harness import report, schedule_prediction
 from benchmarks.harness.stage_parts import StageParts
-from sharding.pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
+from pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
 from tests.runs import CONFIG, ROOT, TINY
 
 OVERRIDES = [

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import plans
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from sharding.memory import MemoryConfig
 from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices

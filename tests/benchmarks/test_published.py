@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import published
 from benchmarks.harness.published_jobs import HOST_MEMORY, JOBS, SCALING
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from train.config.config_files import load
 from train.config.schema import validate_config
 

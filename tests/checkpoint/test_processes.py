@@ -99,7 +99,7 @@ from pathlib import Path
 from checkpoint import errors
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
-from sharding.distributed.messages import may_pass
+from distributed.messages import may_pass
 from tests.checkpoint.faults import fail_to_read
 
 mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

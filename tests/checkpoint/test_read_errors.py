@@ -15,7 +15,7 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.errors import ReadError, SaveError
 from checkpoint.lazy import stored_arrays
 from checkpoint.manager import Checkpoints
-from sharding.distributed.messages import may_pass
+from distributed.messages import may_pass
 from tests.checkpoint.faults import fail_to_read, no_files_can_be_opened
 from tests.checkpoint.states import abstract, assert_same_bits, make_state
 

@@ -40,7 +40,7 @@ from typing import Any
 import jax
 
 from benchmarks.harness import report
-from sharding.distributed import startup
+from distributed import startup
 from tests.faults.campaign import Results, impossible_kinds, run_all, summary
 from tests.faults.kinds import KINDS
 from tests.faults.restart_overhead import restart_overhead

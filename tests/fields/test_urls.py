@@ -72,7 +72,7 @@ def test_source_of_a_mixture_that_is_a_url_is_refused(tmp_path, capsys):
         ("generate.__main__", [f"--model={URL}", "--prompt=a"]),
         ("train.goodput", [URL]),
         ("train.plan", [f"--out={URL}"]),
-        ("sharding.pipeline.schedule", [f"--csv={URL}"]),
+        ("pipeline.schedule", [f"--csv={URL}"]),
     ],
 )
 def test_argument_that_is_a_url_is_refused(module, flags, capsys):

@@ -23,12 +23,12 @@ from data.array_cache import read_array, write_array
 from data.images.readability import problem_of
 from data.text.text_files import open_text_files
 from data.text.token_files import open_token_file
-from sharding.analysis.targets import Target, parse_target
-from sharding.distributed.channel import Channel
-from sharding.distributed.handshake import Process
-from sharding.pipeline.schedules.csv_table import read_csv, write_csv
-from sharding.pipeline.schedules.generators import one_f_one_b
-from sharding.pipeline.schedules.table import verify
+from distributed.channel import Channel
+from distributed.handshake import Process
+from pipeline.schedules.csv_table import read_csv, write_csv
+from pipeline.schedules.generators import one_f_one_b
+from pipeline.schedules.table import verify
+from predict.machines.targets import Target, parse_target
 from tests.convert import cases
 from tests.fuzz import tables, tokenizers, valid
 from tests.fuzz.mutations import (

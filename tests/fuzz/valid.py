@@ -15,8 +15,8 @@ from PIL import Image
 from convert import from_hf
 from data.examples import Corpus
 from data.text.token_files import write_token_file
-from sharding.analysis.targets import TARGETS, parse_target
-from sharding.distributed.handshake import Process
+from distributed.handshake import Process
+from predict.machines.targets import TARGETS, parse_target
 from tests.convert import cases
 from tests.data.corpora import word_piece
 from tests.data.text.tokenization.tokenizer_folders import KINDS

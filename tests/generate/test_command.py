@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
+from distributed.compilation_cache import VerifiedCache
 from generate import Sampling, load_generator
 from generate.__main__ import main
-from sharding.compilation_cache import VerifiedCache
 from tests.runs import TINY, arguments
 from train import main as train
 

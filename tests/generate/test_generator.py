@@ -16,7 +16,7 @@ from generate.generator import Generator
 from generate.sampling import Sampling
 from models.text.bert import Bert, BertConfig
 from models.text.llama import Llama, LlamaConfig
-from sharding.analysis.memory import memory
+from predict.program.memory import memory
 from tests.generate.references import (
     GREEDY,
     NEW,

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from sharding.analysis.targets import has_compiler
+from predict.machines.targets import has_compiler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

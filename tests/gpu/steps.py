@@ -5,8 +5,8 @@ import functools
 
 import jax
 
-from sharding.analysis.memory import memory
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
+from predict.program.memory import memory
 from tests.runs import ROOT
 from tests.train.meshes.models_on_meshes import MODELS, SHARED
 from train.compile import run_for

@@ -6,7 +6,7 @@ documents.
 
 import pytest
 
-from sharding.analysis.memory import memory
+from predict.program.memory import memory
 from tests.compiled_arrays import widest_arrays
 from tests.gpu import steps
 

@@ -1,4 +1,4 @@
-"""Tests of `sharding.analysis.cost`: predicted times of steps compiled for GPUs, without a GPU."""
+"""Tests of `predict.time`: predicted times of steps compiled for GPUs, without a GPU."""
 
 import functools
 import math
@@ -12,15 +12,15 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding.analysis.cost.picture import draw
-from sharding.analysis.cost.prediction import Prediction, predict
-from sharding.analysis.cost.ticks import Operations, Ticks
-from sharding.analysis.cost.trace import trace
-from sharding.analysis.targets import parse_target
+from pipeline.runtime.tick_plan import TICKS, scope_of
+from predict.machines.targets import parse_target
+from predict.time.picture import draw
+from predict.time.prediction import Prediction, predict
+from predict.time.ticks import Operations, Ticks
+from predict.time.trace import trace
 from sharding.compiler_options import options_for
 from sharding.hardware import hardware_of
 from sharding.ops.update_if import update_if
-from sharding.pipeline.runtime.tick_plan import TICKS, scope_of
 from train.planning.step_time import machine_of
 
 pytestmark = pytest.mark.gpu_compiler

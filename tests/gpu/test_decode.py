@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.decode import predicted
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler

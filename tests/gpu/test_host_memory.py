@@ -8,8 +8,8 @@ import math
 import jax
 import pytest
 
-from sharding.analysis.communication import host_copies
-from sharding.analysis.memory import memory
+from predict.program.communication import host_copies
+from predict.program.memory import memory
 from tests.gpu import steps
 from train.state.train_state import is_for_host
 

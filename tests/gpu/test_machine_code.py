@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sharding.analysis import machine_code
-from sharding.analysis.cost.prediction import predict
-from sharding.analysis.flops import matmul_flops_in_text
-from sharding.analysis.machine_code import options_without_machine_code
+from predict.machines import machine_code
+from predict.machines.machine_code import options_without_machine_code
+from predict.program.flops import matmul_flops_in_text
+from predict.time.prediction import predict
 from tests.gpu import steps
 from train.compile import run_for
 from train.planning.step_time import machine_of

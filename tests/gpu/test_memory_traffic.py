@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from sharding.analysis.cost.memory_traffic import moved_bytes
-from sharding.analysis.hlo import asynchrony
-from sharding.analysis.hlo.instruction import Instruction, arrays_of, loop_label
-from sharding.analysis.hlo.module import Module
-from sharding.analysis.hlo.parse import parse_modules
-from sharding.pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_plan import TICKS
+from predict.program import asynchrony
+from predict.program.instruction import Instruction, arrays_of, loop_label
+from predict.program.module import Module
+from predict.program.parse import parse_modules
+from predict.time.memory_traffic import moved_bytes
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler

@@ -6,7 +6,7 @@ import re
 import pytest
 import yaml
 
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from tests.hugging_face import save_model
 from tests.runs import ROOT
 from train import plan

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.harness.gpu_estimates import SMALL_BOUNDS
-from sharding.analysis.communication import collectives
+from predict.program.communication import collectives
 from tests.gpu import steps
 
 pytestmark = pytest.mark.gpu_compiler

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from distributed import startup
 from launch import environment
-from sharding.distributed import startup
 
 
 def test_merge_xla_flags_keeps_the_users():

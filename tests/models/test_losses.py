@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.layers.basic import lookup
 from models.losses import chunked_vocab_loss, cross_entropy, make_token_loss
+from pipeline.runtime.gather import on_shards
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.pipeline.runtime.gather import on_shards
 from sharding.rules import make_rules
 from tests.compiled_arrays import has_array
 from tests.runs import squared_error

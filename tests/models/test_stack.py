@@ -11,13 +11,13 @@ from models.check import check
 from models.functions import can_share_vocab, functions_of
 from models.layers.basic import Linear
 from models.stack import Stack, run_layers
+from pipeline.config import PipelineConfig
+from pipeline.runtime.executor import make_loss_and_grad
+from pipeline.runtime.gather import ParamSharding
+from pipeline.schedule import make_schedule
+from pipeline.stack_layout import cut
 from sharding.gather_modes import all_once
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.runtime.executor import make_loss_and_grad
-from sharding.pipeline.runtime.gather import ParamSharding
-from sharding.pipeline.schedule import make_schedule
-from sharding.pipeline.stack_layout import cut
 
 WIDTH = 8
 BATCH = 2

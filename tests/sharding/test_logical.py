@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from pipeline.runtime.gather import on_shards
 from sharding.logical import (
     axis_rules,
     constrain,
@@ -27,7 +28,6 @@ from sharding.logical import (
     sum_over_batch,
 )
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.pipeline.runtime.gather import on_shards
 from sharding.rules import DEFAULT_RULES, make_rules
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from models.text.gpt2 import GPT2
-from sharding.pipeline.stack_layout import StackLayout
+from pipeline.stack_layout import StackLayout
 from tests.runs import TINY, arguments, losses, make_run, reference_losses
 from train.main import main
 from train.precision import LossScale, PrecisionConfig, rounded_at_random, to_bfloat16

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding.compilation_cache import (
+from distributed.compilation_cache import (
     VerifiedCache,
     use_compilation_cache,
     without_compilation_cache,

@@ -143,7 +143,7 @@ def test_command_ends_with_the_code_of_its_main_function(code):
 
 def test_reader_that_leaves_is_no_error_of_the_input_of_a_command():
     options = ["--stages=64", "--microbatches=512"]  # more output than a pipe holds
-    done = piped([sys.executable, "-m", "sharding.pipeline.schedule", *options], "head -n 1")
+    done = piped([sys.executable, "-m", "pipeline.schedule", *options], "head -n 1")
     assert (done.returncode, done.stderr) == (141, "")
 
 

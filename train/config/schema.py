@@ -23,11 +23,11 @@ from models.layers.lora import LoraConfig
 from models.preference import PreferenceConfig
 from models.registry import MODELS, find_model
 from models.section import ModelSettings, split_model_keys
+from pipeline.config import PipelineConfig
+from pipeline.schedule import SCHEDULES
+from pipeline.schedules.table import check_size
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
-from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.schedule import SCHEDULES
-from sharding.pipeline.schedules.table import check_size
 from train.config.train_config import EvalConfig, LogConfig, TrainConfig
 from train.optim.optimizer import OptimizerConfig
 from train.precision import PrecisionConfig

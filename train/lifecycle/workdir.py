@@ -22,7 +22,7 @@ from convert.source import Source
 from data.examples import Corpus
 from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
-from sharding.distributed.messages import Exchange
+from distributed.messages import Exchange
 from sharding.memory import MemoryConfig
 from train.config.config_files import differences, load_data
 from train.config.schema import SECTIONS, build_section

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from sharding.distributed.messages import Exchange
+from distributed.messages import Exchange
 from untrusted.files import open_in_place
 from untrusted.named_errors import naming
 

@@ -13,9 +13,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from distributed.compilation_cache import without_compilation_cache
+from distributed.messages import Exchange
 from fields.numbers import shown
-from sharding.compilation_cache import without_compilation_cache
-from sharding.distributed.messages import Exchange
 from sharding.memory import AUTO
 from sharding.mesh import AXES
 from train.config.schema import RunConfig

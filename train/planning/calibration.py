@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharding.analysis.cost.kernel_time import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.transfer import LINK_EFFICIENCY
+from predict.machines.machine import Machine
+from predict.time.kernel_time import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from predict.time.transfer import LINK_EFFICIENCY
 from untrusted.documents import read_json
 from untrusted.files import make_private_directory, write_text
 from untrusted.schema import check_fields

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.prediction import Prediction, format_prediction, predict
-from sharding.analysis.cost.ticks import Ticks
-from sharding.analysis.memory import Memory, memory
+from pipeline.runtime.executor import plan_execution
+from predict.machines.machine import Machine
+from predict.program.memory import Memory, memory
+from predict.time.prediction import Prediction, format_prediction, predict
+from predict.time.ticks import Ticks
 from sharding.compiler_options import as_dict
-from sharding.pipeline.runtime.executor import plan_execution
 from train.planning.memory.budget import Budget, pressure_of, size
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.run import Run

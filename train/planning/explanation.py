@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sharding.analysis.cost.prediction import CollectiveTime, Prediction
-from sharding.analysis.cost.transfer import crosses_hosts
+from predict.time.prediction import CollectiveTime, Prediction
+from predict.time.transfer import crosses_hosts
 from train.planning.finalists import Choice
 from train.planning.memory.budget import size
 from train.planning.plan_limits import NotCompiled

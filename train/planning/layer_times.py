@@ -13,10 +13,10 @@ import dataclasses
 import math
 from functools import cached_property
 
-from sharding.analysis.cost.execution import loops_s
-from sharding.analysis.cost.prediction import predict
-from sharding.estimate.labels import GAPS, TEMPORARIES
-from sharding.pipeline.runtime.layers import LAYERS
+from pipeline.runtime.layers import LAYERS
+from predict.time.execution import loops_s
+from predict.time.prediction import predict
+from sharding.labels import GAPS, TEMPORARIES
 from train.config.schema import RunConfig
 from train.planning.parallel_plan import with_values
 from train.planning.plan_devices import PlanDevices

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from pipeline.config import BALANCED
+from pipeline.schedule import SCHEDULES
 from sharding.mesh import AXES, MeshConfig
-from sharding.pipeline.config import BALANCED
-from sharding.pipeline.schedule import SCHEDULES
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. The other axes are `fsdp`,

@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.ticks import Operations, Ticks
-from sharding.analysis.cost.transfer import group_over, transfer_s
-from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.runtime.executor import plan_execution
-from sharding.pipeline.schedule import make_schedule
-from sharding.pipeline.schedules.table import (
+from pipeline.config import PipelineConfig
+from pipeline.runtime.executor import plan_execution
+from pipeline.schedule import make_schedule
+from pipeline.schedules.table import (
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     max_in_flight,
 )
+from predict.machines.machine import Machine
+from predict.time.ticks import Operations, Ticks
+from predict.time.transfer import group_over, transfer_s
 from train.planning.parallel_plan import ParallelPlan
 
 #: Kernels and sends in a tick of a pipeline in addition to its layers: 45 to 90 us in an 8-layer

@@ -17,10 +17,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sharding.analysis.cost.kernel_time import HOST_EFFICIENCY
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.cost.transfer import group_over, transfer_s
-from sharding.pipeline.config import BALANCED
+from pipeline.config import BALANCED
+from predict.machines.machine import Machine
+from predict.time.kernel_time import HOST_EFFICIENCY
+from predict.time.transfer import group_over, transfer_s
 from train.config.schema import RunConfig
 from train.planning.layer_times import Part
 from train.planning.parallel_plan import ParallelPlan

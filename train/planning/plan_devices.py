@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.targets import Target
+from predict.machines.machine import Machine
+from predict.machines.targets import Target
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config.schema import RunConfig

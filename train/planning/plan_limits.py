@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.targets import MAX_DEVICES
+from predict.machines.machine import Machine
+from predict.machines.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE

@@ -21,10 +21,10 @@ from functools import cached_property
 
 import jax
 
-from sharding.analysis.cost.kernel_time import MEMORY_EFFICIENCY
+from pipeline.config import BALANCED
+from pipeline.stack_layout import even_cut
+from predict.time.kernel_time import MEMORY_EFFICIENCY
 from sharding.mesh import MeshConfig
-from sharding.pipeline.config import BALANCED
-from sharding.pipeline.stack_layout import even_cut
 from train.config.schema import RunConfig
 from train.planning.layer_times import CompiledPart, Part, PartMemory
 from train.planning.plan_devices import PlanDevices

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sharding.analysis.cost.machine import Machine
-from sharding.analysis.targets import Target
-from sharding.estimate.step_cost import StepCost
+from predict.machines.machine import Machine
+from predict.machines.targets import Target
+from predict.memory.step_cost import StepCost
 from train.reporting.throughput import peak_flops_per_s
 
 #: Fraction of the peak that matrix products of large models reach; see docs/benchmarks.md.

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from metrics.json_lines import JsonLines
-from metrics.tensorboard_file import TensorBoardFile
+from train.reporting.json_lines import JsonLines
+from train.reporting.tensorboard_file import TensorBoardFile
 from untrusted.documents import number_as_json, number_from_json, read_json_lines
 from untrusted.files import write_text
 

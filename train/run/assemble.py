@@ -17,13 +17,13 @@ from flax import nnx
 from models.adapters import add_adapters
 from models.functions import ModelFunctions, functions_of
 from models.preference import with_preference
-from sharding.analysis.targets import Target
+from pipeline.config import BALANCED
+from pipeline.schedule import make_schedule
+from pipeline.schedules.table import Schedule
+from pipeline.stack_layout import StackLayout, cut
+from predict.machines.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
-from sharding.pipeline.config import BALANCED
-from sharding.pipeline.schedule import make_schedule
-from sharding.pipeline.schedules.table import Schedule
-from sharding.pipeline.stack_layout import StackLayout, cut
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.optim.ema import average_params

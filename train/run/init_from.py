@@ -17,10 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.adapters.merged import merged
 from convert.source import Source, load_params
+from distributed.messages import LONGEST_START_S, Exchange
 from models.adapters import is_adapter
 from models.layers.lora import norms
 from models.vision.common import resized_positions
-from sharding.distributed.messages import LONGEST_START_S, Exchange
 from sharding.memory import in_device_memory, to_device
 from train.run.run import Run
 

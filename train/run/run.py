@@ -17,18 +17,18 @@ from models.flops import num_tokens, train_flops
 from models.functions import ModelFunctions
 from models.layers.attention import SelectedKernel
 from models.preference import REFERENCE_LOG_PROBS
-from sharding.analysis.memory import memory
-from sharding.analysis.targets import Target
+from pipeline.runtime.gather import ParamSharding
+from pipeline.schedules.table import Schedule
+from pipeline.stack_layout import StackLayout
+from predict.machines.targets import Target
+from predict.memory.jaxpr import open_jaxpr
+from predict.memory.memory_estimate import Estimate, estimate
+from predict.program.memory import memory
 from sharding.batches import batch_sharding, place_batch, process_rows
 from sharding.compiler_options import CompilerOption, as_dict, options_for
-from sharding.estimate.jaxpr import open_jaxpr
-from sharding.estimate.memory_estimate import Estimate, estimate
 from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
-from sharding.pipeline.runtime.gather import ParamSharding
-from sharding.pipeline.schedules.table import Schedule
-from sharding.pipeline.stack_layout import StackLayout
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params

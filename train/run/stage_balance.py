@@ -2,7 +2,7 @@
 
 All stages wait for the busiest one. With a large vocabulary, the head can take as long as several
 layers, so the last stage should have fewer layers. The cut minimizes the work of the busiest
-virtual stage (sharding/pipeline/schedules/table.py).
+virtual stage (pipeline/schedules/table.py).
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from models.flops import traced_flops
 from models.functions import ModelFunctions, one_layer
-from sharding.pipeline.runtime.trees import total_of
-from sharding.pipeline.stack_layout import balanced_cut
+from pipeline.runtime.trees import total_of
+from pipeline.stack_layout import balanced_cut
 
 Tree = Any
 

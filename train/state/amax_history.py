@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec
 
 from models.functions import ModelFunctions
 from models.layers import float8
+from pipeline.runtime.gather import ParamSharding
 from sharding.gather_modes import GatherMode
 from sharding.memory import is_on_host, to_device
-from sharding.pipeline.runtime.gather import ParamSharding
 
 #: A history is split over the pipeline stages, like the layers that it belongs to.
 HISTORY_SPEC = PartitionSpec("pipeline")

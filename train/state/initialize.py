@@ -23,8 +23,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.stack import only_layers
+from pipeline.stack_layout import StackLayout
 from sharding.memory import HOST, in_device_memory, is_on_host, to_device
-from sharding.pipeline.stack_layout import StackLayout
 from train.optim.ema import with_average
 from train.precision import LossScale, PrecisionConfig
 from train.state.train_state import (

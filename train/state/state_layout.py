@@ -22,11 +22,11 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
+from pipeline.stack_layout import StackLayout
 from sharding.gather_modes import GatherMode, all_once, stack_gather_modes
 from sharding.logical import Rules
 from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
-from sharding.pipeline.stack_layout import StackLayout
 from sharding.rules import partition_specs
 from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import split_over_data

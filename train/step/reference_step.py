@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from models.functions import ModelFunctions
+from pipeline.runtime.gather import ParamSharding
 from sharding.logical import Rules, axis_rules
-from sharding.pipeline.runtime.gather import ParamSharding
 from train.step.tracing import traced_for
 from train.step.train_step import Batch, StepConfig, make_teacher, to_microbatches
 

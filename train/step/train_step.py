@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import optax
 
 from models.functions import ModelFunctions
+from pipeline.config import PipelineConfig
+from pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
+from pipeline.runtime.gather import ParamSharding
+from pipeline.schedule import forward_only
+from pipeline.schedules.table import Schedule
+from pipeline.stack_layout import StackLayout
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
-from sharding.pipeline.config import PipelineConfig
-from sharding.pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
-from sharding.pipeline.runtime.gather import ParamSharding
-from sharding.pipeline.schedule import forward_only
-from sharding.pipeline.schedules.table import Schedule
-from sharding.pipeline.stack_layout import StackLayout
 from train.optim.logged_rate import rate_of_update
 from train.precision import PrecisionConfig
 from train.state.amax_history import (

@@ -23,9 +23,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from pipeline.stack_layout import StackLayout
 from sharding.memory import is_on_host, to_device, to_where
 from sharding.mesh import AnyMesh
-from sharding.pipeline.stack_layout import StackLayout
 from sharding.spec import axes_of
 from train.precision import rounded_at_random
 from train.state.state_layout import StateLayout

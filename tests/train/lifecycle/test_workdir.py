@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sharding.distributed.messages import Exchange, may_pass
+from distributed.messages import Exchange, may_pass
 from tests.runs import CONFIG, ROOT, TINY, make_run, write_corpus
 from train.lifecycle.exit_codes import FAILED, REFUSED
 from train.lifecycle.workdir import planned_memory

@@ -210,7 +210,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from sharding.distributed.startup import start
+    from distributed.startup import start
     from sharding.mesh import MeshConfig
 
     start(MeshConfig(data=8))

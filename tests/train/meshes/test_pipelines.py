@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from models.flops import attention_flops, dense_flops
-from sharding.analysis.flops import matmul_flops
-from sharding.analysis.memory import memory
+from predict.program.flops import matmul_flops
+from predict.program.memory import memory
 from tests.runs import (
     FLOAT64,
     TINY,

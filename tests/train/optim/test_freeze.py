@@ -10,8 +10,8 @@ import pytest
 from checkpoint.layout import DATA_STATE, MANIFEST, STRUCTURE
 from data.batches import train_batches
 from models.layers.lora import LoraConfig
-from sharding.analysis.communication import collectives
-from sharding.analysis.flops import flops
+from predict.program.communication import collectives
+from predict.program.flops import flops
 from tests.runs import TINY, make_run
 from train.lifecycle.workdir import check, write_run_files
 from train.optim.freeze import frozen_params

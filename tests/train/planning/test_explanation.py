@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from sharding.analysis.cost.execution import Execution, Totals
-from sharding.analysis.cost.prediction import CollectiveTime, Prediction
+from predict.time.execution import Execution, Totals
+from predict.time.prediction import CollectiveTime, Prediction
 from train.planning.explanation import why_slower
 
 MESH = {"pipeline": 2, "data": 4, "fsdp": 1, "context": 1, "expert": 1, "model": 8}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import estimates
-from sharding.analysis.memory import memory
-from sharding.estimate.step_cost import StepCost
+from predict.memory.step_cost import StepCost
+from predict.program.memory import memory
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
 from tests.runs import CONFIG, FLOAT64, TINY, arguments, losses, make_run

@@ -5,16 +5,16 @@ import types
 
 import pytest
 
-from sharding.analysis.cost.kernel_time import HOST_EFFICIENCY
-from sharding.analysis.cost.transfer import group_over, transfer_s
-from sharding.analysis.targets import parse_target
-from sharding.pipeline.schedule import make_schedule
-from sharding.pipeline.schedules.table import (
+from pipeline.schedule import make_schedule
+from pipeline.schedules.table import (
     BACKWARD,
     INPUT_GRADIENT,
     WEIGHT_GRADIENT,
     max_in_flight,
 )
+from predict.machines.targets import parse_target
+from predict.time.kernel_time import HOST_EFFICIENCY
+from predict.time.transfer import group_over, transfer_s
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.fitting import distinct, promising, with_leaner
 from train.planning.layer_times import Part, PartMemory

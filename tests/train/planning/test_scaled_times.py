@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from sharding.analysis.targets import parse_target
+from predict.machines.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.layer_times import Part, PartMemory, PartTimes
 from train.planning.memory.budget import target_budget

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from sharding.analysis.cost.ticks import Ticks, is_idle, num_layers
+from pipeline.runtime.executor import plan_execution
+from predict.time.ticks import Ticks, is_idle, num_layers
 from sharding.ops.update_if import AT_MOST_ONCE
-from sharding.pipeline.runtime.executor import plan_execution
 from tests.runs import ROOT, make_run, write_corpus
 
 T5 = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.analysis.targets import TARGETS, parse_target
+from predict.machines.targets import TARGETS, parse_target
 from train.planning.step_time import machine_of
 
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.analysis.memory import memory
-from sharding.estimate.jaxpr import open_jaxpr
-from sharding.estimate.memory_estimate import estimate
+from predict.memory.jaxpr import open_jaxpr
+from predict.memory.memory_estimate import estimate
+from predict.program.memory import memory
 from sharding.memory import num_bytes
 from tests.compiled_arrays import has_array
 from tests.runs import TINY, digest, make_run, reference_digest

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.analysis.communication import collectives
+from predict.program.communication import collectives
 from tests.runs import TINY, digest, make_run, placed_batch
 from tests.train.lifecycle.test_divergence import logged, names, train
 from train.lifecycle.exit_codes import FINISHED

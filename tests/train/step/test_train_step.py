@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.analysis.communication import collectives
-from sharding.analysis.memory import memory
+from predict.program.communication import collectives
+from predict.program.memory import memory
 from tests.runs import TINY, make_run, placed_batch
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")

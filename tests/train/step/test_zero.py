@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.analysis.communication import collectives
+from predict.program.communication import collectives
 from tests.runs import FLOAT64, TINY, digest, losses, make_run, reference_digest, reference_losses
 
 MESHES = {

@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from sharding.analysis.memory import memory
-from sharding.analysis.memory_pressure import memory_pressure
-from sharding.analysis.targets import Target
+from distributed.messages import Exchange
+from predict.machines.targets import Target
+from predict.memory.memory_estimate import Needs
+from predict.program.memory import memory
+from predict.program.memory_pressure import memory_pressure
 from sharding.compiler_options import NO_REMATERIALIZATION
-from sharding.distributed.messages import Exchange
-from sharding.estimate.labels import GAPS, LABELS, TEMPORARIES
-from sharding.estimate.memory_estimate import Needs
+from sharding.labels import GAPS, LABELS, TEMPORARIES
 from sharding.memory import HOST_KIND, MemoryConfig
 from train.run.run import Run
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections.abc import Callable
 
-from sharding.estimate.memory_estimate import Needs
+from predict.memory.memory_estimate import Needs
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.planning.memory.budget import (

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
-from sharding.estimate.memory_estimate import Needs
+from predict.memory.memory_estimate import Needs
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE

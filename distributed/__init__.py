@@ -1,0 +1,1 @@
+"""Joins the processes of a run, checks that they match, and passes messages between them."""

@@ -1,0 +1,232 @@
+"""Joins the processes of a run and creates the mesh: one code path for CPUs and accelerators.
+
+A process learns from its environment how it was started. `python -m launch.local` sets
+
+    TAIBAI_COORDINATOR         address of process 0: host:port, or unix:PATH on one machine
+    TAIBAI_NUM_PROCESSES       number of processes
+    TAIBAI_PROCESS_ID          0 .. TAIBAI_NUM_PROCESSES - 1
+    TAIBAI_DEVICES_PER_PROCESS CPU devices that each process simulates
+    TAIBAI_SECRET              the secret with which processes recognize each other
+
+Under SLURM's `srun`, SLURM's own variables contain the same information, except for the secret;
+`launch/train.sbatch` sets it.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from distributed.channel import bind_address
+from distributed.handshake import Process, perform_handshake
+from distributed.secret import run_secret
+from fields.numbers import shown
+from sharding.mesh import MeshConfig, make_mesh
+from untrusted.messages import shortened
+
+#: Longer timeouts: with simulated devices on few, busy cores, a collective can take longer than
+#: XLA's default timeouts, and XLA would abort the process.
+CPU_XLA_FLAGS = {
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "300",
+    "xla_cpu_collective_timeout_seconds": "300",
+}
+
+#: Most devices that a CPU simulates for a mesh; each takes memory.
+_MAX_SIMULATED_DEVICES = 512
+
+_log = logging.getLogger(__name__)
+
+
+def start(
+    config: MeshConfig, *, start_timeout_s: float = 60.0, heartbeat_timeout_s: int = 100
+) -> jax.sharding.Mesh:
+    """Join the other processes, if there are any, and return the mesh.
+
+    Call this before anything else asks jax for its devices. On CPU, devices that the mesh needs and
+    the machine lacks are simulated, and one log line says so.
+
+    Args:
+        config: size of every mesh axis.
+        start_timeout_s: seconds to wait for the other processes.
+        heartbeat_timeout_s: if another process sends jax no heartbeat for this many seconds, this
+            process exits. Each sends one every half of it.
+
+    Raises:
+        ValueError: processes are incompatible, an accelerator backend or a set of CPU processes has
+            too few devices, or the mesh does not use all devices of several processes.
+        OSError: processes are missing, or process 0 cannot listen or cannot be reached.
+    """
+    skip_absent_gpus()
+    flags = os.environ.get("XLA_FLAGS", "")
+    extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
+
+    per_process = None
+    if "TAIBAI_DEVICES_PER_PROCESS" in os.environ:
+        per_process = _number(os.environ, "TAIBAI_DEVICES_PER_PROCESS", 1, _MAX_SIMULATED_DEVICES)
+    how = read_distributed_env(os.environ)
+    if how is not None:
+        _join(how, start_timeout_s, heartbeat_timeout_s)
+    distributed = how is not None
+    if per_process or not distributed:
+        with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
+            num_simulated = min(config.num_devices, _MAX_SIMULATED_DEVICES)
+            if per_process or -1 not in config.sizes.values() or not _are_cpu_devices_counted():
+                jax.config.update("jax_num_cpu_devices", per_process or num_simulated)
+    devices = _devices()
+    mesh = make_mesh(config, devices)
+    if devices[0].platform == "cpu" and not distributed and mesh.size > 1:
+        _log.info("simulating the mesh's %d devices on this machine's CPU", mesh.size)
+    if mesh.size < len(devices):
+        if distributed:
+            raise ValueError(
+                f"mesh {config} uses {mesh.size} of the {len(devices)} devices of "
+                f"{jax.process_count()} processes, but must use all of them; "
+                "set for example mesh.data=-1"
+            )
+        _log.warning("the mesh uses %d of %d devices", mesh.size, len(devices))
+    return mesh
+
+
+def skip_absent_gpus() -> None:
+    """Select CPUs if jax's CUDA plugin is installed on a machine without an NVIDIA GPU.
+
+    The plugin would otherwise print a stack trace before jax falls back to CPUs. Call this before
+    jax is asked for its devices. `JAX_PLATFORMS` takes precedence, and plugins of other vendors are
+    left alone.
+    """
+    config: Any = jax.config  # its fields are added when jax is imported
+    if config.jax_platforms:
+        return
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins is not None else None
+    names = {path.name for folder in folders or () for path in Path(folder).iterdir()}
+    names = {name for name in names if not name.startswith(("_", "."))}
+    is_cuda_only = bool(names) and all(name.startswith("xla_cuda") for name in names)
+    if is_cuda_only and not _has_nvidia_gpu() and importlib.util.find_spec("libtpu") is None:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _are_cpu_devices_counted() -> bool:
+    """Return whether the user has told jax how many devices a CPU simulates."""
+    config: Any = jax.config
+    in_flags = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    return in_flags or config.jax_num_cpu_devices > 0
+
+
+def _has_nvidia_gpu() -> bool:
+    # /dev/dxg is the GPU in Windows Subsystem for Linux.
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedEnv:
+    """How this process was started, if it is one of several."""
+
+    coordinator: str  # host:port or unix:PATH
+    num_processes: int
+    process_id: int
+    local_device_ids: list[int] | None  # None: all devices that are visible to the process
+
+
+def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
+    """Read from the environment how this process was started; None if it is the only one.
+
+    Raises:
+        ValueError: a variable is missing or is not a number; the message names it.
+    """
+    num_processes = _number(env, "TAIBAI_NUM_PROCESSES", 1, default="1")
+    if num_processes > 1:
+        return DistributedEnv(
+            coordinator=_text(env, "TAIBAI_COORDINATOR"),
+            num_processes=num_processes,
+            process_id=_number(env, "TAIBAI_PROCESS_ID", 0, num_processes - 1),
+            local_device_ids=None,
+        )
+    num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1, default="1")
+    if num_tasks == 1:
+        return None
+    # The first host of "n[01-03,7]" or "n01,m7", and a port that is unlikely to be used by the step
+    # of another job.
+    first = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST"))
+    host = "".join(first.groups(default="")) if first else ""
+    if not host:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={shown(env['SLURM_STEP_NODELIST'])} names no host; start with "
+            "srun or launch/train.sbatch"
+        )
+    step = _number(env, "SLURM_JOB_ID", 0) * 8 + _number(env, "SLURM_STEP_ID", 0, default="0")
+    # If several processes share a host and each sees all its GPUs, each takes one of them.
+    shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    takes_one = shares_host and "," in env.get("CUDA_VISIBLE_DEVICES", ",")
+    return DistributedEnv(
+        coordinator=f"{host}:{61440 + step % 4096}",
+        num_processes=num_tasks,
+        process_id=_number(env, "SLURM_PROCID", 0, num_tasks - 1),
+        local_device_ids=[_number(env, "SLURM_LOCALID", 0)] if takes_one else None,
+    )
+
+
+def _text(env: Mapping[str, str], name: str) -> str:
+    """Return a variable that a launcher must set."""
+    if not env.get(name):
+        raise ValueError(
+            f"the environment variable {name} is missing; start all processes with "
+            "python -m launch.local, srun or launch/train.sbatch, which set it"
+        )
+    return env[name]
+
+
+def _number(
+    env: Mapping[str, str], name: str, least: int, most: int = 2**32 - 1, default: str | None = None
+) -> int:
+    """Return a variable of a launcher that is an integer from `least` to `most`."""
+    text = _text(env, name) if default is None else env.get(name, default)
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise ValueError(
+            f"the environment variable {name}={shown(text)} must be an integer from {least} to "
+            f"{most}; correct it, or unset it to start a single process"
+        )
+    return int(text)
+
+
+def _devices() -> list[Any]:
+    """Return the devices that jax finds.
+
+    Raises:
+        ValueError: JAX_PLATFORMS names a platform that jax does not have.
+    """
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        if "list of known backends" not in str(error):
+            raise
+        config: Any = jax.config
+        raise ValueError(
+            f"JAX_PLATFORMS={shown(config.jax_platforms)} names an unknown platform "
+            f"({shortened(error)}); correct it, or unset it to let jax choose"
+        ) from error
+
+
+def _join(start: DistributedEnv, start_timeout_s: float, heartbeat_timeout_s: int) -> None:
+    own = Process(process_id=start.process_id, num_processes=start.num_processes)
+    perform_handshake(own, start.coordinator, run_secret(os.environ), start_timeout_s)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # The preemption service would catch SIGTERM, which the run itself handles.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(
+        coordinator_address=start.coordinator,
+        coordinator_bind_address=bind_address(start.coordinator),
+        num_processes=start.num_processes,
+        process_id=start.process_id,
+        local_device_ids=start.local_device_ids,
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
+    )

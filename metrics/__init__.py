@@ -1,1 +1,0 @@
-"""Appends numbers by step to JSON lines and TensorBoard files. A crash leaves them readable."""

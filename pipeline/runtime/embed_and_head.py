@@ -1,0 +1,304 @@
+"""Runs the embedding before the first layer and the head after the last, in one of two ways.
+
+- `OnOneStage`: the first stage embeds as a part of its forwards and backwards, and the last stage
+  runs the head as a part of its own.
+- `OnAllStages`, with `pipeline.share_vocab`: all stages embed and run the head together, each with
+  its part of the vocabulary, in addition to their other work in that tick. The stage that has the
+  activations broadcasts them, and results that all stages compute identically are counted once.
+
+A stage (stage.py) calls the methods of either class at the same places of every tick:
+
+    method                       when                      OnOneStage          OnAllStages
+    embed_ahead                  before all else           -                   embedding
+    chunk_input                  in F; in B if recomputed  embedding           -
+    head_ahead                   between F and B           -                   head, its gradient
+    loss_and_output_cotangent    in B                      head, its gradient  -
+    add_embed_gradient           in B                      embedding gradient  -
+    embed_gradient_after         between B and W           -                   embedding gradient
+    collect                      after F, in evaluations   head                head
+
+"Head" includes the loss, which is added to the sums.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.runtime.packed_activations import PackedActivations
+from pipeline.runtime.pipeline_functions import PipelineFunctions
+from pipeline.runtime.tick_plan import Operation, TickPlan
+from pipeline.runtime.trees import add, read, total_of, where, wide, without, write, zeros
+from sharding.collectives import psum
+from sharding.logical import on_whole_tokens
+
+Tree = Any
+
+
+class EmbedAndHead:
+    """The embedding and head of a model on packed activations.
+
+    Args:
+        functions: provide `embed`, `head` and `teach`.
+        packed: packs activations for sending, and unpacks them.
+        head_input_type: type of the head's input, a tree of ShapeDtypeStructs.
+        non_stack_params: parameters outside the stacks; of those that are split over stages,
+            this stage's part.
+    """
+
+    def __init__(
+        self,
+        functions: PipelineFunctions,
+        packed: PackedActivations,
+        head_input_type: Tree,
+        non_stack_params: Tree,
+    ):
+        self._functions = functions
+        self._packed = packed
+        self._head_input_type = head_input_type
+        self._non_stack_params = non_stack_params
+
+    def embed(self, microbatch: Tree) -> Tree:
+        """Return the activations that enter the first layer, packed."""
+        return self._embed(self._non_stack_params, microbatch)
+
+    def embed_gradient(self, dx: Tree, microbatch: Tree) -> Tree:
+        """Return the embedding's gradients of the non-stack parameters."""
+
+        def embed(non_stack_params):
+            return self._embed(non_stack_params, microbatch)
+
+        _, vjp = jax.vjp(embed, self._non_stack_params)
+        (non_stack_grads,) = vjp(dx)
+        return non_stack_grads
+
+    def sums(self, x: Tree, microbatch: Tree) -> dict[str, Tree]:
+        """Return the head's `loss`, `weight` and metrics, summed over the microbatch."""
+        return self._sums(self._non_stack_params, x, microbatch)
+
+    def teacher_outputs(self, x: Tree, microbatch: Tree) -> dict[str, jax.Array]:
+        """Return the outputs of the model's `teach`, which runs in place of the head."""
+        teach = self._functions.teach
+        assert teach is not None
+        x = self._packed.unpack(x, self._head_input_type)
+        return on_whole_tokens(lambda x: teach(self._non_stack_params, x, microbatch), x)
+
+    def head_gradient(self, x: Tree, microbatch: Tree) -> tuple[dict, Tree, Tree]:
+        """Return (sums, gradients of the non-stack parameters, gradient of x)."""
+
+        def loss(non_stack_params, x):
+            sums = self._sums(non_stack_params, x, microbatch)
+            return total_of(sums["loss"]), sums
+
+        grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+        (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
+        return sums, non_stack_grads, dx
+
+    def no_gradients(self) -> Tree:
+        """Return zero gradients of the non-stack parameters; None for frozen ones."""
+        frozen = self._functions.frozen
+        marks = None if frozen is None else frozen["non_stack"]
+        return zeros(without(wide(self._non_stack_params), marks))
+
+    def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
+        x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))
+        return self._packed.pack(x)
+
+    def _sums(self, non_stack_params: Tree, x: Tree, microbatch: Tree) -> dict[str, Tree]:
+        x = self._packed.unpack(x, self._head_input_type)
+        loss, weight, metrics = on_whole_tokens(
+            lambda x: self._functions.head(non_stack_params, x, microbatch), x
+        )
+        return jax.tree.map(jnp.asarray, {"loss": loss, "weight": weight, **metrics})
+
+
+class OnOneStage(EmbedAndHead):
+    """The first stage embeds, and the last stage runs the head."""
+
+    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+        """Return the buffer of inputs unchanged: `chunk_input` embeds."""
+        return inputs
+
+    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+        """Return a chunk's input: the embedding on the first chunk, else `x`, which arrived."""
+
+        def embedded(x: Tree) -> Tree:
+            return self.embed(microbatch)
+
+        return operation.if_first(embedded, x)
+
+    def head_ahead(
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return sums and gradients unchanged: `loss_and_output_cotangent` runs the head."""
+        return sums, non_stack_grads, None
+
+    def loss_and_output_cotangent(
+        self,
+        operation: Operation,
+        sums: Tree,
+        non_stack_grads: Tree,
+        dy_from_head: Tree,
+        dy: Tree | None,
+        y: Tree,
+        microbatch: Tree,
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return (sums, gradients, cotangent of a chunk's output).
+
+        Args:
+            operation: backward.
+            sums: sums of losses, weights and metrics so far.
+            non_stack_grads: gradients of the non-stack parameters so far.
+            dy_from_head: last value that `head_ahead` returned.
+            dy: cotangent that the next chunk sent; None if no chunk sends one.
+            y: output of the chunk; None if it is not the last one.
+            microbatch: microbatch of the operation.
+        """
+
+        def run_head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+            sums, non_stack_grads, _ = state
+            more, grads, dy_of_loss = self.head_gradient(y, microbatch)
+            return add(sums, more), add(non_stack_grads, grads), dy_of_loss
+
+        return operation.if_last(run_head, (sums, non_stack_grads, dy))
+
+    def add_embed_gradient(
+        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+    ) -> Tree:
+        """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
+
+        def embedded(non_stack_grads: Tree) -> Tree:
+            return add(non_stack_grads, self.embed_gradient(dx, microbatch))
+
+        return operation.if_first(embedded, non_stack_grads)
+
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+        """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
+        return non_stack_grads
+
+    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+        """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
+
+        def more(result: Tree) -> Tree:
+            return include(result, y, tick_plan.forward.microbatch)
+
+        return tick_plan.forward.if_last(more, result)
+
+
+class OnAllStages(EmbedAndHead):
+    """All stages embed and run the head together, each with its part of the vocabulary.
+
+    Args:
+        stage_index: int32[], this device's stage.
+        first: stage that has the model's first chunk.
+        last: stage that has the model's last chunk.
+        is_split: for each non-stack parameter, whether it is split over the stages.
+        microbatches: arrays `[M, B, ...]`.
+        *args: arguments of `EmbedAndHead`.
+    """
+
+    def __init__(
+        self,
+        stage_index: jax.Array,
+        first: int,
+        last: int,
+        is_split: Tree,
+        microbatches: Tree,
+        *args: Any,
+    ):
+        super().__init__(*args)
+        self._microbatches = microbatches
+        self._stage_index = stage_index
+        self._first = first
+        self._last = last
+        self._is_split = is_split
+
+    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+        """Embed a microbatch; the first stage writes it to its buffer of inputs."""
+
+        def embed(inputs: Tree) -> Tree:
+            x = self.embed(read(self._microbatches, tick_plan.embed.microbatch))
+            written = write(inputs, tick_plan.forward.slots.input, x)
+            return self._only_on(self._first, written, inputs)
+
+        return tick_plan.embed.if_runs(embed, inputs)
+
+    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+        """Return the value in the buffer of inputs, where `embed_ahead` wrote the embedding."""
+        return x
+
+    def head_ahead(
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+    ) -> tuple[Tree, Tree, Tree]:
+        """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
+
+        def head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
+            sums, non_stack_grads, _ = state
+            y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
+            more, grads, dy = self.head_gradient(
+                y, read(self._microbatches, tick_plan.head.microbatch)
+            )
+            more = self._only_on(self._last, add(sums, more), sums)
+            return more, self._add_once(self._last, non_stack_grads, grads), dy
+
+        return tick_plan.head.if_runs(head, (sums, non_stack_grads, zeros(self._packed.type)))
+
+    def loss_and_output_cotangent(
+        self,
+        operation: Operation,
+        sums: Tree,
+        non_stack_grads: Tree,
+        dy_from_head: Tree,
+        dy: Tree | None,
+        y: Tree,
+        microbatch: Tree,
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
+        return sums, non_stack_grads, operation.if_last(lambda dy: dy_from_head, dy)
+
+    def add_embed_gradient(
+        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+    ) -> Tree:
+        """Return the gradients unchanged: `embed_gradient_after` adds the embedding's."""
+        return non_stack_grads
+
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+        """Add the embedding's gradients, from the first chunk's input gradient."""
+
+        def embed(non_stack_grads: Tree) -> Tree:
+            microbatch = read(self._microbatches, tick_plan.embed_gradient.microbatch)
+            grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
+            return self._add_once(self._first, non_stack_grads, grads)
+
+        return tick_plan.embed_gradient.if_runs(embed, non_stack_grads)
+
+    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+        """Add the result of the last chunk's forward, on the last stage; all run the head."""
+
+        def together(result: Tree) -> Tree:
+            more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
+            return self._only_on(self._last, more, result)
+
+        return tick_plan.head.if_runs(together, result)
+
+    def _broadcast(self, stage: int, x: Tree) -> Tree:
+        """Broadcast `x` from one stage to all stages."""
+        return psum(self._only_on(stage, x, zeros(x)), ("pipeline",))
+
+    def _only_on(self, stage: int, then: Tree, otherwise: Tree) -> Tree:
+        """Return `then` on the given stage, and `otherwise` on all others."""
+        return where(self._stage_index == stage, then, otherwise)
+
+    def _add_once(self, stage: int, total: Tree, grads: Tree) -> Tree:
+        """Add `grads`, gradients that all stages have computed together to `total`.
+
+        Every stage adds its part of split parameters. Gradients of replicated parameters are
+        identical on all stages, so only one stage adds them: they are summed over `pipeline` at the
+        end of the step.
+        """
+        once = self._only_on(stage, grads, zeros(grads))
+        counted = jax.tree.map(
+            lambda split, part, whole: part if split else whole, self._is_split, grads, once
+        )
+        return add(total, counted)

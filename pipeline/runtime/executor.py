@@ -1,0 +1,210 @@
+"""Executes a pipeline schedule inside one jit, as one program that every device runs.
+
+The executor does not depend on a particular model. From a model's functions (`PipelineFunctions`)
+and a schedule table, it builds a function that maps parameters and microbatches to summed losses
+and gradients. A `lax.scan` runs over the ticks of the table. For example, tick 6 of `zero_bubble`
+with 3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
+
+    time     ------------------------------------------------------------------------------>
+    compute  [embed*]  [ F5 ]  [head*]  [    I3    ]  [embed gradient*]  [   W2   ]  [arrive]
+    send               y of F5 to stage 2  =======================================>  |
+    send                                  dx of I3 to stage 0  ===================>  |
+
+    F5  forward of microbatch 5              y   its output: activations
+    I3  input gradient of microbatch 3       dx  its output: a cotangent
+    W2  weight gradient of microbatch 2
+    *   only with pipeline.share_vocab, see embed_and_head.py
+
+If backwards are whole, nothing of its own tick could hide the send of dx. An iteration of the scan
+then runs the backwards of one tick and the forwards of the next (`TickPlan.skewed`):
+
+    compute  [head*]  [    B3    ]  [embed gradient*]  [arrive]  [embed*]  [ F6 ]  [arrive]
+    send     y of F5 to stage 2  ====================>  |
+    send                          dx of B3 to stage 0  ===========================>  |
+
+Each of F, B (or I) and W runs under a condition, because a stage may be idle: in a loop that runs
+at most once (sharding/ops/update_if.py), so that buffers are updated in place.
+
+An operation that runs in every tick of every stage has no such loop, and one that never runs is
+not in the program at all. With one stage and `pipeline.remat=full`, for example, there is one tick
+per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
+without a condition or a send.
+
+The path of a batch, from call to call:
+
+    make_loss_and_grad   here; the rest runs on every device
+    TrainingStage        training.py, stage.py: one `TickPlan` (tick_plan.py) per tick
+    Chunks, StackPart    chunks.py: the stacks of a chunk
+    Layers               layers.py: the layers of a stack
+    BlockVJP             block_vjp.py: forward and backward of a block, unless nothing is saved
+    block                the model's
+
+In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
+replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
+
+- `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
+  written here and in gather.py. The other axes stay automatic.
+- Everything that waits for a later tick is stored in the buffers that execution_plan.py plans.
+- Gradients are summed over microbatches locally. They are summed over `data` and `fsdp` once, after
+  the scan, except for parameters that are gathered layer by layer (ZeRO 3): their gradients are
+  reduce-scattered at every layer.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from pipeline.config import PipelineConfig
+from pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
+from pipeline.runtime.gather import (
+    MANUAL_AXES,
+    ParamSharding,
+    check_specs,
+    manual_specs,
+    on_shards,
+    total,
+)
+from pipeline.runtime.pipeline_functions import PipelineFunctions
+from pipeline.runtime.stage import Stage
+from pipeline.runtime.training import TrainingStage
+from pipeline.schedules.table import Schedule
+from pipeline.stack_layout import StackLayout
+from sharding.mesh import REPLICA_AXES
+
+Tree = Any
+Params = dict[str, Tree]
+
+
+def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
+    """Return the plan that the functions built here carry out.
+
+    Args:
+        schedule: verified table.
+        config: only `remat` and `share_vocab` are read.
+
+    Raises:
+        ValueError: the table splits some backwards but not others.
+    """
+    return make_execution_plan(
+        schedule,
+        recomputes=config.recomputes_chunks,
+        shares_vocab=config.shares_vocab(schedule.num_stages),
+    )
+
+
+def make_loss_and_grad(
+    functions: PipelineFunctions,
+    schedule: Schedule,
+    layouts: Mapping[str, StackLayout],
+    param_sharding: ParamSharding,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], tuple[dict, Params]]:
+    """Build the function that computes losses and gradients with a training schedule.
+
+    Args:
+        functions: model's functions.
+        schedule: verified table with as many stages as the mesh has devices along `pipeline`.
+        layouts: layout of every stack, in the order in which the stacks run.
+        param_sharding: how the parameters are sharded over the mesh.
+        config: only `remat` and `share_vocab` are read.
+
+    Returns:
+        `f(params, microbatches) -> (sums, gradients)`. `params` has the structure of
+        `param_sharding.specs`, and the arrays of `microbatches` are `[M, B, ...]`. `sums` holds
+        `loss`, `weight` and the head's metrics, summed over microbatches and devices. `gradients`
+        are the gradients of the total of `sums["loss"]`, in float32 or wider, sharded like the
+        parameters.
+
+    Raises:
+        ValueError: a parameter is split over `data` without ZeRO, or a dim other than layers is
+            split over `pipeline`.
+    """
+    assert schedule.has_backward()
+    plan = plan_execution(schedule, config)
+
+    def local(params, microbatches):
+        stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
+        sums, gradients = stage.train()
+        return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
+
+    return _on_mesh(
+        local, plan, param_sharding, (PartitionSpec(), manual_specs(param_sharding.specs))
+    )
+
+
+def make_evaluate(
+    functions: PipelineFunctions,
+    schedule: Schedule,
+    layouts: Mapping[str, StackLayout],
+    param_sharding: ParamSharding,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], dict]:
+    """Build the function that computes losses with a schedule of forwards only.
+
+    Args:
+        functions: as for `make_loss_and_grad`.
+        schedule: verified table without backwards.
+        layouts: as for `make_loss_and_grad`.
+        param_sharding: as for `make_loss_and_grad`.
+        config: as for `make_loss_and_grad`.
+
+    Returns:
+        `f(params, microbatches) -> sums`.
+
+    Raises:
+        ValueError: as for `make_loss_and_grad`.
+    """
+    assert not schedule.has_backward()
+    plan = plan_execution(schedule, config)
+
+    def local(params, microbatches):
+        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+        sums = stage.evaluate()
+        return total(sums, param_sharding.mesh, MANUAL_AXES)
+
+    return _on_mesh(local, plan, param_sharding, PartitionSpec())
+
+
+def make_teach(
+    functions: PipelineFunctions,
+    schedule: Schedule,
+    layouts: Mapping[str, StackLayout],
+    param_sharding: ParamSharding,
+    config: PipelineConfig,
+) -> Callable[[Params, Tree], dict[str, jax.Array]]:
+    """Build the function that runs forwards up to `model.teach`.
+
+    Args:
+        functions: as for `make_loss_and_grad`; it has `teach`.
+        schedule: verified table without backwards.
+        layouts: as for `make_loss_and_grad`.
+        param_sharding: as for `make_loss_and_grad`.
+        config: as for `make_loss_and_grad`.
+
+    Returns:
+        `f(params, microbatches) -> teacher_outputs`, the outputs of `teach` for every microbatch:
+        arrays `[M, B, ...]`, sharded like the microbatches.
+
+    Raises:
+        ValueError: as for `make_loss_and_grad`.
+    """
+    assert not schedule.has_backward()
+    plan = plan_execution(schedule, config)
+
+    def local(params, microbatches):
+        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+        teacher_outputs = stage.teach()
+        return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
+
+    return _on_mesh(local, plan, param_sharding, PartitionSpec(None, REPLICA_AXES))
+
+
+def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
+    assert plan.num_stages == param_sharding.mesh.shape["pipeline"]
+    check_specs(param_sharding, shares_vocab=plan.shares_vocab)
+    microbatches = PartitionSpec(None, REPLICA_AXES)
+    return on_shards(
+        local, param_sharding.mesh, (manual_specs(param_sharding.specs), microbatches), out_specs
+    )

@@ -1,0 +1,350 @@
+"""Runs the layers of one chunk one after another: forward, backward, and the backward's two halves.
+
+Parameters and gradients are `[param slots, ...]`, in the layout of
+pipeline/stack_layout.py. The residuals of a microbatch are written directly into a buffer
+`[buffer slots, layers, ...]`, and gradients are accumulated in place, so no second array of a whole
+chunk's size is ever allocated.
+With L = `max_layers_per_chunk`:
+
+    forward of chunk c, microbatch m         for i in 0 .. L-1
+        x, saved = vjp.forward(params[param slot c*L + i], x)
+        buffers[buffer slot of m, i] = saved
+
+    backward of chunk c, microbatch m        for i in L-1 .. 0
+        saved = buffers[buffer slot of m, i]
+        dw, dx = vjp.backward(params[param slot c*L + i], saved, dx)
+        grads[param slot c*L + i] += dw
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.runtime.block_vjp import BlockVJP
+from pipeline.runtime.gather import ParamGatherer
+from pipeline.runtime.tick_plan import Slots
+from pipeline.runtime.trees import is_none, wide, without
+from pipeline.stack_layout import StackLayout
+from sharding.logical import automatic_axes
+from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
+from sharding.ops.update_if import update_if
+
+Tree = Any
+Buffer = list[jax.Array]
+
+#: Named scope of the loops over layers, by which predict/time/ finds them in a program.
+LAYERS = "layers"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residuals:
+    """One stack's buffers for values that wait for a backward; execution_plan.py explains each.
+
+    An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
+    buffer.
+
+    Attributes:
+        saved: residuals that the backward reads.
+        for_weights: residuals that the weight gradient reads too, if backwards are split.
+        handed: values that the input gradient hands over to the weight gradient.
+        before_inputs: inputs of the stack's `before`, `[buffer slots, ...]`; used by chunks.py.
+    """
+
+    saved: Buffer | None = None
+    for_weights: Buffer | None = None
+    handed: Buffer | None = None
+    before_inputs: Tree | None = None
+
+
+class Layers:
+    """One device's layers of one stack.
+
+    Args:
+        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number within the
+            stack, from 0.
+        params: this stage's parameters, `[param slots of this stage, ...]`.
+        gatherer: gathers the parameters of one layer, and reduces its gradients.
+        layout: stack's layers in the slots of every stage.
+        stage_index: this device's stage, int32[].
+        example: x and a microbatch, or their ShapeDtypeStructs.
+        splits: whether backwards run in two halves.
+        accumulates: whether several backwards of a layer add up their gradients in a step.
+        frozen: bool per parameter, whether it has no gradient; None: all have one.
+    """
+
+    def __init__(
+        self,
+        block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
+        params: Tree,
+        gatherer: ParamGatherer,
+        layout: StackLayout,
+        stage_index: jax.Array,
+        example: tuple[Tree, Tree],
+        *,
+        splits: bool,
+        accumulates: bool,
+        frozen: Tree | None = None,
+    ):
+        self._block = block
+        self._params = params
+        self._gatherer = gatherer
+        self._frozen = frozen
+        self.splits = splits
+        self._accumulates = accumulates
+        self._x, self._microbatch = example
+        numbers = layout.layer_of_slot.reshape(len(layout.chunks), -1)  # [stages, slots of a stage]
+        self._numbers = jnp.asarray(numbers)[stage_index]
+        self._has_padding = bool((numbers < 0).any())
+        self._max_layers_per_chunk = layout.max_layers_per_chunk
+
+    @cached_property
+    def _vjp(self) -> BlockVJP:
+        params = jax.eval_shape(lambda: self._layer(jnp.int32(0)))
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        return BlockVJP(self._block, params, self._x, self._microbatch, number)
+
+    @cached_property
+    def _for_weights(self) -> list[int]:
+        """Indices of the saved residuals that weight gradients read."""
+        return self._vjp.saved_for_weights if self.splits else []
+
+    def no_gradients(self) -> Tree:
+        """Return zero gradients in float32 or wider, in the same memory as the parameters.
+
+        Frozen parameters have None.
+        """
+        gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
+
+        def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
+            # Zeros even if every slot is written once: XLA would allocate an empty array at the
+            # beginning of the step, so that it would take memory during the forward pass too.
+            make = zeros_on_host if is_on_host(param) else jnp.zeros
+            return make(shape.shape, shape.dtype)
+
+        gradients = without(wide(gradients, len(self._numbers)), self._frozen)
+        return jax.tree.map(empty, gradients, without(self._params, self._frozen))
+
+    def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
+        """Return empty buffers.
+
+        Args:
+            num_slots: buffer -> number of slots. Buffers that it does not name are left out.
+        """
+        shapes = [*zip(self._vjp.saved, self._vjp.saved_on_host, strict=True)]
+        saved, for_weights = self._parted(shapes)
+
+        def empty(shape: jax.ShapeDtypeStruct, on_host: bool, count: int) -> jax.Array:
+            whole = (count, self._max_layers_per_chunk, *shape.shape)
+            if on_host:
+                return zeros_on_host(whole, shape.dtype, num_loop_dims=2)
+            # A slot is written before it is read, so zeros are not necessary. But XLA can split
+            # zeros like the values that will be written to them, and not an empty array.
+            if automatic_axes("act_tokens"):
+                return jnp.zeros(whole, shape.dtype)
+            return jax.lax.empty(whole, shape.dtype)
+
+        def buffer(name: str, shapes: list) -> Buffer | None:
+            if name not in num_slots:
+                return None
+            return [empty(shape, on_host, num_slots[name]) for shape, on_host in shapes]
+
+        return Residuals(
+            saved=buffer("saved", saved),
+            for_weights=buffer("for_weights", for_weights),
+            handed=buffer("handed", [(shape, False) for shape in self._vjp.handed])
+            if self.splits
+            else None,
+        )
+
+    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+        """Return x after the chunk's layers, without saving anything for a backward."""
+
+        def body(x, i, param_slot, number):
+            return self._block(self._layer(param_slot), x, microbatch, number)
+
+        return self._loop(chunk, body, x)
+
+    def forward_saving_residuals(
+        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
+    ) -> tuple[Tree, Residuals]:
+        """Return x after the chunk's layers, and the buffers with the saved residuals."""
+
+        def body(carry, i, param_slot, number):
+            x, residuals = carry
+            x, values = self._vjp.forward(self._layer(param_slot), x, microbatch, number)
+            saved, for_weights = self._parted(values)
+            residuals = dataclasses.replace(
+                residuals,
+                saved=_write(residuals.saved, slots.saved, i, saved),
+                for_weights=_write(residuals.for_weights, slots.for_weights, i, for_weights),
+            )
+            return x, residuals
+
+        return self._loop(chunk, body, (x, residuals))
+
+    def backward(
+        self,
+        chunk: jax.Array,
+        dy: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        grads,
+    ) -> tuple[Tree, Tree]:
+        """Return the gradient of the chunk's input, and `grads` plus the layers' gradients."""
+
+        def body(carry, i, param_slot, number):
+            dy, grads = carry
+            saved = _read(residuals.saved, slots.saved, i)
+            gradients, dx = self._vjp.backward(
+                self._layer(param_slot), microbatch, number, saved, dy
+            )
+            return dx, self._accumulate(grads, param_slot, gradients)
+
+        return self._loop(chunk, body, (dy, grads), reverse=True)
+
+    def input_gradient(
+        self,
+        chunk: jax.Array,
+        dy: Tree,
+        microbatch: Tree,
+        residuals: Residuals,
+        slots: Slots,
+        grads,
+    ) -> tuple[Tree, Tree, Buffer]:
+        """Run the first half of `backward`.
+
+        Returns:
+            (gradient of the chunk's input, `grads` plus the gradients that this half computes, the
+            buffer `handed` with the values that `weight_gradient` reads).
+        """
+
+        def body(carry, i, param_slot, number):
+            dy, grads, handed = carry
+            saved = self._joined(
+                _read(residuals.saved, slots.saved, i),
+                _read(residuals.for_weights, slots.for_weights, i),
+            )
+            dx, early, values = self._vjp.input_gradient(
+                self._layer(param_slot), microbatch, number, saved, dy
+            )
+            handed = _write(handed, slots.handed, i, values)
+            return dx, self._accumulate(grads, param_slot, early), handed
+
+        return self._loop(chunk, body, (dy, grads, residuals.handed), reverse=True)
+
+    def weight_gradient(
+        self, chunk: jax.Array, microbatch: Tree, residuals: Residuals, slots: Slots, grads: Tree
+    ) -> Tree:
+        """Return `grads` plus the gradients that `input_gradient` left out."""
+
+        def body(grads, i, param_slot, number):
+            late = self._vjp.weight_gradient(
+                self._layer(param_slot),
+                microbatch,
+                number,
+                _read(residuals.for_weights, slots.for_weights, i),
+                _read(residuals.handed, slots.handed, i),
+            )
+            return self._accumulate(grads, param_slot, late)
+
+        return self._loop(chunk, body, grads)
+
+    def _layer(self, param_slot: jax.Array) -> Tree:
+        def at(x):
+            return jax.lax.dynamic_index_in_dim(x, param_slot, keepdims=False)
+
+        return self._gatherer.gather_layer(jax.tree.map(at, self._params))
+
+    def _accumulate(self, grads: Tree, param_slot: jax.Array, values: Tree) -> Tree:
+        """Add a layer's gradients to `grads`, in the dtype of `grads`, where neither is None.
+
+        If a layer has only one backward, they are written without an addition. XLA can then let
+        their reduce-scatter end in the next iteration, because nothing in this one reads it.
+        """
+
+        def converted(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
+            return None if g is None or value is None else value.astype(g.dtype)
+
+        values = jax.tree.map(converted, grads, values, is_leaf=is_none)
+        values = self._gatherer.scattered(values)
+        add = _added if self._accumulates else _written
+
+        def accumulated(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
+            return g if g is None or value is None else add(g, param_slot, value)
+
+        return jax.tree.map(accumulated, grads, values, is_leaf=is_none)
+
+    def _parted(self, saved: Sequence) -> tuple[list, list]:
+        """Split saved residuals between the buffers `saved` and `for_weights`."""
+        rest = [value for i, value in enumerate(saved) if i not in self._for_weights]
+        return rest, [saved[i] for i in self._for_weights]
+
+    def _joined(self, saved: Iterable, for_weights: Iterable) -> list:
+        """Merge the residuals of both buffers back into the order of `BlockVJP.saved`."""
+        saved = iter(saved)
+        for_weights = iter(for_weights)
+        count = len(self._vjp.saved)
+        return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
+
+    def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
+        """Scan `body(carry, i, param_slot, number)` over the chunk's layers, skipping padding."""
+
+        # The loop counts in its carry. XLA does not recognize a counter that is read from an array,
+        # and would neither pipeline collectives nor read weights where they are stored.
+        def step(count_and_carry, _):
+            count, carry = count_and_carry
+            i = self._max_layers_per_chunk - 1 - count if reverse else count
+            param_slot = chunk * self._max_layers_per_chunk + i
+            number = self._numbers[param_slot]
+            is_layer = None if self._has_padding else True
+            after = update_if(
+                is_layer, number >= 0, lambda carry: body(carry, i, param_slot, number), carry
+            )
+            return (count + 1, after), None
+
+        with jax.named_scope(LAYERS):
+            start = (jnp.int32(0), carry)
+            return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
+
+
+def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `g`, on the device or in host memory, with `value` added to one parameter slot."""
+    if not is_on_host(g):
+        return g.at[param_slot].add(value)
+    before = jax.lax.dynamic_index_in_dim(g, param_slot, keepdims=False)
+    return _written(g, param_slot, to_device(before) + value)
+
+
+def _written(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `g`, on the device or in host memory, with `value` in one parameter slot."""
+    return jax.lax.dynamic_update_index_in_dim(g, to_where(value, g), param_slot, 0)
+
+
+def _write(buffer: Buffer | None, buffer_slot, i, values: Sequence[jax.Array]) -> Buffer | None:
+    """Return the buffer with the values of layer `i` of a chunk written to a buffer slot."""
+    if buffer is None:
+        return None
+    return [
+        jax.lax.dynamic_update_slice(array, value[None, None], _start(array, buffer_slot, i))
+        for array, value in zip(buffer, values, strict=True)
+    ]
+
+
+def _read(buffer: Buffer | None, buffer_slot, i) -> list[jax.Array]:
+    """Return the values of layer `i` of a chunk from a buffer slot."""
+    assert buffer is not None
+    return [
+        jax.lax.dynamic_slice(b, _start(b, buffer_slot, i), (1, 1, *b.shape[2:]))[0, 0]
+        for b in buffer
+    ]
+
+
+def _start(buffer: jax.Array, buffer_slot, i) -> tuple[jax.Array, ...]:
+    zeros = [jnp.int32(0)] * (buffer.ndim - 2)
+    return (jnp.int32(buffer_slot), jnp.int32(i), *zeros)

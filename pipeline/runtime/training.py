@@ -1,0 +1,283 @@
+"""One device's stage in training: the loop over ticks, and the tick.
+
+executor.py draws a tick. Between two ticks everything that waits is in the carry of the loop:
+
+    carry      y                           output of the last forward, on its way
+               inputs, cotangents          buffers that other stages' values arrive in
+               residuals, head_inputs      buffers that this stage's operations fill
+               sums                        of losses, weights and metrics so far
+               non_stack_grads             sums of gradients so far, outside all stacks
+               stacks_grads                sums of gradients so far, of each stack
+    tick_plan  which microbatch and chunk to work on, and which slots to read and write
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pipeline.runtime.chunks import ChunkResiduals
+from pipeline.runtime.stage import Stage, read_or_none
+from pipeline.runtime.tick_plan import TICKS, Channel, Operation, TickPlan
+from pipeline.runtime.trees import read, write, zeros
+from pipeline.schedules.table import BACKWARD, FORWARD
+from sharding.labels import counted_as
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingCarry:
+    """The state of a stage between two ticks.
+
+    Buffers of activations are `[slots, ...]`, with one more slot for arrivals that nobody reads, or
+    None if the schedule has no such buffer.
+
+    Attributes:
+        num_backwards: int32[], number of backwards so far.
+        sums: sums of losses, weights and metrics so far.
+        non_stack_grads: sums of the gradients of non-stack parameters so far.
+        stacks_grads: stack -> sums of the gradients of its parameters so far.
+        residuals: stack -> buffers for the residuals that backwards read.
+        y: output of the last forward, which has not been sent yet; None with a single stage.
+        inputs: chunk inputs that have arrived.
+        cotangents: gradients of chunk outputs that have arrived; None if no stack has a backward.
+        head_inputs: outputs of the model's last chunk.
+    """
+
+    num_backwards: jax.Array
+    sums: dict[str, Tree]
+    non_stack_grads: Tree
+    stacks_grads: dict[str, Tree]
+    residuals: ChunkResiduals
+    y: Tree | None
+    inputs: Tree | None
+    cotangents: Tree | None
+    head_inputs: Tree | None
+
+
+class TrainingStage(Stage):
+    """A stage that runs forwards, backwards and weight gradients."""
+
+    def train(self) -> tuple[dict[str, Tree], dict[str, Tree]]:
+        """Run a training schedule.
+
+        Returns:
+            (this device's sums, its gradients as `{"non_stack": ..., "stacks": {stack: ...}}`).
+            Frozen parameters have None.
+        """
+        plan = self._plan
+        non_stack_grads = self._embed_and_head.no_gradients()
+        carry = TrainingCarry(
+            num_backwards=jnp.int32(0),
+            sums=zeros(self._sums_type),
+            non_stack_grads=counted_as("gradients", non_stack_grads),
+            stacks_grads=counted_as("gradients", self._chunks.no_gradients()),
+            residuals=self._chunks.residuals(plan.num_slots),
+            y=zeros(self._x_type) if plan.is_skewed else None,
+            inputs=self._buffer("input"),
+            cotangents=self._buffer("cotangent") if self._chunks.has_backward else None,
+            head_inputs=self._buffer("head_input"),
+        )
+        column = plan.iterations.column(self._stage_index)
+        tick = self._skewed_tick if plan.is_skewed else self._tick
+        with jax.named_scope(TICKS):
+            carry, _ = jax.lax.scan(tick, carry, column)
+        return carry.sums, {"non_stack": carry.non_stack_grads, "stacks": carry.stacks_grads}
+
+    def _tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+        """Run one tick; the order of the code is the order of the phases."""
+        y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
+        sent = self._send(FORWARD, y)
+        dx, carry = self._backward_phase(carry, tick_plan)
+        inputs = self._receive(FORWARD, carry.inputs, sent, tick_plan)
+        sent = self._send_cotangent(dx)
+        cotangents = self._receive(BACKWARD, carry.cotangents, sent, tick_plan)
+        return dataclasses.replace(carry, inputs=inputs, cotangents=cotangents), None
+
+    def _skewed_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+        """Run the backwards of one tick and then the forwards of the next (`TickPlan.skewed`).
+
+        The barriers keep arrivals behind the work that hides them. XLA's scheduler would write them
+        to their buffers as soon as possible.
+        """
+        sent = self._send(FORWARD, carry.y)
+        dx, carry = self._backward_phase(carry, tick_plan)
+        dx, inputs = jax.lax.optimization_barrier((dx, carry.inputs))
+        inputs = self._receive(FORWARD, inputs, sent, tick_plan)
+        carry = dataclasses.replace(carry, inputs=inputs)
+        sent = self._send_cotangent(dx)
+        # The forward depends on the backward. XLA would otherwise copy the residual buffers,
+        # because the one might write to them before the other has read them.
+        microbatch = jnp.where(carry.num_backwards >= 0, tick_plan.forward.microbatch, -1)
+        forward = dataclasses.replace(tick_plan.forward, microbatch=microbatch)
+        tick_plan = dataclasses.replace(tick_plan, forward=forward)
+        y, carry = self._forward_phase(carry, carry.y, tick_plan)
+        y, cotangents = jax.lax.optimization_barrier((y, carry.cotangents))
+        cotangents = self._receive(BACKWARD, cotangents, sent, tick_plan)
+        return dataclasses.replace(carry, y=y, cotangents=cotangents), None
+
+    def _forward_phase(
+        self, carry: TrainingCarry, y: Tree, tick_plan: TickPlan
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run embedding and forward; return (output of the forward, or `y` without one, carry)."""
+        inputs = self._embed_and_head.embed_ahead(carry.inputs, tick_plan)
+        carry = dataclasses.replace(carry, inputs=inputs)
+        # A table may have no forward of its own: the only virtual stage folds it into its backward.
+        if tick_plan.forward.always is False:
+            return y, carry
+        # Read ahead of the loop that runs the forward at most once, so that it does not read the
+        # whole buffer.
+        x = read_or_none(carry.inputs, tick_plan.forward.slots.input)
+        return tick_plan.forward.if_runs(
+            lambda state: self._forward(state[1], tick_plan.forward, x), (y, carry)
+        )
+
+    def _backward_phase(
+        self, carry: TrainingCarry, tick_plan: TickPlan
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run head, backward and weight gradient; return (gradient of the input, carry)."""
+        embed_and_head = self._embed_and_head
+        x = read_or_none(carry.inputs, tick_plan.backward.slots.input)
+        dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
+        if not self._chunks.has_backward:
+            dy = zeros(self._x_type)
+        sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
+            carry.sums, carry.non_stack_grads, carry.head_inputs, tick_plan
+        )
+        carry = dataclasses.replace(carry, sums=sums, non_stack_grads=non_stack_grads)
+        dx, carry = tick_plan.backward.if_runs(
+            lambda state: self._backward(state[1], tick_plan.backward, x, dy, dy_from_head),
+            (zeros(self._x_type), carry),
+        )
+        non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick_plan)
+        carry = dataclasses.replace(carry, non_stack_grads=non_stack_grads)
+        # Without split backwards there are no weight gradients.
+        if tick_plan.weight_gradient.always is not False:
+            carry = tick_plan.weight_gradient.if_runs(
+                lambda carry: self._weight_gradient(carry, tick_plan.weight_gradient), carry
+            )
+        return dx, carry
+
+    def _send_cotangent(self, dx: Tree) -> dict[Channel, Tree]:
+        """Send the gradient of a chunk's input, unless no stack has a backward."""
+        return self._send(BACKWARD, dx) if self._chunks.has_backward else {}
+
+    def _forward(
+        self, carry: TrainingCarry, operation: Operation, x: Tree
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run a chunk's forward; return (output, carry).
+
+        `x` is the chunk's input, if it arrived from another chunk. The residuals are not kept if
+        the backward recomputes them.
+        """
+        chunk = operation.chunk
+        microbatch = self._microbatch(operation.microbatch)
+        x = self._embed_and_head.chunk_input(operation, x, microbatch)
+        residuals = carry.residuals
+        if self._plan.recomputes:
+            y = self._chunks.forward(chunk, x, microbatch)
+        else:
+            y, residuals = self._chunks.forward_saving_residuals(
+                chunk, x, microbatch, residuals, operation.slots
+            )
+        head_inputs = carry.head_inputs
+        if head_inputs is not None:
+            head_inputs = operation.if_last(
+                lambda buffer: write(buffer, operation.slots.head_input, y), head_inputs
+            )
+        return y, dataclasses.replace(carry, residuals=residuals, head_inputs=head_inputs)
+
+    def _backward(
+        self,
+        carry: TrainingCarry,
+        operation: Operation,
+        x: Tree,
+        dy: Tree,
+        dy_from_head: Tree,
+    ) -> tuple[Tree, TrainingCarry]:
+        """Run a chunk's backward.
+
+        Args:
+            operation: backward, or the input gradient.
+            x: chunk's input, if it arrived from another chunk.
+            dy: gradient of the chunk's output, if it arrived from another chunk.
+            dy_from_head: gradient of the head's input, if all stages have just computed it.
+
+        Returns:
+            (gradient of the chunk's input, the carry with new totals and residuals).
+        """
+        chunk = operation.chunk
+        microbatch = self._microbatch(operation.microbatch)
+        residuals = carry.residuals
+        slots = operation.slots
+        y = None
+        if self._plan.recomputes:
+            x = self._embed_and_head.chunk_input(operation, x, microbatch)
+            residuals = self._with_scratch(residuals)
+            slots = dataclasses.replace(slots, saved=jnp.int32(0))
+            y, residuals = self._chunks.forward_saving_residuals(
+                chunk, x, microbatch, residuals, slots
+            )
+        if carry.head_inputs is not None:
+            y = read(carry.head_inputs, slots.head_input)
+        sums, non_stack_grads, dy = self._embed_and_head.loss_and_output_cotangent(
+            operation, carry.sums, carry.non_stack_grads, dy_from_head, dy, y, microbatch
+        )
+        dx, non_stack_grads, stacks_grads, residuals = self._chunks.backward(
+            chunk, dy, microbatch, residuals, slots, non_stack_grads, carry.stacks_grads
+        )
+        non_stack_grads = self._embed_and_head.add_embed_gradient(
+            operation, non_stack_grads, dx, microbatch
+        )
+        if self._plan.recomputes:
+            residuals = _without_scratch(residuals)
+        return dx, dataclasses.replace(
+            carry,
+            num_backwards=carry.num_backwards + 1,
+            sums=sums,
+            non_stack_grads=non_stack_grads,
+            stacks_grads=stacks_grads,
+            residuals=residuals,
+        )
+
+    def _with_scratch(self, residuals: ChunkResiduals) -> ChunkResiduals:
+        """Add buffers with one slot for residuals that only the current operation reads."""
+        scratch = self._chunks.residuals({"saved": 1})
+        return {
+            name: dataclasses.replace(
+                stack_residuals,
+                saved=scratch[name].saved,
+                before_inputs=scratch[name].before_inputs,
+            )
+            for name, stack_residuals in residuals.items()
+        }
+
+    def _weight_gradient(self, carry: TrainingCarry, operation: Operation) -> TrainingCarry:
+        """Return the carry with the weight gradients of a chunk added."""
+        microbatch = self._microbatch(operation.microbatch)
+        stacks_grads = self._chunks.weight_gradient(
+            operation.chunk, microbatch, carry.residuals, operation.slots, carry.stacks_grads
+        )
+        return dataclasses.replace(carry, stacks_grads=stacks_grads)
+
+    def reduced(self, gradients: dict[str, Tree]) -> dict[str, Tree]:
+        """Return the gradients summed over all devices, each sharded like its parameter."""
+        reduced = {
+            "non_stack": self._non_stack_gatherer.reduced(gradients["non_stack"]),
+            "stacks": {
+                name: self._stack_gatherers[name].reduced(stack_grads)
+                for name, stack_grads in gradients["stacks"].items()
+            },
+        }
+        return counted_as("gradients", reduced)
+
+
+def _without_scratch(residuals: ChunkResiduals) -> ChunkResiduals:
+    """Remove the buffers that `TrainingStage._with_scratch` added."""
+    return {
+        name: dataclasses.replace(stack_residuals, saved=None, before_inputs=None)
+        for name, stack_residuals in residuals.items()
+    }

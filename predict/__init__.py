@@ -1,0 +1,1 @@
+"""Predicts what a step takes, before it runs: memory, communication and time."""

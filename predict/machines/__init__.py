@@ -1,0 +1,1 @@
+"""The machines that steps are predicted for: GPUs, hosts and networks."""

@@ -1,0 +1,108 @@
+"""Operations that XLA's GPU scheduler delays: products that nothing waits for, and transfers.
+
+In a backward pass every product of the input gradient is waited for by the layer below. The product
+of a weight gradient is not: it runs at the end of the loop over the layers, or after the loop, and
+until then the values that it reads stay in memory. For a layer with two products
+
+    forward   h = x @ w1,  a = gelu(h),  y = a @ w2
+
+the backward in the order of the trace, and in the order in which it is scheduled, is
+
+    traced    dw2 = a.T @ dy    da = dy @ w2.T    dh    dw1 = x.T @ dh    dx = dh @ w1.T
+    run       da = dy @ w2.T    dh    dx = dh @ w1.T    dw2 = a.T @ dy    dw1 = x.T @ dh
+
+so a and dh are in memory together. In the body of a loop this holds for all such products.
+Elsewhere it holds for gradients that are reduce-scattered, and for those whose parameters are
+copied to host memory: the scheduler delays their products until the transfer, which it overlaps
+with other work. Before copies to host memory, it also delays the sums that are the gradients of
+biases and scales. All of this was measured with the steps of docs/memory.md.
+"""
+
+from predict.memory.operations import Operation, Program, Value
+from predict.memory.primitives import KERNELS, PRODUCTS, VIEWS
+
+
+def with_late_products(program: Program, *, is_body: bool) -> Program:
+    """Return a program whose late products, and everything that follows from them, come last.
+
+    Args:
+        program: program. Programs within it are not changed.
+        is_body: whether it is the body of a loop or branch, rather than the whole step.
+    """
+    operations = program.operations
+    readers: dict[int, set[int]] = {}  # the number of an operation -> of those that read it
+    made_by = {value: i for i, op in enumerate(operations) for value in op.outputs}
+    for i, op in enumerate(operations):
+        for value in op.inputs:
+            if value in made_by:
+                readers.setdefault(made_by[value], set()).add(i)
+
+    def is_scatter(i: int) -> bool:
+        # XLA turns a sum of which only a part is read into a reduce-scatter.
+        is_part = any(operations[j].name == "dynamic_slice" for j in readers.get(i, ()))
+        return operations[i].name == "reduce_scatter" or operations[i].name == "psum" and is_part
+
+    is_awaited: dict[int, bool] = {}  # whether a product or kernel follows from the operation
+    is_scattered: dict[int, bool] = {}  # whether a reduce-scatter does
+    is_sent: dict[int, bool] = {}  # whether a copy to host memory does
+    for i in reversed(range(len(operations))):
+        following = readers.get(i, ())
+        is_awaited[i] = any(is_awaited[j] or _has_product(operations[j]) for j in following)
+        is_scattered[i] = any(is_scattered[j] or is_scatter(j) for j in following)
+        is_sent[i] = any(is_sent[j] or _is_sent_to_host(operations[j]) for j in following)
+    late: set[int] = set()
+    for i, op in enumerate(operations):
+        if op.name in PRODUCTS:
+            is_late = is_body or is_scattered[i] or is_sent[i]
+        else:
+            is_late = op.name == "reduce_sum" and is_sent[i]
+        if i in late or is_late and not is_awaited[i]:
+            late.add(i)
+            late |= readers.get(i, set())
+    early = [op for i, op in enumerate(operations) if i not in late]
+    return Program(
+        program.inputs, [*early, *(operations[i] for i in sorted(late))], program.outputs
+    )
+
+
+def values_sent_on(body: Program) -> list[Value]:
+    """Return the inputs of reduce-scatters that a loop overlaps with its next iteration.
+
+    XLA lets a transfer end in the next iteration if its result is only written into an array of the
+    carry. Until then the value that is sent stays in memory.
+
+    Args:
+        body: body of the loop.
+    """
+    readers: dict[Value, list[Operation]] = {}
+    for op in body.operations:
+        for value in op.inputs:
+            readers.setdefault(value, []).append(op)
+
+    def is_only_written(value: Value) -> bool:
+        ops = readers.get(value, [])
+        return bool(ops) and all(
+            op.name == "dynamic_update_slice"
+            and op.inputs[1] is value
+            or op.name in (*VIEWS, "convert_element_type", "broadcast_in_dim")
+            and all(map(is_only_written, op.outputs))
+            for op in ops
+        )
+
+    return [
+        op.inputs[0]
+        for op in body.operations
+        if op.name == "reduce_scatter" and is_only_written(op.outputs[0])
+    ]
+
+
+def _has_product(op: Operation) -> bool:
+    return (
+        op.name in PRODUCTS
+        or op.name.startswith(KERNELS)
+        or any(_has_product(inner) for body in op.bodies for inner in body.operations)
+    )
+
+
+def _is_sent_to_host(op: Operation) -> bool:
+    return op.name == "device_put" and any(value.on_host for value in op.outputs)

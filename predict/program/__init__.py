@@ -1,0 +1,1 @@
+"""Reads a compiled XLA program: its instructions, communication, memory and FLOPs."""

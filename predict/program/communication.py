@@ -1,0 +1,184 @@
+"""Lists the communication of a compiled step: collectives, and copies between device and host.
+
+XLA decides where to communicate, so this is not visible in the source of a step. Promises such as
+"no gradient all-reduce inside the microbatch loop" are therefore checked on the compiled program:
+
+    compiled = jax.jit(train_step).lower(state, batch).compile()
+    print(format_table(summary(collectives(compiled, mesh))))
+
+The last two functions are in collective_table.py.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from predict.program import asynchrony, device_groups
+from predict.program.instruction import Instruction, arrays_of, loop_label, trip_count
+from predict.program.module import Module
+from predict.program.parse import parse_modules, text_of
+
+KINDS = asynchrony.COLLECTIVES
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a compiled step.
+
+    Attributes:
+        kind: one of `KINDS`. An asynchronous start-done pair counts once, under the kind of its
+            synchronous form. A permutation that XLA split into a send and a receive is a
+            'collective-permute'.
+        axes: mesh axes, in mesh order, along which the devices of one group differ; empty if
+            every group is a single device.
+        loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
+        trip_count: executions per step, the product of the trip counts of the loops around it. 1
+            outside loops, None if one of these trip counts is unknown. A collective in a branch of
+            a conditional counts as if that branch were always taken.
+        bytes: bytes of its output on one device in one execution.
+        name: its name in the compiled program.
+        op_name: traced operation that it comes from, '' if unknown.
+        is_async: whether it runs on a stream of its own, so that kernels can run at the same time.
+        is_overlapped: whether a kernel or a loop is issued between its start and its done.
+        loop: label of the innermost loop around it: the named scope in which the loop was traced,
+            such as 'layers', or else 'loop 2' at a depth of 2; '' outside loops.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    loop_depth: int
+    trip_count: int | None
+    bytes: int
+    name: str
+    op_name: str = ""
+    is_async: bool = False
+    is_overlapped: bool = False
+    loop: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostCopy:
+    """One copy between a device and its host in a compiled step.
+
+    Attributes:
+        direction: 'to host' or 'to device'.
+        trip_count: as in `Collective`.
+        bytes: bytes that one device transfers in one execution.
+        name: its name in the compiled program.
+        is_async: as in `Collective`.
+        is_overlapped: as in `Collective`.
+        loop: as in `Collective`.
+    """
+
+    direction: asynchrony.Direction
+    trip_count: int | None
+    bytes: int
+    name: str
+    is_async: bool
+    is_overlapped: bool
+    loop: str
+
+
+def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
+    """Return the collectives of a compiled step, in program order.
+
+    Args:
+        compiled: result of `jax.jit(f).lower(...).compile()`.
+        mesh: mesh that it was compiled for.
+
+    Returns:
+        One entry per instruction.
+
+    Raises:
+        ValueError: if the program and the mesh differ in their number of devices.
+    """
+    return collectives_in_text(text_of(compiled), mesh.shape)
+
+
+def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """Like `collectives`, from a program's text and the sizes of the mesh axes in mesh order."""
+    modules = parse_modules(text)
+    return [found for module in modules for found in collectives_of(module, mesh_shape)]
+
+
+def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
+    """Like `collectives`, from a parsed program."""
+    num_devices = math.prod(mesh_shape.values())
+    if module.num_partitions not in (1, num_devices):
+        raise ValueError(
+            f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
+            f" has {num_devices}; pass the mesh that the program was compiled for"
+        )
+    overlapped = asynchrony.overlapped(module)
+    wrapper = {
+        inner.name: start.name
+        for body in module.computations.values()
+        for start in body
+        if (inner := asynchrony.wrapped_collective(module, start)) is not None
+    }
+    found = []
+    for instruction, loops in module.under_loops(
+        lambda i: asynchrony.collective_kind(i) is not None
+    ):
+        groups = device_groups.parse(instruction.attributes, num_devices)
+        start = wrapper.get(instruction.name, instruction.name)
+        is_async = start != instruction.name or asynchrony.is_start(instruction)
+        found.append(
+            Collective(
+                kind=asynchrony.collective_kind(instruction) or "",
+                axes=device_groups.axes_of(groups, mesh_shape),
+                loop_depth=len(loops),
+                trip_count=_executions(loops),
+                bytes=sum(a.bytes for a in arrays_of(asynchrony.result_of(instruction))),
+                name=instruction.name,
+                op_name=instruction.op_name,
+                is_async=is_async and not asynchrony.is_marked_synchronous(instruction),
+                is_overlapped=start in overlapped,
+                loop=_innermost(loops),
+            )
+        )
+    return found
+
+
+def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
+    """Return the copies between device and host in a compiled step, in program order."""
+    return host_copies_in_text(text_of(compiled))
+
+
+def host_copies_in_text(text: str) -> list[HostCopy]:
+    """Like `host_copies`, from a program's text."""
+    found = []
+    for module in parse_modules(text):
+        overlapped = asynchrony.overlapped(module)
+        # A fusion counts as one copy, so the computation that it calls is not searched.
+        for instruction, loops in module.under_loops(
+            lambda i: asynchrony.host_copy(i) is not None or i.opcode == "fusion"
+        ):
+            moved = asynchrony.host_copy(instruction)
+            if moved is None:
+                continue
+            found.append(
+                HostCopy(
+                    direction=moved.direction,
+                    trip_count=_executions(loops),
+                    bytes=moved.bytes,
+                    name=instruction.name,
+                    is_async=asynchrony.is_start(instruction),
+                    is_overlapped=instruction.name in overlapped,
+                    loop=_innermost(loops),
+                )
+            )
+    return found
+
+
+def _executions(loops: Sequence[Instruction]) -> int | None:
+    """Return how often the body of nested loops runs in all, or None if a count is unknown."""
+    counts = [trip_count(loop) for loop in loops]
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if len(known) == len(counts) else None
+
+
+def _innermost(loops: Sequence[Instruction]) -> str:
+    return (loop_label(loops[-1]) or f"loop {len(loops)}") if loops else ""

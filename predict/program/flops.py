@@ -1,0 +1,46 @@
+"""Counts the FLOPs of a compiled step, once as XLA does and once with the iterations of loops."""
+
+import math
+
+import jax
+
+from predict.program.instruction_work import product_flops
+from predict.program.parse import parse_modules, text_of
+
+
+def flops(compiled: jax.stages.Compiled) -> float | None:
+    """Return the FLOPs of one device as the compiler counts them, or None if it does not.
+
+    The compiler counts the body of a loop once, no matter how often it runs, so the result is too
+    small for any program that scans over layers or microbatches. `matmul_flops` counts iterations.
+    """
+    analysis = compiled.cost_analysis()
+    # Some backends return a list with one dict per program.
+    parts = analysis if isinstance(analysis, list | tuple) else [analysis]
+    counts = [part["flops"] for part in parts if part and "flops" in part]
+    return float(sum(counts)) if counts else None
+
+
+def matmul_flops(compiled: jax.stages.Compiled) -> float | None:
+    """Return the FLOPs of all matrix products and convolutions of one device in one step.
+
+    Unlike `flops`, this counts every iteration of a loop. Every branch of a conditional counts as
+    if it were always taken, so for a pipeline this is the work of stages that are never idle.
+    `product_flops` defines which instructions count as products.
+
+    Returns:
+        The sum, or None if the trip count of a loop around a product is unknown.
+    """
+    return matmul_flops_in_text(text_of(compiled))
+
+
+def matmul_flops_in_text(text: str) -> float | None:
+    """Like `matmul_flops`, from a program's text."""
+    total = 0.0
+    for module in parse_modules(text):
+        for product, trip_counts in module.in_loops(lambda i: product_flops(i) is not None):
+            known = [count for count in trip_counts if count is not None]
+            if len(known) < len(trip_counts):
+                return None
+            total += (product_flops(product) or 0) * math.prod(known)
+    return total

@@ -1,1 +1,0 @@
-"""Reads compiled steps: collectives, memory, predicted time, pictures; describes target GPUs."""

@@ -1,1 +1,0 @@
-"""Multi-process runs: start-up, consistency checks and messages between processes."""

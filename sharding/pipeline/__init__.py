@@ -1,1 +1,0 @@
-"""Pipeline parallelism: schedules as tables, and the runtime that executes any table."""
