@@ -17,7 +17,7 @@ REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,re
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler test-device reproduce lint
-setup: .venv/$(REQUIREMENTS).stamp
+setup: .venv/$(REQUIREMENTS).stamp .venv/bin/taibai
 setup-test: .venv/requirements-test.txt.stamp
 setup-compiler: .venv/requirements-compiler.txt.stamp
 
@@ -29,7 +29,12 @@ setup-compiler: .venv/requirements-compiler.txt.stamp
 	$(PIP) -r $(REQUIREMENTS)
 	@touch $@
 
-.venv/requirements-test.txt.stamp: requirements-test.txt .venv/$(REQUIREMENTS).stamp
+# The command taibai, which imports the project from here.
+.venv/bin/taibai: pyproject.toml .venv/$(REQUIREMENTS).stamp
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+.venv/requirements-test.txt.stamp: requirements-test.txt .venv/$(REQUIREMENTS).stamp .venv/bin/taibai
 	@echo "Installing requirements-test.txt into .venv"
 	$(PIP) -r requirements-test.txt
 	@touch $@

@@ -5,7 +5,6 @@ several files. It imports the model and exports it again, each in a separate pro
 every bit. Peak memory must stay below the largest tensor + 1 GiB for models of any size.
 """
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -26,7 +25,7 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures
 from convert.tensor_files import ShardWriter, open_tensors, same_values
 from fields.paths import local_path
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 #: Config of the model, which has about 2 billion weights.
 CONFIG = {
@@ -48,9 +47,10 @@ GIB = 2**30
 _SHARD_BYTES = GIB
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return 0, or 1 if peak memory exceeds the bound or a bit differs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", allow_abbrev=False)
+    parser = command_parser("benchmarks.convert")
     parser.add_argument(
         "directory",
         type=local_path,
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     bound = largest + GIB
     figures = {
-        "command": shlex.join(["python", "-m", "benchmarks.convert", *(argv or sys.argv[1:])]),
+        "command": command_line("benchmarks.convert", argv),
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "config": CONFIG | {"num_hidden_layers": args.layers},

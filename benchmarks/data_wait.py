@@ -9,7 +9,6 @@ and reading share the cores; with an accelerator, steps leave the cores to the r
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -21,8 +20,7 @@ from benchmarks.harness import report
 from benchmarks.images import write_images
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 ROOT = Path(__file__).parents[1]
 # The first steps use batches that were read while the step was compiled.
@@ -30,9 +28,10 @@ _WARM_UP_STEPS = 10
 _NEVER = ("eval.every_steps=0", "checkpoint.every_steps=0", "log.every_steps=1")
 
 
+@refuses_bad_input(subprocess.CalledProcessError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data_wait", allow_abbrev=False)
+    parser = command_parser("benchmarks.data_wait")
     parser.add_argument(
         "--workers", default="0,1,2", help="numbers of worker processes, separated by commas"
     )
@@ -46,16 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--note", help="remark to store, such as other load of the machine")
     parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
-    try:
-        workers = [int(number) for number in args.workers.split(",")]
-        with tempfile.TemporaryDirectory(prefix="taibai_wait_") as directory:
-            rows, file_bytes = measure(Path(directory), workers, args)
-    except (ValueError, OSError, subprocess.CalledProcessError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    arguments = sys.argv[1:] if argv is None else argv
+    workers = [int(number) for number in args.workers.split(",")]
+    with tempfile.TemporaryDirectory(prefix="taibai_wait_") as directory:
+        rows, file_bytes = measure(Path(directory), workers, args)
     figures = {
-        "command": shlex.join(["python", "-m", "benchmarks.data_wait", *arguments]),
+        "command": command_line("benchmarks.data_wait", argv),
         "versions": report.versions("pillow", "grain"),
         "hardware": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
         "note": args.note,

@@ -13,11 +13,8 @@ transformers. With --docs, the command writes the tables of docs/generate.md fro
 cpu_decode.json in benchmarks/results.
 """
 
-import argparse
 import json
 import logging
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +35,7 @@ from train.compile import load_config, run_for
 from train.config.overrides import parse_overrides
 from train.config.schema import validate_config
 from train.planning.step_time import machine_of
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "decode.json"
@@ -48,9 +44,10 @@ _DOCS = _ROOT / "docs" / "generate.md"
 _PROMPT = 8
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", allow_abbrev=False)
+    parser = command_parser("benchmarks.decode")
     parser.add_argument("--config", default="configs/llama.py:3-8b")
     parser.add_argument("--target", default="h100:1x1", help="one GPU")
     parser.add_argument("--batch", default="1,32,256", help="numbers of rows")
@@ -65,21 +62,17 @@ def main(argv: list[str] | None = None) -> int:
         _write_docs()
         return 0
     jax.config.update("jax_platforms", "cpu")
-    command = shlex.join(["python", "-m", "benchmarks.decode", *(argv or sys.argv[1:])])
-    try:
-        sizes = [int(size) for size in args.batch.split(",")]
-        if args.peer:
-            found = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
-            return _print({"command": command, **found}, args.out)
-        target = parse_target(args.target)
-        if target.num_devices != 1:
-            raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
-        config = load_config(args.config, parse_overrides(others))
-        model = run_for(validate_config(config), target).model
-        passes = [predicted(model, target, size, args.length) for size in sizes]
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
+    command = command_line("benchmarks.decode", argv)
+    sizes = [int(size) for size in args.batch.split(",")]
+    if args.peer:
+        found = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
+        return _print({"command": command, **found}, args.out)
+    target = parse_target(args.target)
+    if target.num_devices != 1:
+        raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
+    config = load_config(args.config, parse_overrides(others))
+    model = run_for(validate_config(config), target).model
+    passes = [predicted(model, target, size, args.length) for size in sizes]
     figures = {"command": command, "versions": report.versions(), "target": target.name}
     figures |= {"config": args.config, "length": args.length, "passes": passes}
     return _print(figures, args.out)

@@ -6,7 +6,6 @@ the last step of the last run, not at the best step. Experiments with fewer labe
 labelled images for every seed.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -23,8 +22,7 @@ from typing import Any
 from benchmarks.harness import report
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,9 +56,10 @@ EXPERIMENTS = {
 }
 
 
+@refuses_bad_input(RuntimeError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.digits", allow_abbrev=False)
+    parser = command_parser("benchmarks.digits")
     parser.add_argument(
         "--only",
         action="append",
@@ -80,35 +79,25 @@ def main(argv: list[str] | None = None) -> int:
         if args.only is None or any(part.lower() in name.lower() for part in args.only)
     ]
     if not wanted:
-        print(
-            f"error: --only={args.only} matches nothing; choose from {'; '.join(EXPERIMENTS)}",
-            file=sys.stderr,
+        raise ValueError(
+            f"--only={args.only} matches nothing; choose from {'; '.join(EXPERIMENTS)}"
         )
-        return 2
     if args.seeds < 1:
-        print(f"error: --seeds={args.seeds} must be at least 1", file=sys.stderr)
-        return 2
+        raise ValueError(f"--seeds={args.seeds} must be at least 1")
     try:  # find errors now, not after hours of training
         before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     except (OSError, ValueError) as error:
-        print(f"error: --out={args.out} cannot be read as JSON: {error}", file=sys.stderr)
-        return 2
-    arguments = sys.argv[1:] if argv is None else argv
+        raise ValueError(f"--out={args.out} cannot be read as JSON: {error}") from error
     circumstances = {
-        "command": shlex.join(["python", "-m", "benchmarks.digits", *arguments]),
+        "command": command_line("benchmarks.digits", argv),
         "versions": report.versions(),
         "hardware": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
     }
     with tempfile.TemporaryDirectory(prefix="taibai_digits_") as temporary:
         directory = args.workdir or Path(temporary)
-        try:
-            results = {
-                name: {**circumstances, **experiment(name, args.seeds, directory)}
-                for name in wanted
-            }
-        except RuntimeError as error:
-            print(f"error: {sentence_of(error)}", file=sys.stderr)
-            return 2
+        results = {
+            name: {**circumstances, **experiment(name, args.seeds, directory)} for name in wanted
+        }
     print(as_text(results))
     if args.out:
         all_results = {**before, **results}

@@ -19,8 +19,6 @@ compiles only the cases that are missing there.
 import argparse
 import json
 import re
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from train.config.config_files import load
 from train.config.schema import validate_config
 from train.run.assemble import assemble_run
 from train.run.run import Run
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 VOCAB_SIZE = 8192
 _CONFIGS = Path(__file__).parents[1] / "configs"
@@ -108,9 +106,10 @@ CASES = {
 }
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.estimates", allow_abbrev=False)
+    parser = command_parser("benchmarks.estimates")
     parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     parser.add_argument(
         "--target", choices=TARGETS, help="kind of GPU to compile for (default: CPUs)"
@@ -126,8 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.docs:
         _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    arguments = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "benchmarks.estimates", *arguments])
+    command = command_line("benchmarks.estimates", argv)
     if args.target:
         _compare_on_gpus(args, command)
     else:

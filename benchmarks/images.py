@@ -14,9 +14,7 @@ import io
 import json
 import os
 import platform
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -36,8 +34,7 @@ from data.image_config import ImageConfig
 from data.images.transforms.augment import augment
 from data.images.transforms.crops import open_image
 from fields.paths import local_path
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 #: (width, height) of images: the most frequent sizes in ImageNet, and some others.
 _SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (500, 500), (400, 300), (1024, 768))
@@ -47,9 +44,10 @@ _PACKAGES = ("numpy", "pillow", "grain")
 _NUM_ALONE = 200
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.images", allow_abbrev=False)
+    parser = command_parser("benchmarks.images")
     parser.add_argument(
         "--workers", default="0,1,2,4", help="numbers of worker processes, separated by commas"
     )
@@ -66,15 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     args = parser.parse_args(argv)
-    try:
-        workers = [int(number) for number in args.workers.split(",")]
-        with tempfile.TemporaryDirectory(prefix="taibai_images_") as directory:
-            figures = measure(Path(directory), workers, args)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    arguments = sys.argv[1:] if argv is None else argv
-    figures = {"command": shlex.join(["python", "-m", "benchmarks.images", *arguments])} | figures
+    workers = [int(number) for number in args.workers.split(",")]
+    with tempfile.TemporaryDirectory(prefix="taibai_images_") as directory:
+        figures = measure(Path(directory), workers, args)
+    figures = {"command": command_line("benchmarks.images", argv)} | figures
     print(as_text(figures))
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")

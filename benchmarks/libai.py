@@ -9,11 +9,9 @@ of docs/published.md from the results. Published speeds were measured; ours are 
 that are only described. This needs `jax[cuda12]`, but no GPU.
 """
 
-import argparse
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,7 @@ from benchmarks.harness.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_
 from fields.paths import local_path
 from predict.machines.targets import parse_target
 from train.compile import compile_step
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
 _PUBLISHED = _ROOT / "benchmarks" / "results" / "libai_benchmark.csv"
@@ -37,9 +35,10 @@ _DOCS = _ROOT / "docs" / "published.md"
 Speeds = Mapping[tuple[str, str], float]
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the tables of the docs; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.libai", allow_abbrev=False)
+    parser = command_parser("benchmarks.libai")
     parser.add_argument(
         "--out", type=local_path, default=_RESULTS, help="write the figures to this file"
     )
@@ -54,9 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         _DOCS.write_text(text, encoding="utf-8")
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
-    arguments = sys.argv[1:] if argv is None else argv
     whole: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.libai", *arguments]),
+        "command": command_line("benchmarks.libai", argv),
         "versions": report.versions("scipy"),
         "jobs": {},
     }

@@ -13,7 +13,6 @@ any machine, add the step to the stored results, and write the table of docs/bef
     python -m benchmarks.measured --docs
 """
 
-import argparse
 import gzip
 import json
 from pathlib import Path
@@ -26,7 +25,7 @@ from predict.machines.targets import TARGETS, parse_target
 from predict.program.memory import Memory
 from predict.time.prediction import predict
 from train.planning.step_time import machine_of
-from untrusted.streams import run_command
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "gpu_steps.json"
@@ -41,9 +40,10 @@ _KERNELS = {
 _NUM_KERNELS = 30
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Add a step to the results, or write the table of the docs; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.measured", allow_abbrev=False)
+    parser = command_parser("benchmarks.measured")
     parser.add_argument("--add", type=local_path, help="directory of a measured step")
     parser.add_argument("--name", help="name of that step, for the table")
     parser.add_argument("--docs", action="store_true", help="write the table of the docs")

@@ -18,13 +18,10 @@ For example, with 2 stages on one core, a part takes 1 ms alone and 2 ms togethe
     tick with two busy stages    synchronous 1 ms    work-bound max(1, (2 + 2) / 2) = 2 ms
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,8 +45,7 @@ from sharding.batches import place_batch
 from sharding.mesh import MeshConfig
 from train.config.overrides import Override, parse_overrides
 from train.run.run import Run
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 DEFAULT_STAGES = 4
 #: Schedule -> number of chunks per stage. Schedules that are not listed have one.
@@ -66,9 +62,10 @@ _SET_BY = {
 Tree = Any
 
 
+@refuses_bad_input(ImportError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", allow_abbrev=False)
+    parser = command_parser("benchmarks.pipeline")
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument(
         "--schedules", default=",".join(SCHEDULES), help="schedules, separated by commas"
@@ -85,22 +82,17 @@ def main(argv: list[str] | None = None) -> int:
         "--rounds", type=int, default=10, help="rounds, in each of which all contenders take turns"
     )
     args, others = parser.parse_known_args(argv)
-    try:
-        if args.steps < 1 or args.rounds < 1:
-            raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
-        runs = make_runs(
-            args.config,
-            parse_overrides(others),
-            [name for name in args.schedules.split(",") if name],
-            num_stages=_default_stages() if args.stages is None else args.stages,
-            num_microbatches=args.microbatches,
-        )
-        figures = measure(runs, num_rounds=args.rounds, num_steps=args.steps)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    arguments = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "benchmarks.pipeline", *arguments])
+    if args.steps < 1 or args.rounds < 1:
+        raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
+    runs = make_runs(
+        args.config,
+        parse_overrides(others),
+        [name for name in args.schedules.split(",") if name],
+        num_stages=_default_stages() if args.stages is None else args.stages,
+        num_microbatches=args.microbatches,
+    )
+    figures = measure(runs, num_rounds=args.rounds, num_steps=args.steps)
+    command = command_line("benchmarks.pipeline", argv)
     figures = {"command": command} | figures
     as_text = report.pipelines_as_text
     print(json.dumps(figures, allow_nan=False) if args.json else as_text(figures))

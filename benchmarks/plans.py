@@ -22,7 +22,6 @@ A plan that does not fit into memory, or that the run's checks refuse, is not le
 the command writes the tables of docs/plan.md from benchmarks/results/plans.json.
 """
 
-import argparse
 import concurrent.futures
 import itertools
 import json
@@ -54,8 +53,7 @@ from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
 from train.run.assemble import assemble_run
 from train.run.run import Run
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "plans.json"
@@ -64,9 +62,10 @@ _DOCS = _ROOT / "docs" / "plan.md"
 _SAME_TIME = 1e-6
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", allow_abbrev=False)
+    parser = command_parser("benchmarks.plans")
     parser.add_argument("--config", help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--target", help="as for train.plan; --check=times needs these devices")
     parser.add_argument("--network", type=float, help="as for train.plan")
@@ -88,18 +87,13 @@ def main(argv: list[str] | None = None) -> int:
     if args.check != "times" or args.target.startswith("cpu:"):
         jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        config, devices, fixed = _inputs(args.config, args.target, args.network, others)
-        if args.check == "times":
-            figures = check_times(config, devices, fixed, num_rounds=args.rounds)
-        else:
-            count = args.count if args.check == "first" else None
-            figures = check_plans(config, devices, fixed, count=count)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    arguments = sys.argv[1:] if argv is None else argv
-    command = shlex.join(["python", "-m", "benchmarks.plans", *arguments])
+    config, devices, fixed = _inputs(args.config, args.target, args.network, others)
+    if args.check == "times":
+        figures = check_times(config, devices, fixed, num_rounds=args.rounds)
+    else:
+        count = args.count if args.check == "first" else None
+        figures = check_plans(config, devices, fixed, count=count)
+    command = command_line("benchmarks.plans", argv)
     machine = {"cpu": report.cpu_name(), "num_cores": report.num_cores()}
     figures = {"command": command, "versions": report.versions(), "machine": machine} | figures
     print(json.dumps(figures, indent=1, allow_nan=False))

@@ -7,10 +7,7 @@ The second command writes the table of docs/before_you_rent.md from the results.
 compiler's plan; times are predicted. This needs `jax[cuda12]`, but no GPU.
 """
 
-import argparse
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import jax
 from benchmarks.harness import docs_page, gpu_estimates, report
 from fields.paths import local_path
 from train.compile import compile_run
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results" / "h100_predictions.json"
@@ -27,9 +24,10 @@ _DOCS = _ROOT / "docs" / "before_you_rent.md"
 _MESH = "2×2×2"
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the table of the docs; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predictions", allow_abbrev=False)
+    parser = command_parser("benchmarks.predictions")
     parser.add_argument(
         "--out", type=local_path, default=_RESULTS, help="write the figures to this JSON file"
     )
@@ -43,7 +41,6 @@ def main(argv: list[str] | None = None) -> int:
         _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
-    arguments = sys.argv[1:] if argv is None else argv
     found: dict[str, Any] = {}
     for case in gpu_estimates.cases():
         if case.name in gpu_estimates.PUBLISHED or case.name.endswith(f", {_MESH}"):
@@ -51,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
             jax.clear_caches()
             print(case.name, found[case.name], flush=True)
     whole = {
-        "command": shlex.join(["python", "-m", "benchmarks.predictions", *arguments]),
+        "command": command_line("benchmarks.predictions", argv),
         "versions": report.versions(),
         "machine": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
         "cases": found,

@@ -8,10 +8,8 @@ one call of `train.compile`, which takes less than a minute. Our figures are pre
 that are only described; the published ones were measured. This needs `jax[cuda12]`, but no GPU.
 """
 
-import argparse
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import jax
 import matplotlib
 
 from fields.paths import local_path
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
@@ -35,9 +33,10 @@ _DOCS = _ROOT / "docs" / "published.md"
 _PLOT = _ROOT / "docs" / "scaling.svg"
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the tables and the plot of the docs; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.published", allow_abbrev=False)
+    parser = command_parser("benchmarks.published")
     parser.add_argument(
         "--out", type=local_path, default=_RESULTS, help="write the figures to this file"
     )
@@ -51,9 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         _draw(results["scaling"], _PLOT)
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
-    arguments = sys.argv[1:] if argv is None else argv
     whole = {
-        "command": shlex.join(["python", "-m", "benchmarks.published", *arguments]),
+        "command": command_line("benchmarks.published", argv),
         "versions": report.versions(),
         "jobs": [_measured(job) for job in JOBS],
         "scaling": {model: [_measured(job) for job in jobs] for model, jobs in SCALING.items()},

@@ -9,12 +9,9 @@ reuses the memory of the saved arrays like a training step. Compared with an upd
 being saved, it shows how much a save delays the loop after `save` has returned.
 """
 
-import argparse
 import json
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,13 +26,13 @@ from checkpoint.manager import Checkpoints
 from fields.paths import local_path
 from train.config.overrides import parse_overrides
 from train.run.run import Run
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.saves", allow_abbrev=False)
+    parser = command_parser("benchmarks.saves")
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument("--rounds", type=int, default=8, help="number of saves")
     parser.add_argument(
@@ -45,18 +42,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=local_path, help="write the figures to this JSON file")
     args, others = parser.parse_known_args(argv)
-    try:
-        if args.rounds < 1:
-            raise ValueError(f"--rounds={args.rounds} must be at least 1")
-        run = make_run(args.config, parse_overrides(others))
-        scratch = Path(tempfile.mkdtemp(prefix="taibai_saves_", dir=args.directory))
-        figures = measure(run, scratch, args.rounds)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
+    if args.rounds < 1:
+        raise ValueError(f"--rounds={args.rounds} must be at least 1")
+    run = make_run(args.config, parse_overrides(others))
+    scratch = Path(tempfile.mkdtemp(prefix="taibai_saves_", dir=args.directory))
+    figures = measure(run, scratch, args.rounds)
     shutil.rmtree(scratch)
-    arguments = sys.argv[1:] if argv is None else argv
-    figures = {"command": shlex.join(["python", "-m", "benchmarks.saves", *arguments])} | figures
+    figures = {"command": command_line("benchmarks.saves", argv)} | figures
     print(as_text(figures))
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")

@@ -10,13 +10,10 @@ If a GPU's memory does not hold all contenders, time each in a process of its ow
 --profile=DIR also writes the compiled step and the times of its kernels there.
 """
 
-import argparse
 import dataclasses
 import gzip
 import json
 import os
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,16 +38,16 @@ from train.config.schema import validate_config
 from train.reporting.throughput import mfu, peak_flops_per_s
 from train.run.assemble import assemble_run
 from train.run.run import Run
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 CONTENDERS = ("ours", "torch_eager", "torch_compiled")
 _PROFILED_STEPS = 3
 
 
+@refuses_bad_input(ImportError)
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", allow_abbrev=False)
+    parser = command_parser("benchmarks.step")
     parser.add_argument("--config", required=True, help="file.py, file.py:argument or config.yaml")
     parser.add_argument(
         "--peer", choices=("torch",), help="also time the same model in this framework"
@@ -68,25 +65,20 @@ def main(argv: list[str] | None = None) -> int:
         "--rounds", type=int, default=5, help="rounds, in each of which all contenders take turns"
     )
     args, others = parser.parse_known_args(argv)
-    try:
-        if args.steps < 1 or args.rounds < 1:
-            raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
-        if args.peer or args.only not in (None, "ours"):  # leave GPU memory to the peer
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        names = CONTENDERS if args.peer else ("ours",)
-        figures = measure(
-            make_run(args.config, parse_overrides(others)),
-            names=(args.only,) if args.only else names,
-            with_compiled=not args.no_compile,
-            num_rounds=args.rounds,
-            num_steps=args.steps,
-            profile=args.profile,
-        )
-    except (ValueError, OSError, ImportError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
-    arguments = sys.argv[1:] if argv is None else argv
-    figures = {"command": shlex.join(["python", "-m", "benchmarks.step", *arguments])} | figures
+    if args.steps < 1 or args.rounds < 1:
+        raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
+    if args.peer or args.only not in (None, "ours"):  # leave GPU memory to the peer
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    names = CONTENDERS if args.peer else ("ours",)
+    figures = measure(
+        make_run(args.config, parse_overrides(others)),
+        names=(args.only,) if args.only else names,
+        with_compiled=not args.no_compile,
+        num_rounds=args.rounds,
+        num_steps=args.steps,
+        profile=args.profile,
+    )
+    figures = {"command": command_line("benchmarks.step", argv)} | figures
     if jax.process_index() == 0:
         print(json.dumps(figures, allow_nan=False) if args.json else report.as_text(figures))
     return 0

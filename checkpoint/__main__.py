@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,8 +29,8 @@ from checkpoint.layout import (
 )
 from checkpoint.paths import check_path
 from fields.paths import local_path
-from untrusted.messages import sentence_of, shortened
-from untrusted.streams import run_command
+from untrusted.commands import command_parser, refuses_bad_input, run_command
+from untrusted.messages import shortened
 
 
 def find_directory(workdir: Path) -> Path:
@@ -181,6 +180,7 @@ def _saved_at(path: Path) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", saved)
 
 
+@refuses_bad_input()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, 1 if `verify` found damage, or 2 after an error.
     """
-    parser = argparse.ArgumentParser(prog="python -m checkpoint", allow_abbrev=False)
+    parser = command_parser("checkpoint")
     commands = parser.add_subparsers(required=True, metavar="ls|verify|show")
 
     def command(name: str, function: Callable[..., int], text: str) -> argparse.ArgumentParser:
@@ -221,11 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(argv))
     function = options.pop("function")
     workdir = options.pop("workdir")
-    try:
-        return function(find_directory(workdir), **options)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
+    return function(find_directory(workdir), **options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Import Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`."""
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -31,8 +30,8 @@ from fields.paths import local_path
 from models.stack import logical_axes
 from sharding.mesh import AXES, MeshConfig, check_automatic
 from sharding.rules import partition_specs, rules_on, shardings
+from untrusted.commands import command_parser, run_command
 from untrusted.files import copy_file, new_directory, write_text
-from untrusted.streams import run_command
 
 #: Files of a Hugging Face model that are kept in addition to its config.json.
 KEPT_FILES = (
@@ -246,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
     """
-    parser = argparse.ArgumentParser(prog="python -m convert.from_hf", allow_abbrev=False)
+    parser = command_parser("convert.from_hf")
     parser.add_argument("src", type=local_path, help="directory of a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")
     parser.add_argument("--harmless", default="", help="unknown keys of config.json to ignore: a,b")

@@ -1,6 +1,5 @@
 """Export a run to the Hugging Face format: `python -m convert.to_hf CKPT DST`."""
 
-import argparse
 import dataclasses
 import json
 import logging
@@ -25,10 +24,10 @@ from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
 from convert.tensor_files import DTYPES, ShardWriter
 from fields.paths import local_path
+from untrusted.commands import command_parser, run_command
 from untrusted.files import new_directory, write_text
 from untrusted.imports import add_allow_import
 from untrusted.messages import shortened
-from untrusted.streams import run_command
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
 _WITHOUT_COUNTERPART = (
@@ -282,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
     """
-    parser = argparse.ArgumentParser(prog="python -m convert.to_hf", allow_abbrev=False)
+    parser = command_parser("convert.to_hf")
     parser.add_argument(
         "checkpoint", type=local_path, help="directory of a run, or of one of its checkpoints"
     )

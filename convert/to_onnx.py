@@ -8,12 +8,10 @@ PyTorch's exporter is maintained by the authors of ONNX's operators in PyTorch, 
 exported through `transformers`. The file is then run, and must give the same logits as Taibai.
 """
 
-import argparse
 import contextlib
 import io
 import logging
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,11 +27,11 @@ from convert.files import preprocessor
 from convert.from_hf import KEPT_FILES, copy_hf_files, load
 from convert.registry import architectures
 from fields.paths import local_path
+from untrusted.commands import command_parser, refuse_missing_package, run_command
 from untrusted.documents import read_json
 from untrusted.files import new_directory
 from untrusted.imports import add_allow_import
 from untrusted.messages import shortened
-from untrusted.streams import run_command
 
 try:
     import onnxruntime
@@ -43,9 +41,8 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    sys.exit(
-        f"error: {error}; exports to ONNX need: pip install torch transformers onnxscript "
-        "onnxruntime"
+    refuse_missing_package(
+        error, "exports to ONNX need: pip install torch transformers onnxscript onnxruntime"
     )
 
 MODEL_FILE = "model.onnx"
@@ -240,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
     """
-    parser = argparse.ArgumentParser(prog="python -m convert.to_onnx", allow_abbrev=False)
+    parser = command_parser("convert.to_onnx")
     parser.add_argument("src", type=local_path, help="a run, a checkpoint, or a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")
     add_allow_import(parser)

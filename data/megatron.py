@@ -9,7 +9,6 @@ docs/data.md explains the commands and how to train on the files.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,10 +18,10 @@ from data.text.text_corpus import load_fixed_tokenizer, load_stores
 from data.text.token_files import TokenFile, open_token_file, write_token_file
 from data.text.token_store import TokenStore, document_ends, unknown_ids
 from fields.paths import local_name
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
@@ -37,19 +36,15 @@ def main(argv: list[str] | None = None) -> int:
     path = args.pop("path")
     first, count, split = (args.pop(key, None) for key in ("first", "count", "split"))
     fields = {key.removeprefix("data."): v for key, v in args.items() if v is not None}
-    try:
-        # These commands make no rows, so the two sizes do not matter.
-        config = DataConfig(sequence_length=1, global_batch_size=1, **fields)
-        if command == "write":
-            print(_write(path, config, split))
-        elif command == "show":
-            print(_show(path, open_token_file(path)))
-        else:
-            for line in _read(open_token_file(path), config, first, count):
-                print(line)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
+    # These commands make no rows, so the two sizes do not matter.
+    config = DataConfig(sequence_length=1, global_batch_size=1, **fields)
+    if command == "write":
+        print(_write(path, config, split))
+    elif command == "show":
+        print(_show(path, open_token_file(path)))
+    else:
+        for line in _read(open_token_file(path), config, first, count):
+            print(line)
     return 0
 
 
@@ -57,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     def texts(value: str) -> tuple[str, ...]:
         return tuple(part for part in value.split(",") if part)
 
-    parser = argparse.ArgumentParser(prog="python -m data.megatron", allow_abbrev=False)
+    parser = command_parser("data.megatron")
     commands = parser.add_subparsers(dest="command", required=True)
     write = commands.add_parser("write", help="tokenize a corpus described by fields of the config")
     show = commands.add_parser("show", help="print the format and the sizes of a token file")

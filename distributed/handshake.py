@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+import taibai
 from distributed.channel import Channel, connect, listen
 from distributed.secret import SECRET, is_proof, proof
 from untrusted.documents import parse_json
@@ -35,8 +36,6 @@ from untrusted.schema import check_fields
 
 #: Packages of which all processes must have the same version.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-#: Top-level folders of the project's own code.
-ROOMS = ("checkpoint", "convert", "data", "fields", "models", "sharding", "train", "untrusted")
 _RETRY_S = 0.2
 _OPEN_FILES = 512
 _INTRODUCTION_S = 5.0  # a process introduces itself right after connecting
@@ -50,7 +49,7 @@ def software() -> dict[str, str]:
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return versions | {"taibai": _own_version(Path(__file__).parents[2])}
+    return versions | {"taibai": _own_version(Path(__file__).parents[1])}
 
 
 def _own_version(root: Path) -> str:
@@ -58,7 +57,7 @@ def _own_version(root: Path) -> str:
     files = (Path(getattr(each, "__file__", None) or "") for each in sys.modules.values())
     names = {file.relative_to(root) for file in files if file.is_relative_to(root)}
     digest = hashlib.sha256()
-    for name in sorted(name for name in names if name.parts[0] in ROOMS):
+    for name in sorted(name for name in names if name.parts[0] in taibai.PACKAGES):
         digest.update(str(name).encode() + (root / name).read_bytes())
     return digest.hexdigest()[:12]
 

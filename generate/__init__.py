@@ -6,6 +6,11 @@ generator = load_generator("runs/gpt2_3d")
 generator.generate_texts(["def main("], max_new_tokens=64, sampling=Sampling(temperature=0.0))
 """
 
+# ruff: noqa: E402
+from taibai import refuse_hidden_packages
+
+refuse_hidden_packages()
+
 from generate.beam_search import Beams
 from generate.drafts import Drafts
 from generate.generator import Generator

@@ -37,9 +37,9 @@ from generate.prompts import (
 from generate.sampling import Sampling
 from generate.text_stream import TextStream
 from sharding.mesh import use_mesh
+from untrusted.commands import command_parser, run_command
 from untrusted.files import write_text
 from untrusted.outputs import check_file
-from untrusted.streams import run_command
 
 _EARLY_STOPPING: dict[str, Any] = {"false": False, "true": True, "never": "never"}
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m generate", allow_abbrev=False)
+    parser = command_parser("generate")
     add_model_options(parser, batch_size=32)
     parser.add_argument("--prompt", action="append", default=[], help="a text; may be repeated")
     parser.add_argument(

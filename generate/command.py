@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,8 @@ from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from fields.paths import local_path
 from sharding.mesh import AXES, MeshConfig
+from untrusted.commands import refuses_bad_input
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> None:
@@ -55,6 +54,7 @@ def mesh_of(text: str) -> MeshConfig:
     return MeshConfig(**sizes)
 
 
+@refuses_bad_input()
 def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
     """Run a command; return the exit code: 0, or 2 after an error.
 
@@ -64,9 +64,5 @@ def run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace)
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     jax.config.update("jax_enable_x64", args.dtype == "float64")
     use_compilation_cache(cache_path() / "xla")  # the one of training
-    try:
-        command(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
+    command(args)
     return 0

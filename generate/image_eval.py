@@ -41,12 +41,12 @@ from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from models.vision.common import label_rank
 from sharding.mesh import REPLICA_AXES, use_mesh
+from untrusted.commands import command_parser, run_command
 from untrusted.documents import read_yaml
 from untrusted.files import new_directory, write_text
 from untrusted.imports import check_imports
 from untrusted.outputs import check_new_directory
 from untrusted.schema import check_fields
-from untrusted.streams import run_command
 
 _TOP = 5
 #: How many classes are printed, and how many have their names in the picture.
@@ -287,7 +287,7 @@ def as_text(scores: ImageScores) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
-    parser = argparse.ArgumentParser(prog="python -m generate.image_eval", allow_abbrev=False)
+    parser = command_parser("generate.image_eval")
     add_model_options(parser, batch_size=64)
     parser.add_argument(
         "--images", type=local_path, metavar="FOLDER", help="a folder for each class"

@@ -11,7 +11,6 @@ import functools
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,9 @@ from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.prompts import generation_config_of, stop_tokens_of, tokenizer_of
 from sharding.mesh import use_mesh
+from untrusted.commands import command_parser, refuse_missing_package, run_command
 from untrusted.files import write_text
 from untrusted.outputs import check_file
-from untrusted.streams import run_command
 
 try:
     from lm_eval.evaluator import simple_evaluate
@@ -39,7 +38,7 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    sys.exit(f"error: {error}; evaluations need: pip install 'lm-eval>=0.4.13,<0.5'")
+    refuse_missing_package(error, "evaluations need: pip install 'lm-eval>=0.4.13,<0.5'")
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m generate.lm_eval", allow_abbrev=False)
+    parser = command_parser("generate.lm_eval")
     add_model_options(parser, batch_size=8)
     parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks")
     parser.add_argument(

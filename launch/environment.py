@@ -11,13 +11,12 @@ are not set here: the training process passes them with every step that it compi
 (sharding/compiler_options.py).
 """
 
-import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from untrusted.streams import run_command
+from untrusted.commands import command_parser, run_command
 
 # Read by `train.main`. Set either all of the first three or none of them.
 COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0, or unix:PATH of its socket
@@ -166,11 +165,10 @@ def gpu_variables(
 
 def main() -> NoReturn:
     """Set the variables for XLA and NCCL, and become the given command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.environment",
+    parser = command_parser(
+        "launch.environment",
         usage="%(prog)s [--platform=cpu|gpu] -- COMMAND ...",
         description=main.__doc__,
-        allow_abbrev=False,
     )
     parser.add_argument("--platform", choices=PLATFORMS, default=detect_platform(os.environ))
     parser.add_argument("command", nargs="+")

@@ -28,23 +28,17 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
+import taibai
 from launch import environment
 from launch.processes import Event, Processes
 from train.lifecycle.exit_codes import FINAL, FINISHED, STOPPED
 from train.lifecycle.stop_signals import heeded_signals, is_stopped
-from untrusted.streams import exit_process, open_missing_streams
+from untrusted.commands import REFUSED, command_parser, exit_process, print_error
+from untrusted.streams import open_missing_streams
 
 #: Largest number of processes, and of devices of a process: more could end a machine.
 _MAX_COUNT = 512
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one sentence, without printing the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"launch.local: {message}\n")
 
 
 def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -55,11 +49,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     """
     end = list(argv).index("--") if "--" in argv else len(argv)
     command = list(argv[end + 1 :])
-    parser = _Parser(
-        prog="python -m launch.local",
+    parser = command_parser(
+        "launch.local",
         usage="%(prog)s --processes=N [--devices_per_process=D] -- COMMAND ...",
         description=(__doc__ or "").partition("\n")[0],
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--processes", type=_positive, required=True, help="number of processes to start"
@@ -93,6 +86,8 @@ def parse_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]
     if command[0] in ("python", "python3"):
         # The interpreter that has the project's packages, which may not be the first on PATH.
         command = [sys.executable, *command[1:]]
+    elif command[0] == "taibai":
+        command = [sys.executable, taibai.__file__, *command[1:]]
     if shutil.which(command[0]) is None:
         parser.error(f"cannot start {command[0]!r}: no such program on PATH; check its spelling")
     return options, command
@@ -260,8 +255,8 @@ def main(argv: Sequence[str]) -> int:
                     options.processes, options.devices_per_process, os.environ, directory
                 )
             except ValueError as error:
-                print(f"launch.local: {error}", file=sys.stderr)
-                return 2
+                print_error(error)
+                return REFUSED
             processes = Processes(command, variables, events)
             try:
                 code, can_restart = run(processes, requests, options.grace_s)

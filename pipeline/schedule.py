@@ -9,7 +9,6 @@ choose.
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
 
 from fields.numbers import shown
 from fields.paths import local_name, local_path
@@ -25,8 +24,7 @@ from pipeline.schedules.generators import (
 )
 from pipeline.schedules.simulate import CLOCKS, Times, bubble_fraction
 from pipeline.schedules.table import Schedule, check_size, max_in_flight, verify
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 
 __all__ = ["SCHEDULES", "forward_only", "make_schedule"]
 
@@ -107,27 +105,18 @@ def _read_training_table(path: str) -> Schedule:
     return schedule
 
 
+@refuses_bad_input()
 def main(argv: list[str] | None = None) -> None:
-    """Print a pipeline schedule's table, bubbles, memory and step time.
-
-    Raises:
-        SystemExit: the schedule does not exist or a file cannot be used; the exit code is 2.
-    """
-    parser = _parser()
-    args = parser.parse_args(argv)
-    try:
-        times = _times(args)
-        schedule = _schedule(args)
-        print(draw_text(schedule))
-        print(describe(schedule, times))
-        if args.csv:
-            write_csv(schedule, args.csv)
-        if args.picture:
-            draw_picture(schedule, times, args.clock, args.picture)
-    except ValueError as error:
-        parser.error(sentence_of(error))
-    except OSError as error:
-        parser.error(f"{error.filename} cannot be written: {error.strerror}")
+    """Print a pipeline schedule's table, bubbles, memory and step time; return the exit code."""
+    args = _parser().parse_args(argv)
+    times = _times(args)
+    schedule = _schedule(args)
+    print(draw_text(schedule))
+    print(describe(schedule, times))
+    if args.csv:
+        write_csv(schedule, args.csv)
+    if args.picture:
+        draw_picture(schedule, times, args.clock, args.picture)
 
 
 def describe(schedule: Schedule, times: Times) -> str:
@@ -150,16 +139,9 @@ def describe(schedule: Schedule, times: Times) -> str:
     return "\n".join(lines)
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line; argparse would print all options first."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="pipeline.schedule",
+    parser = command_parser(
+        "pipeline.schedule",
         description="Prints a pipeline schedule's table, bubbles, memory and step time.",
     )
     parser.add_argument(

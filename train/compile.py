@@ -11,8 +11,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,17 +30,16 @@ from train.config import config_files
 from train.config.inherit_config import take_init_from
 from train.config.overrides import parse_overrides
 from train.config.schema import RunConfig, validate_config
-from train.lifecycle.exit_codes import FINISHED, REFUSED
+from train.lifecycle.exit_codes import FINISHED
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import target_budget
 from train.planning.memory.planner import MemoryPlanner
 from train.planning.step_time import machine_of
 from train.run.assemble import assemble_run
 from train.run.run import Run
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.files import write_text
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
 
 #: Number of labels to assume if only the data determines it: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -91,9 +88,7 @@ def target_parser(
         description: one-line summary for `--help`.
         required: whether the config and the target must be given.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=description, allow_abbrev=False
-    )
+    parser = command_parser(module, description=description)
     parser.add_argument(
         "--config", required=required, help="file.py, file.py:argument or config.yaml"
     )
@@ -110,6 +105,7 @@ def target_parser(
     return parser
 
 
+@refuses_bad_input(with_hint=True)
 def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -> int:
     """Print a report, or the error of invalid input in one sentence; return the exit code.
 
@@ -122,15 +118,7 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
         jax.config.update("jax_platforms", "cpu")
     # jax could store a program for absent GPUs, but not load it again.
     jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        text = report()
-    except (ValueError, OSError) as error:
-        if os.environ.get("TAIBAI_TRACEBACK"):
-            raise
-        hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
-        print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
-        return REFUSED
-    print(text)
+    print(report())
     return FINISHED
 
 

@@ -5,13 +5,11 @@ starts of the run. Each start writes one file, `workdir/goodput/<number>.json`. 
 measured with a monotonic clock; only the time between two starts is computed from the time of day.
 """
 
-import argparse
 import dataclasses
 import json
 import logging
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +18,9 @@ from pathlib import Path
 
 from fields.paths import local_path
 from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.documents import read_json
 from untrusted.files import write_text
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
 
 GOODPUT_DIRECTORY = "goodput"
 #: How a start can end; None if it was killed or is still running.
@@ -270,17 +267,14 @@ def _read(path: Path) -> Attempt:
     return Attempt(number=int(match[1]), **read_json(path))
 
 
+@refuses_bad_input()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after printing an error."""
-    parser = argparse.ArgumentParser(prog="python -m train.goodput", allow_abbrev=False)
+    parser = command_parser("train.goodput")
     parser.add_argument("workdir", type=local_path, help="a run's directory")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
-    try:
-        goodput = summarize(args.workdir)
-    except (ValueError, OSError) as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
-        return 2
+    goodput = summarize(args.workdir)
     print(table(goodput))
     return 0
 

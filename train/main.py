@@ -6,6 +6,7 @@ one sentence, on all processes.
 """
 
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
+from untrusted.commands import command_parser, print_error, wants_traceback
 from untrusted.streams import protect_output
 
 if __name__ == "__main__":
@@ -51,11 +52,10 @@ from train.lifecycle.workdir_lock import lock
 from train.references import add_references
 from train.run.run import Run
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of
 
 _log = logging.getLogger("train.main")  # also when this file is the program
 
-_LOGGED_FOLDERS = ("checkpoint", "data", "models", "sharding", "train")
+_LOGGED_FOLDERS = ("checkpoint", "data", "distributed", "models", "pipeline", "sharding", "train")
 
 
 class Refused(Exception):
@@ -95,9 +95,8 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
 
 def parse_arguments(argv: list[str] | None) -> RunOptions:
     """Return the options of a command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m train.main",
-        allow_abbrev=False,
+    parser = command_parser(
+        "train.main",
         epilog=reference.help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -178,7 +177,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 signals=signals,
             )
         except (Diverged, BrokenExample, ReadError) as error:
-            print(f"error: {sentence_of(error)}", file=sys.stderr)
+            print_error(error)
             return DIVERGED if isinstance(error, Diverged) else FAILED
 
 
@@ -191,7 +190,7 @@ def evaluate(options: RunOptions) -> int:
     try:
         scores = evaluation.evaluate(built.run, built.corpus, restored.state, phases) or {}
     except BrokenExample as error:
-        print(f"error: {sentence_of(error)}", file=sys.stderr)
+        print_error(error)
         return FAILED
     if jax.process_index() == 0:
         values = (f"{name} {value:.6g}" for name, value in scores.items())
@@ -214,10 +213,9 @@ def refusing_bad_input() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if os.environ.get("TAIBAI_TRACEBACK"):
+        if wants_traceback():
             raise
-        hint = "(TAIBAI_TRACEBACK=1 shows where this was raised)"
-        print(f"error: {sentence_of(error)}\n{hint}", file=sys.stderr)
+        print_error(error, with_hint=True)
         raise Refused(FAILED if may_pass(error) else REFUSED) from error
 
 

@@ -55,8 +55,8 @@ from train.planning.plan_limits import check_max_microbatches, check_replicas
 from train.planning.plan_search import PlanSearch
 from train.plot import check_picture, plot_plans
 from train.run.assemble import assemble_run
+from untrusted.commands import run_command
 from untrusted.outputs import check_file
-from untrusted.streams import run_command
 
 #: Most devices that a CPU simulates for a plan.
 _MAX_CPU_DEVICES = 512

@@ -3,8 +3,6 @@
 python -m train.plot runs/a [runs/b ...] --out=loss.png [--title="..."]
 """
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +11,8 @@ from matplotlib.backend_bases import FigureCanvasBase
 
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
-from untrusted.messages import sentence_of
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.outputs import check_file
-from untrusted.streams import run_command
 
 matplotlib.use("Agg")  # renders to files, and needs no display
 import matplotlib.pyplot as plt  # noqa: E402
@@ -152,9 +149,10 @@ def _read(directory: Path) -> list[dict]:
     return entries
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command; print an error and exit with code 1 if a run cannot be plotted."""
-    parser = argparse.ArgumentParser(prog="python -m train.plot", description=__doc__)
+@refuses_bad_input()
+def main(argv: list[str] | None = None) -> None:
+    """Run the command; return the exit code, which is 2 if a run cannot be plotted."""
+    parser = command_parser("train.plot", description=__doc__)
     parser.add_argument(
         "rundirs", nargs="+", type=local_path, help="workdirs, with a metrics.jsonl"
     )
@@ -162,11 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--out", type=local_path, default=Path("loss.png"), help="image file to write"
     )
     parser.add_argument("--title", default="")
-    args = parser.parse_args(arguments)
-    try:
-        plot_losses(args.rundirs, args.out, args.title)
-    except ValueError as error:
-        sys.exit(sentence_of(error))
+    args = parser.parse_args(argv)
+    plot_losses(args.rundirs, args.out, args.title)
     print(f"wrote {args.out}")
 
 

@@ -3,8 +3,6 @@
 python -m train.reconstructions runs/mae [--out=reconstructions.png] [--num_images=8]
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,9 +17,8 @@ from fields.paths import local_path
 from train.config import config_files
 from train.config.schema import validate_config
 from train.plot import save
+from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.imports import add_allow_import
-from untrusted.messages import sentence_of
-from untrusted.streams import run_command
 
 _TITLES = ("image", "what is seen", "reconstruction")
 
@@ -79,22 +76,20 @@ def _rows(
     return list(zip(images / 255, np.asarray(seen), np.asarray(reconstructed), strict=True))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command; print an error and exit with code 1 if a run cannot be drawn."""
-    parser = argparse.ArgumentParser(prog="python -m train.reconstructions", description=__doc__)
+@refuses_bad_input()
+def main(argv: list[str] | None = None) -> None:
+    """Run the command; return the exit code, which is 2 if a run cannot be drawn."""
+    parser = command_parser("train.reconstructions", description=__doc__)
     parser.add_argument("workdir", type=local_path, help="workdir of an MAE run")
     parser.add_argument(
         "--out", type=local_path, default=Path("reconstructions.png"), help="image file to write"
     )
     parser.add_argument("--num_images", type=int, default=8, help="number of rows")
     add_allow_import(parser)
-    args = parser.parse_args(arguments)
-    try:
-        draw_reconstructions(
-            args.workdir, args.out, num_images=args.num_images, allow_import=args.allow_import
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(sentence_of(error))
+    args = parser.parse_args(argv)
+    draw_reconstructions(
+        args.workdir, args.out, num_images=args.num_images, allow_import=args.allow_import
+    )
     print(f"wrote {args.out}")
 
 

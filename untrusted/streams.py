@@ -3,7 +3,7 @@
 A log may be on a full disk, the program that reads it may have ended, and a daemon may start a run
 without any output (`>&-`). Each program reacts in one of two ways:
 
-    run_command      for commands that print a result: if nobody can read it, they end
+    EndingStream     for commands that print a result: if nobody can read it, they end
     protect_output   for runs and servers, which nothing of this kind may stop: the text is dropped
 
 The second matters most when a run ends: an error while printing the reason would keep the process
@@ -13,13 +13,11 @@ alive while its peers wait for it.
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TextIO
+from collections.abc import Iterable
+from typing import Any, TextIO
 
 #: Exit code of a command whose reader has left: a shell's code of programs that SIGPIPE has ended.
 READER_LEFT = 128 + 13
-#: Exit code of a command that Ctrl-C has ended: a shell's code of programs that SIGINT has ended.
-INTERRUPTED = 128 + 2
 
 
 class SafeStream:
@@ -74,42 +72,12 @@ class EndingStream(SafeStream):
             raise SystemExit(1) from None
 
 
-def run_command(main: Callable[[], int | None]) -> NoReturn:
-    """Run the main function of a command, and end the process.
-
-    If standard output cannot be written, the command ends: without a message if its reader, such
-    as `head`, has left, and otherwise with an error of one sentence. Ctrl-C ends it, too.
-
-    Args:
-        main: returns the exit code; None is 0.
-    """
-    open_missing_streams()
-    sys.stdout = EndingStream(sys.stdout)
-    sys.stderr = SafeStream(sys.stderr)
+def flush_or_discard(stream: TextIO) -> None:
+    """Flush a stream; if that fails, send the rest of its text to /dev/null."""
     try:
-        code = code_of(main)
-    finally:
-        sys.stdout.flush()  # also after `--help`
-    exit_process(code)
-
-
-def code_of(main: Callable[[], int | None]) -> int:
-    """Call the main function of a program, and return its exit code, also if Ctrl-C ends it."""
-    try:
-        return main() or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
-def exit_process(code: int) -> NoReturn:
-    """End the process with an exit code, even if the rest of its output cannot be written."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            _discard(stream)
-    sys.exit(code)
+        stream.flush()
+    except OSError:
+        _discard(stream)
 
 
 def open_missing_streams() -> None:

@@ -30,7 +30,8 @@ from generate.serve.readers import template_processes
 from generate.serve.requests import Limits
 from generate.serve.slots import Slots
 from sharding.mesh import use_mesh
-from untrusted.streams import code_of, protect_output
+from untrusted.commands import code_of, command_parser, refuse_missing_package
+from untrusted.streams import protect_output
 
 try:
     from generate.serve.app import Served, make_app
@@ -38,7 +39,7 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    sys.exit(f"error: {error}; the server needs: pip install starlette uvicorn")
+    refuse_missing_package(error, "the server needs: pip install starlette uvicorn")
 
 _TOKENS_PER_CALL = 4
 _MIB = 2**20
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m generate.serve", allow_abbrev=False)
+    parser = command_parser("generate.serve")
     add_model_options(parser, batch_size=8)
     parser.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 for all of them")
     parser.add_argument("--port", type=int, default=8000)

@@ -218,7 +218,7 @@ def test_main_reports_bad_arguments_in_one_sentence(options, message, capsys):
         local.main(options)
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert message in error and error.startswith("launch.local: ")
+    assert message in error and error.startswith("error: ")
     assert error.count("\n") == 1
 
 

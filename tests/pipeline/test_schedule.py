@@ -14,7 +14,7 @@ from pipeline.schedules.table import Op
 from tests.limits import limited_resources
 from tests.pipeline.schedules.tables import properties, schedules, with_cell
 
-DOCS = Path(__file__).parents[3] / "docs" / "pipelines.md"
+DOCS = Path(__file__).parents[2] / "docs" / "pipelines.md"
 
 
 @given(schedules())
@@ -113,6 +113,14 @@ def test_command_line_writes_a_table_that_it_reads(tmp_path, capsys):
     assert capsys.readouterr().out == written
 
 
+def exit_code_of(arguments: list[str]) -> int | str | None:
+    """Return the exit code; argparse ends the process for options that it refuses."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:
+        return ended.code
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,15 +131,14 @@ def test_command_line_writes_a_table_that_it_reads(tmp_path, capsys):
         (["--chunks=2"], "choose interleaved_1f1b"),
         (["--forward=0"], "time forward=0 must be a finite number above 0"),
         (["--picture=a.pdf"], "'a.pdf' must end in .svg or .png"),
-        (["--picture=no/such/folder/a.svg"], "cannot be written: No such file or directory"),
-        (["--csv=no/such/folder/a.csv"], "cannot be written: No such file or directory"),
+        (["--picture=no/such/folder/a.svg"], "cannot be used: it does not exist"),
+        (["--csv=no/such/folder/a.csv"], "cannot be used: it does not exist"),
         (["--schedule=gone.csv"], "gone.csv cannot be read: No such file or directory"),
         (["--clock=slow"], "argument --clock: invalid choice: 'slow'"),
     ],
 )
 def test_command_line_refuses_bad_arguments_in_one_sentence(arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
+    assert exit_code_of(arguments) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ") and message in line
 
@@ -150,7 +157,7 @@ def test_huge_table_is_refused_before_it_is_made(name, counts):
 
 def documented_commands() -> list[list[str]]:
     text = DOCS.read_text(encoding="utf-8")
-    return [line.split() for line in re.findall(r"sharding\.pipeline\.schedule (--.*)", text)]
+    return [line.split() for line in re.findall(r"pipeline\.schedule (--.*)", text)]
 
 
 def test_documented_pictures_can_be_drawn_again(tmp_path, monkeypatch, capsys):

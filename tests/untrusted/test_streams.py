@@ -69,7 +69,7 @@ def test_launcher_without_standard_streams_returns_the_code_of_its_processes(red
 
 #: Prints endlessly, with an error of another file in between.
 ENDLESS = """
-from untrusted.streams import run_command
+from untrusted.commands import run_command
 
 def main():
     while True:
@@ -98,9 +98,9 @@ def piped(command: list[str], reader: str) -> subprocess.CompletedProcess:
     [
         (ENDLESS, "line\n"),
         # Without flush=True, the output reaches the pipe when the interpreter shuts down.
-        ("from untrusted.streams import run_command; run_command(lambda: print('line'))", ""),
+        ("from untrusted.commands import run_command; run_command(lambda: print('line'))", ""),
         (
-            "import argparse; from untrusted.streams import run_command; "
+            "import argparse; from untrusted.commands import run_command; "
             "run_command(lambda: argparse.ArgumentParser().parse_args(['--help']))",
             "",
         ),
@@ -115,7 +115,7 @@ def test_command_whose_reader_leaves_ends_without_a_message(program, output):
 
 
 def test_command_whose_output_is_on_a_full_disk_ends_with_one_sentence():
-    program = "from untrusted.streams import run_command; run_command(lambda: print('line'))"
+    program = "from untrusted.commands import run_command; run_command(lambda: print('line'))"
     done = piped(["bash", "-c", '"$@" > /dev/full', "bash", sys.executable, "-c", program], "cat")
     error = "error: standard output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, error)
@@ -124,7 +124,7 @@ def test_command_whose_output_is_on_a_full_disk_ends_with_one_sentence():
 def test_command_that_is_interrupted_ends_with_one_line_after_cleaning_up():
     program = """
 import contextlib, os, signal
-from untrusted.streams import run_command
+from untrusted.commands import run_command
 def main():
     with contextlib.ExitStack() as stack:
         stack.callback(print, "cleaned up")
@@ -137,7 +137,7 @@ run_command(main)
 
 @pytest.mark.parametrize("code", [0, 2, None])
 def test_command_ends_with_the_code_of_its_main_function(code):
-    program = f"from untrusted.streams import run_command; run_command(lambda: {code})"
+    program = f"from untrusted.commands import run_command; run_command(lambda: {code})"
     assert piped([sys.executable, "-c", program], "cat").returncode == (code or 0)
 
 
@@ -168,4 +168,4 @@ def test_every_command_ends_when_its_reader_leaves():
         _, mark, end = file.read_text(encoding="utf-8").partition('\nif __name__ == "__main__":\n')
         if mark and "run_command(" not in end:
             found.add(str(file.relative_to(ROOT)))
-    assert found == {*OTHERS}, "use run_command of untrusted/streams.py"
+    assert found == {*OTHERS}, "use run_command of untrusted/commands.py"

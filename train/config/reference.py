@@ -4,7 +4,6 @@
 texts come from the declared fields of RunConfig and of its sections.
 """
 
-import argparse
 import dataclasses
 import inspect
 import re
@@ -17,7 +16,7 @@ from typing import Any
 
 from fields.field import Declaration, declarations, joined
 from train.config.schema import SECTIONS, RunConfig
-from untrusted.streams import run_command
+from untrusted.commands import command_parser, run_command
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
@@ -156,7 +155,7 @@ def _linked(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m train.config.reference")
+    parser = command_parser("train.config.reference")
     parser.add_argument("--docs", action="store_true", help="write docs/config.md")
     if parser.parse_args(argv).docs:
         PAGE.write_text(page(), encoding="utf-8")
