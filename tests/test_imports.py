@@ -177,7 +177,9 @@ def test_every_folder_that_another_imports_is_installed_and_its_types_are_checke
         name.removesuffix("*") for name in tools["setuptools"]["packages"]["find"]["include"]
     }
     assert installed == set(MAY_IMPORT) - {"benchmarks"}
-    assert set(tools["basedpyright"]["include"]) == {*MAY_IMPORT, "taibai.py", "tests"} - {"configs"}
+    assert set(tools["basedpyright"]["include"]) == {*MAY_IMPORT, "taibai.py", "tests"} - {
+        "configs"
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from convert.architecture import Architecture
 from convert.families.vit import IMAGE_KEYS, LAYER_MODULES, NORMS, patches, side
 from convert.keys import NUM_LABELS, Config, Key, Keys, Only
 from convert.names import Row, linear, norm
-from models.vision.swin import Swin
-from models.vision.swin_config import MAX_STAGES, SwinConfig
+from models.vision.swin import MAX_STAGES, Swin, SwinConfig
 
 #: Linear layer of a block here -> its name in the Hugging Face model.
 _LINEARS = {

@@ -13,7 +13,7 @@ from convert.from_hf import load
 from convert.keys import REQUIRED, Key, read, write
 from convert.registry import architectures
 from models.text.llama import LlamaConfig
-from models.vision.swin_config import SwinConfig
+from models.vision.swin import SwinConfig
 from tests.convert import cases, hf_files
 
 

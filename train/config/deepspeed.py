@@ -36,8 +36,6 @@ from train.config.deepspeed_keys import (
     SECTIONS_LEFT_TO_XLA,
     TORCH_ADAMW_WEIGHT_DECAY,
     TYPES,
-)
-from train.config.deepspeed_values import (
     BatchSizes,
     flat_values,
     parse_values,

@@ -28,7 +28,7 @@ from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.planning.layer_times import CompiledPart, Part, PartMemory
 from train.planning.plan_devices import PlanDevices
-from train.run.stage_balance import LayerCosts
+from train.run.model_traces import LayerCosts
 
 #: Tokens of the base, and images of it.
 _BASE_TOKENS = 8192

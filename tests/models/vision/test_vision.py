@@ -22,8 +22,7 @@ from models.vision.common import (
     sincos_positions,
 )
 from models.vision.resmlp import ResMLP, ResMLPConfig
-from models.vision.swin import Swin
-from models.vision.swin_config import SwinConfig
+from models.vision.swin import Swin, SwinConfig
 from models.vision.vit import ViT, ViTConfig
 
 

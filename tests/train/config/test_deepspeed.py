@@ -13,8 +13,7 @@ from tests.runs import CONFIG, TINY
 from tests.train.config.deepspeed_jsons import translated, written
 from train.build import RunOptions, _complete_config, _load_config, _start_devices
 from train.config.config_files import load
-from train.config.deepspeed_keys import ONLY
-from train.config.deepspeed_values import parse_values
+from train.config.deepspeed_keys import ONLY, parse_values
 from train.config.schema import RunConfig
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from convert.source import read_source
 from models.stack import Stack
-from models.vision.swin import Swin
-from models.vision.swin_config import SwinConfig
+from models.vision.swin import Swin, SwinConfig
 from models.vision.vit import ViT, ViTConfig
 from sharding.mesh import make_mesh
 from tests.convert.cases import VOCAB, save

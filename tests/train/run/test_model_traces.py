@@ -10,7 +10,7 @@ from flax import nnx
 from models.flops import traced_flops
 from models.functions import functions_of
 from models.text.gpt2 import GPT2, GPT2Config
-from train.run.stage_balance import count_work
+from train.run.model_traces import count_work
 
 B = 2
 T = 8
