@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.basic import float8_linears
-from models.stack import Stack, Sums, block_function, checkpoint_policy
+from models.stack import (
+    Stack,
+    Sums,
+    block_function,
+    can_split_tokens,
+    checkpoint_policy,
+    split_over_mesh,
+)
 from sharding.jaxprs import walk
 
 Tree = Any
@@ -132,10 +139,21 @@ def functions_of(
 
         return call
 
+    def activations(name: str, stack: str) -> Callable:
+        """Return a method of the model that returns the activations for a stack."""
+        function = method(name)
+        if not can_split_tokens(stacks[stack].layers):
+            return function
+        return lambda *args: split_over_mesh(function(*args))
+
     return ModelFunctions(
-        embed=method("embed"),
+        embed=activations("embed", next(iter(stacks))),
         blocks=blocks,
-        before={key: method(f"before_{key}") for key in stacks if hasattr(model, f"before_{key}")},
+        before={
+            key: activations(f"before_{key}", key)
+            for key in stacks
+            if hasattr(model, f"before_{key}")
+        },
         head=method("head"),
         logits=method("logits") if hasattr(model, "logits") else None,
         outputs=method("outputs") if hasattr(model, "outputs") else None,

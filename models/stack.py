@@ -40,6 +40,9 @@ A class can declare further properties:
 - `can_share_vocab = True`: `embed` and `head` can compute with a part of the vocab, because they
   use `models.layers.basic.lookup` and `models.losses.chunked_vocab_loss`. A subclass that overrides
   either of the two methods must declare it again.
+- `can_split_tokens = True`, in the class of a block: it mixes tokens only in `Attention`, `MLP` and
+  `across_tokens` of models/layers/transformer.py, or calls `gather_tokens` before it mixes or
+  slices them. Between such blocks, tokens may be split over devices; see sharding/logical.py.
 - `teach(x, batch) -> arrays [B, ...]`: the model learns from a teacher, which is the exponential
   moving average (EMA) of its own parameters (`train.ema_decay`). Before a step, the stacks run with
   the teacher's parameters and without dropout, and `teach` receives their output instead of `head`.
@@ -66,6 +69,7 @@ from flax import nnx
 from fields.numbers import MAX_LAYERS
 from models.layers.basic import use_float8
 from models.layers.lora import use_dropout
+from sharding.logical import constrain_residual
 
 Tree = Any
 
@@ -207,6 +211,27 @@ def checkpoint_policy(remat: str, offload: Sequence[str]) -> Callable:
     return policy
 
 
+def can_split_tokens(block: nnx.Module) -> bool:
+    """Return whether the class of a block declares that its tokens may be split between blocks."""
+    return getattr(block, "can_split_tokens", False)
+
+
+def split_over_mesh(x: Tree, unchanged: Tree = None) -> Tree:
+    """Split activations over the mesh as between two blocks; see sharding/logical.py.
+
+    Args:
+        x: activations, as `embed`, a block or a `before` function returns them. Arrays of other
+            shapes than [B, T, D] stay as they are: their model splits them.
+        unchanged: arrays that stay as they are where they are in `x`.
+    """
+    same = {id(leaf) for leaf in jax.tree.leaves(unchanged)}
+
+    def split(leaf: jax.Array) -> jax.Array:
+        return leaf if leaf.ndim != 3 or id(leaf) in same else constrain_residual(leaf)
+
+    return jax.tree.map(split, x)
+
+
 def block_function(
     graph, policy: Callable | None, *, first_layer: int, in_float8: bool = False
 ) -> Callable:
@@ -232,6 +257,7 @@ def block_function(
         if in_float8:
             use_float8(layer, scaling)
         use_dropout(layer, keys)
-        return layer(x, batch, keys)
+        y = layer(x, batch, keys)
+        return split_over_mesh(y, unchanged=x) if can_split_tokens(layer) else y
 
     return block if policy is None else jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.activations import ACTIVATIONS
-from models.layers.attention import attend
+from models.layers.attention import Segments, attend
 from models.layers.basic import Linear, recomputed
 from sharding.logical import constrain, gather_tokens, scatter_tokens
 
@@ -108,6 +108,43 @@ class Attention(nnx.Module):
         return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
 
 
+class FusedQKVAttention(nnx.Module):
+    """Causal multi-head self-attention, with one matrix for queries, keys and values.
+
+    Args:
+        embed_dim: D.
+        num_heads: N.
+        head_dim: H.
+        stddevs: standard deviations for initializing the kernels of (qkv, out).
+        rngs: random keys for the initialization.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        stddevs: tuple[float, float],
+        rngs: nnx.Rngs,
+    ):
+        embed = {"embed": embed_dim}
+        heads = {"heads": num_heads, "head_dim": head_dim}
+        self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=stddevs[0], rngs=rngs)
+        self.out = Linear(heads, embed, stddev=stddevs[1], rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array, segments: Segments | None) -> jax.Array:
+        """Apply attention, naming activations as `Attention` does; returns `[B, T, D]`."""
+        qkv = self.qkv(gather_tokens(x_BTD), x_BTD)
+        qkv = checkpoint_name(constrain(qkv, "batch", "seq", None, "heads", "head_dim"), "qkv")
+        q_BTNH = qkv[:, :, 0]
+        k_BTNH = qkv[:, :, 1]
+        v_BTNH = qkv[:, :, 2]
+        y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
+        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
+
+
 class MLP(nnx.Module):
     """Two linear layers with an activation between them, optionally gated.
 
@@ -157,3 +194,9 @@ class MLP(nnx.Module):
 
     def _project(self, linear: Linear, whole_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
         return checkpoint_name(constrain(linear(whole_BTD, x_BTD), "batch", "seq", "mlp"), "mlp")
+
+
+def across_tokens(layer: Linear, x_BTD: jax.Array) -> jax.Array:
+    """Apply a linear layer to `x_BTD` along the tokens instead of the dims; returns `[B, T, D]`."""
+    mixed_BTD = layer(gather_tokens(x_BTD).swapaxes(1, 2)).swapaxes(1, 2)
+    return scatter_tokens(mixed_BTD)

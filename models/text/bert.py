@@ -37,7 +37,6 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain_residual
 
 #: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
 #: masked tokens; "pretraining" also predicts whether two texts follow each other; "sequence"
@@ -92,6 +91,8 @@ class BertConfig:
 class Block(nnx.Module):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
+    can_split_tokens = True
+
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         stddev = config.init_stddev
@@ -122,7 +123,7 @@ class Block(nnx.Module):
         x_BTD = self.attention_norm(x_BTD + dropout(branch, self.dropout, keys, site=0))
         branch = self.mlp(x_BTD)
         x_BTD = self.mlp_norm(x_BTD + dropout(branch, self.dropout, keys, site=1))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
 
 class MaskedLMHead(nnx.Module):
@@ -184,7 +185,7 @@ class Bert(nnx.Module):
         types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
         x_BTD += self.type_embedding[...][types]
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[Sums, Sums, dict]:
         """Return (sums of weighted losses, sums of weights, sums of the head's metrics)."""

@@ -11,14 +11,12 @@ import math
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
-from models.layers.attention import Segments, attend
-from models.layers.basic import LayerNorm, Linear, lookup, param
+from models.layers.basic import LayerNorm, lookup, param
 from models.layers.dropout import dropout
-from models.layers.transformer import MLP
+from models.layers.transformer import MLP, FusedQKVAttention
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
@@ -33,7 +31,6 @@ from models.text.common import (
     text_batch,
     vocab_logits,
 )
-from sharding.logical import constrain, constrain_residual, gather_tokens, scatter_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,34 +59,21 @@ class GPT2Config:
         check_head(self.head)
 
 
-class FusedQKVAttention(nnx.Module):
-    """Causal multi-head self-attention, with one matrix for queries, keys and values."""
-
-    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        embed = {"embed": config.embed_dim}
-        heads = {"heads": config.num_heads, "head_dim": config.embed_dim // config.num_heads}
-        self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=config.init_stddev, rngs=rngs)
-        self.out = Linear(heads, embed, stddev=_residual_stddev(config), rngs=rngs)
-
-    def __call__(self, x_BTD: jax.Array, segments: Segments | None) -> jax.Array:
-        """Return the output projection of the attention, `[B, T, D]`."""
-        qkv = self.qkv(gather_tokens(x_BTD), x_BTD)
-        qkv = checkpoint_name(constrain(qkv, "batch", "seq", None, "heads", "head_dim"), "qkv")
-        q_BTNH = qkv[:, :, 0]
-        k_BTNH = qkv[:, :, 1]
-        v_BTNH = qkv[:, :, 2]
-        y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
-        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
-        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
-
-
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    can_split_tokens = True
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.attention_norm = LayerNorm(config.embed_dim, **norm)
-        self.attention = FusedQKVAttention(config, rngs=rngs)
+        self.attention = FusedQKVAttention(
+            config.embed_dim,
+            config.num_heads,
+            config.embed_dim // config.num_heads,
+            stddevs=(config.init_stddev, _residual_stddev(config)),
+            rngs=rngs,
+        )
         self.mlp_norm = LayerNorm(config.embed_dim, **norm)
         self.mlp = MLP(
             config.embed_dim,
@@ -107,7 +91,7 @@ class Block(nnx.Module):
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
         branch = self.mlp(self.mlp_norm(x_BTD))
         x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
-        return constrain_residual(x_BTD)
+        return x_BTD
 
 
 class GPT2(nnx.Module):
@@ -134,7 +118,7 @@ class GPT2(nnx.Module):
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         x_BTD += learned_positions(self.position_embedding[...], positions_by_index(batch))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""

@@ -33,7 +33,6 @@ from models.text.common import (
     text_batch,
     vocab_logits,
 )
-from sharding.logical import constrain_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +90,8 @@ class LlamaConfig:
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
+    can_split_tokens = True
+
     def __init__(self, config: LlamaConfig, *, window: int | None, rngs: nnx.Rngs):
         embed = config.embed_dim
         stddev = config.init_stddev
@@ -143,7 +144,7 @@ class Block(nnx.Module):
             segments=segments(batch),
         )
         x_BTD += self.mlp(self.mlp_norm(x_BTD))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
 
 class Llama(nnx.Module):
@@ -179,7 +180,7 @@ class Llama(nnx.Module):
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""

@@ -32,7 +32,6 @@ from models.text.common import (
     text_batch,
     vocab_logits,
 )
-from sharding.logical import constrain_residual
 
 #: Row of position 0 in the table of positions; padding uses the row before it.
 _FIRST_POSITION = 2
@@ -68,6 +67,8 @@ class OPTConfig:
 
 class Block(nnx.Module):
     """Attention and MLP, each with a residual sum and a norm before or after it."""
+
+    can_split_tokens = True
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         embed = config.embed_dim
@@ -110,7 +111,7 @@ class Block(nnx.Module):
         else:
             x_BTD = self.attention_norm(x_BTD + attention(x_BTD))
             x_BTD = self.mlp_norm(x_BTD + mlp(x_BTD))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
 
 class OPT(nnx.Module):
@@ -149,7 +150,7 @@ class OPT(nnx.Module):
         x_BTD += learned_positions(
             self.position_embedding[...], positions_by_count(batch), first=_FIRST_POSITION
         )
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""

@@ -34,7 +34,6 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
-from sharding.logical import constrain_residual
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +75,8 @@ class Block(nnx.Module):
     Its activations are a dict: `encoder` [B, S, D], `decoder` [B, T, D], and the tables
     `encoder_bias` and `decoder_bias` [R, N], which all layers read and return unchanged.
     """
+
+    can_split_tokens = True
 
     def __init__(self, config: T5Config, *, is_decoder: bool, rngs: nnx.Rngs):
         embed = config.embed_dim
@@ -143,7 +144,7 @@ class Block(nnx.Module):
             )
             x_BTD += dropout(branch, config.dropout, keys, site=1)
         x_BTD += dropout(self.mlp(self.mlp_norm(x_BTD)), config.dropout, keys, site=2)
-        return {**x, self.side: constrain_residual(x_BTD)}
+        return {**x, self.side: x_BTD}
 
 
 class T5(nnx.Module):
@@ -186,8 +187,7 @@ class T5(nnx.Module):
         rate = self.config.dropout
         x = {"encoder_bias": self.encoder_bias[...], "decoder_bias": self.decoder_bias[...]}
         for site, (side, name) in enumerate((("encoder", "tokens"), ("decoder", "decoder_tokens"))):
-            x_BTD = dropout(lookup(self.token_embedding[...], batch[name]), rate, keys, site=site)
-            x[side] = constrain_residual(x_BTD)
+            x[side] = dropout(lookup(self.token_embedding[...], batch[name]), rate, keys, site=site)
         return x
 
     def before_decoder(self, x: dict, batch: dict) -> dict:

@@ -37,7 +37,6 @@ from models.vision.vit import (
     position_embedding,
     positions_on,
 )
-from sharding.logical import constrain_residual
 
 #: Added to the variance of a patch's pixels.
 _EPSILON = 1e-6
@@ -130,7 +129,7 @@ class MAE(ImageEncoder):
         kept_BK = self._order(batch)[:, : self._num_kept(batch)]
         x_BTD = jnp.concatenate([first, _take(patches_BTD, kept_BK)], axis=1)
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def before_decoder(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the decoder's input `[B, 1 + T, D]`, with all patches in image order."""
@@ -143,7 +142,7 @@ class MAE(ImageEncoder):
         patches_BTD = _take(patches_BTD, jnp.argsort(order_BT, axis=1))
         positions = positions_on(self.decoder_position_embedding[...], self._grid(batch["images"]))
         x_BTD = jnp.concatenate([x_BTD[:, :1], patches_BTD], axis=1) + positions
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, no further metrics).

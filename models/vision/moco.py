@@ -60,7 +60,8 @@ class ViewsBlock(Block):
             of_views = jax.vmap(jax.random.fold_in, (None, 0))
             keys = jax.vmap(of_views, (0, None))(keys, views).reshape(-1)
         flat = x_BVTD.reshape(-1, *x_BVTD.shape[2:])
-        return super().__call__(flat, batch, keys).reshape(x_BVTD.shape)
+        flat = constrain_residual(super().__call__(flat, batch, keys))
+        return flat.reshape(x_BVTD.shape)
 
 
 class NormalisedLinear(nnx.Module):

@@ -17,7 +17,7 @@ from flax import nnx
 from models.flops import dense_flops
 from models.layers.basic import Linear, param, recomputed
 from models.layers.dropout import drop_path
-from models.layers.transformer import MLP
+from models.layers.transformer import MLP, across_tokens
 from models.stack import Stack
 from models.text.common import check_sizes
 from models.vision.common import (
@@ -28,7 +28,6 @@ from models.vision.common import (
     label_logits,
     label_loss,
 )
-from sharding.logical import constrain_residual, gather_tokens, scatter_tokens
 
 _STDDEV = 0.02  # initial standard deviation of kernels
 
@@ -96,6 +95,8 @@ class LayerScale(nnx.Module):
 class Block(nnx.Module):
     """x + scale(across patches(affine(x))), then x + scale(mlp(affine(x)))."""
 
+    can_split_tokens = True
+
     def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         patches = config.num_patches
@@ -118,15 +119,11 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        branch = self.patches_scale(self._mix(self.patches_affine(x_BTD)))
+        branch = self.patches_scale(across_tokens(self.across_patches, self.patches_affine(x_BTD)))
         x_BTD += drop_path(branch, self.drop_path, keys, site=0)
         branch = self.mlp_scale(self.mlp(self.mlp_affine(x_BTD)))
         x_BTD += drop_path(branch, self.drop_path, keys, site=1)
-        return constrain_residual(x_BTD)
-
-    def _mix(self, x_BTD: jax.Array) -> jax.Array:
-        mixed_BTD = self.across_patches(gather_tokens(x_BTD).swapaxes(1, 2)).swapaxes(1, 2)
-        return scatter_tokens(mixed_BTD)
+        return x_BTD
 
 
 class ResMLP(nnx.Module):
@@ -160,7 +157,7 @@ class ResMLP(nnx.Module):
             )
         patches = self.patch_embedding(batch["images"])
         x_BTD = patches.reshape(len(patches), self.config.num_patches, -1)
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""

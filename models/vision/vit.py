@@ -36,7 +36,6 @@ from models.vision.common import (
     resized_positions,
     sincos_positions,
 )
-from sharding.logical import constrain_residual
 
 POOLS = ("class_token", "mean")
 #: Initial values of `position_embedding`.
@@ -141,6 +140,8 @@ class Block(nnx.Module):
         rngs: random keys for the initialization.
     """
 
+    can_split_tokens = True
+
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         square = config.kernel_stddev(config.embed_dim, config.embed_dim)
@@ -177,7 +178,7 @@ class Block(nnx.Module):
         x_BTD += drop_path(branch, rate, keys, site=1)
         branch = dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout, keys, site=2)
         x_BTD += drop_path(branch, rate, keys, site=3)
-        return constrain_residual(x_BTD)
+        return x_BTD
 
 
 class ImageEncoder(nnx.Module):
@@ -266,7 +267,7 @@ class ViT(ImageEncoder):
         """Return activations `[B, T, D]` for `batch["images"]`, the class token first."""
         x_BTD = jnp.concatenate(self.tokens(batch["images"]), axis=1)
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
-        return constrain_residual(x_BTD)
+        return x_BTD
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
