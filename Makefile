@@ -49,13 +49,13 @@ train: setup
 
 test: setup-test
 	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), tests/device (make test-device), campaigns (-m slow)"
-	.venv/bin/python -m pytest -m "not (thorough or gpu_compiler or slow)" $(ARGS)
+	.venv/bin/python -m pytest -m "not (thorough or gpu_compiler or slow)" --budget=6 $(ARGS)
 
 test-thorough: setup-test
-	.venv/bin/python -m pytest -m "thorough and not slow" $(ARGS)
+	.venv/bin/python -m pytest -m "thorough and not slow" --budget=16 $(ARGS)
 
 test-compiler: setup-test setup-compiler
-	.venv/bin/python -m pytest tests/gpu $(ARGS)
+	.venv/bin/python -m pytest tests/gpu --budget=12 $(ARGS)
 
 test-device: setup-test
 	TAIBAI_TEST_DEVICE=gpu XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest tests/device $(ARGS)

@@ -3,11 +3,13 @@
 With TAIBAI_TEST_DEVICE=gpu, arrays are on real GPUs by default (`make test-device`).
 """
 
+import collections
 import gc
 import logging
 import os
 import platform
 import signal
+import time
 from typing import Any
 
 import jax
@@ -142,3 +144,29 @@ def compilations():
     monitoring.register_event_duration_secs_listener(listen)
     yield seconds
     monitoring.unregister_event_duration_listener(listen)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option `--budget`, with which the summary compares the time of the run."""
+    parser.addoption("--budget", type=float, metavar="MINUTES", help="time that the tests may take")
+
+
+_start = time.monotonic()
+#: Test file -> seconds of its tests, with their fixtures, over all workers.
+_seconds_of_files: dict[str, float] = collections.defaultdict(float)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the time of each test file."""
+    _seconds_of_files[report.location[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the time of the run, its budget and the slowest files."""
+    if (budget := config.getoption("--budget")) is None:
+        return
+    minutes = (time.monotonic() - _start) / 60
+    terminalreporter.section(f"{minutes:.1f} minutes of a budget of {budget:g}; slowest files")
+    slowest = sorted(_seconds_of_files.items(), key=lambda item: -item[1])
+    for file, seconds in slowest[:10]:
+        terminalreporter.line(f"{seconds:6.0f} s  {file}")
