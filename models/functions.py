@@ -80,10 +80,10 @@ class ModelFunctions:
         types = {}
         x = jax.eval_shape(self.embed, non_stack_params, microbatch)
         for name in self.num_layers:
-            given = x
+            input_type = x
             if name in self.before:
-                x = jax.eval_shape(self.before[name], non_stack_params, given, microbatch)
-            types[name] = (given, x)
+                x = jax.eval_shape(self.before[name], non_stack_params, input_type, microbatch)
+            types[name] = (input_type, x)
         return types
 
     def split(self, params: dict[str, Tree]) -> dict[str, Tree]:
@@ -139,19 +139,12 @@ def functions_of(
 
         return call
 
-    def activations(name: str, stack: str) -> Callable:
-        """Return a method of the model that returns the activations for a stack."""
-        function = method(name)
-        if not can_split_tokens(stacks[stack].layers):
-            return function
-        return lambda *args: split_over_mesh(function(*args))
-
     return ModelFunctions(
-        embed=activations("embed", next(iter(stacks))),
+        embed=_splitting(method("embed"), next(iter(stacks.values()))),
         blocks=blocks,
         before={
-            key: activations(f"before_{key}", key)
-            for key in stacks
+            key: _splitting(method(f"before_{key}"), stack)
+            for key, stack in stacks.items()
             if hasattr(model, f"before_{key}")
         },
         head=method("head"),
@@ -166,6 +159,13 @@ def functions_of(
         },
         teach=method("teach") if hasattr(model, "teach") else None,
     )
+
+
+def _splitting(function: Callable, stack: Stack) -> Callable:
+    """Return a function whose result, the input of a stack, is split over the mesh if it may be."""
+    if not can_split_tokens(stack.layers):
+        return function
+    return lambda *args: split_over_mesh(function(*args))
 
 
 def _check_module(model: Any) -> None:
@@ -187,18 +187,18 @@ def _check_module(model: Any) -> None:
 def _stacks(model: Any) -> dict[str, Stack]:
     """Return the model's stacks in the order in which they run."""
     name = type(model).__name__
-    found = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
-    if not found:
+    stacks = {key: value for key, value in vars(model).items() if isinstance(value, Stack)}
+    if not stacks:
         raise ValueError(f"{name} has no attribute of type models.stack.Stack; add one")
     # The order of assignment is lost: NNX sorts attributes when it merges a module.
-    order = getattr(model, "stacks", tuple(found) if len(found) == 1 else ())
-    unnamed = sorted(found.keys() - set(order))
+    order = getattr(model, "stacks", tuple(stacks) if len(stacks) == 1 else ())
+    unnamed = sorted(stacks.keys() - set(order))
     if unnamed:
         raise ValueError(
-            f"{name} has the stacks {', '.join(sorted(found))}, and {', '.join(unnamed)} not in "
+            f"{name} has the stacks {', '.join(sorted(stacks))}, and {', '.join(unnamed)} not in "
             f"{name}.stacks={order}; list all of them there, in the order in which they run"
         )
-    return {key: found[key] for key in order if key in found}
+    return {key: stacks[key] for key in order if key in stacks}
 
 
 def can_share_vocab(model: Any) -> bool:
@@ -231,11 +231,11 @@ def named_activations(model: Any, params: Tree, microbatch: Tree) -> set[str]:
     def differentiate(block, params, x, microbatch, number):
         return jax.vjp(lambda params, x: block(params, x, microbatch, number), params, x)
 
-    found: set[str] = set()
+    activation_names: set[str] = set()
     for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
         block = functions.blocks[stack]
         args = (one_layer(parts["stacks"][stack]), x, microbatch, number)
         jaxpr = jax.make_jaxpr(partial(differentiate, block))(*args).jaxpr
         names = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "name")
-        found.update(eqn.params["name"] for eqn in names)
-    return found
+        activation_names.update(eqn.params["name"] for eqn in names)
+    return activation_names
