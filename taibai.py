@@ -99,11 +99,11 @@ def refuse_hidden_packages() -> None:
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
-        found = [Path(place) for place in places if place is not None]
-        if spec is None or any(ROOT / name in (place, place.parent) for place in found):
+        paths = [Path(place) for place in places if place is not None]
+        if spec is None or any(ROOT / name in (place, place.parent) for place in paths):
             continue  # an absent package is the error of the import that needs it
         message = (
-            f"{found[0] if found else name} hides Taibai's package {name!r}; start the command as "
+            f"{paths[0] if paths else name} hides Taibai's package {name!r}; start the command as "
             "`taibai`, such as `taibai train`, from another folder, or rename yours"
         )
         if sys.argv[0] == "-m":  # Python is still looking for the module of `python -m`

@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     command = command_line("benchmarks.decode", argv)
     sizes = [int(size) for size in args.batch.split(",")]
     if args.peer:
-        found = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
-        return _print({"command": command, **found}, args.out)
+        comparison = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
+        return _print({"command": command, **comparison}, args.out)
     target = parse_target(args.target)
     if target.num_devices != 1:
         raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
@@ -89,11 +89,11 @@ def _print(figures: dict[str, Any], out: Path | None) -> int:
 
 def _write_docs() -> None:
     """Write the tables of docs/generate.md."""
-    found, beside = (
+    figures, beside = (
         json.loads(file.read_text(encoding="utf-8")) for file in (_RESULTS, _PEER_RESULTS)
     )
     tables = {
-        "decode": docs_page.markdown(rows_of(found)),
+        "decode": docs_page.markdown(rows_of(figures)),
         "decode beside transformers": docs_page.markdown(generation_peer.rows_of(beside)),
     }
     text = _DOCS.read_text(encoding="utf-8")

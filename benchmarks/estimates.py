@@ -156,12 +156,12 @@ def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
     before = {}
     if args.out and args.out.exists():
         before = json.loads(args.out.read_text(encoding="utf-8"))["cases"]
-    found = dict(before)
+    figures_by_case = dict(before)
     whole = {
         "command": command,
         "target": args.target,
         "versions": report.versions(),
-        "cases": found,
+        "cases": figures_by_case,
     }
     cases = gpu_estimates.cases()
     for case in cases:
@@ -171,14 +171,16 @@ def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
         is_same = known is not None and known["overrides"] == list(case.overrides)
         if not (args.keep_compiled and is_same and known is not None and "compiled" in known):
             known = None
-        found[case.name] = gpu_estimates.measure(case, args.target, known)
+        figures_by_case[case.name] = gpu_estimates.measure(case, args.target, known)
         jax.clear_caches()
-        shown = found[case.name]
+        shown = figures_by_case[case.name]
         print(f"{case.name}: {shown.get('ratio', shown.get('refused'))}", flush=True)
-        whole["cases"] = {c.name: found[c.name] for c in cases if c.name in found}
+        whole["cases"] = {
+            c.name: figures_by_case[c.name] for c in cases if c.name in figures_by_case
+        }
         _write(args.out, whole)
-    for name in gpu_estimates.out_of_bounds(found):
-        print(f"out of bounds: {name}: {found[name]['ratio']}")
+    for name in gpu_estimates.out_of_bounds(figures_by_case):
+        print(f"out of bounds: {name}: {figures_by_case[name]['ratio']}")
 
 
 def _write(path: Path | None, figures: dict[str, Any]) -> None:
@@ -202,8 +204,8 @@ def with_tables(text: str) -> str:
     rows = ["| config | estimated | compiled | ratio |", "|---|---|---|---|"]
     rows += [as_text(name, figures) for name, figures in on_cpus["cases"].items()]
     on_gpus = [
-        f"With jax {found['versions']['jax']}:\n\n{gpu_estimates.tables(found['cases'])}"
-        for found in h100_results()
+        f"With jax {results['versions']['jax']}:\n\n{gpu_estimates.tables(results['cases'])}"
+        for results in h100_results()
     ]
     tables = {"cpu estimates": "\n".join(rows), "h100 estimates": "\n\n".join(on_gpus)}
     return docs_page.with_tables(text, tables, _DOCS)

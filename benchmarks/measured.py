@@ -70,10 +70,13 @@ def measured(directory: Path) -> dict[str, Any]:
     figures = json.loads((directory / "step.json").read_text(encoding="utf-8"))
     peer = directory / "peer.json"
     if peer.exists():
-        found = json.loads(peer.read_text(encoding="utf-8"))
-        if found["hardware"]["device_kind"] != figures["hardware"]["device_kind"]:
-            raise ValueError(f"{peer} was measured on {found['hardware']['device_kind']}")
-        figures[_PEER] = found[_PEER] | {"versions": found["versions"], "command": found["command"]}
+        peer_figures = json.loads(peer.read_text(encoding="utf-8"))
+        if peer_figures["hardware"]["device_kind"] != figures["hardware"]["device_kind"]:
+            raise ValueError(f"{peer} was measured on {peer_figures['hardware']['device_kind']}")
+        figures[_PEER] = peer_figures[_PEER] | {
+            "versions": peer_figures["versions"],
+            "command": peer_figures["command"],
+        }
     kernels = json.loads((directory / "kernels.json").read_text(encoding="utf-8"))
     text = gzip.decompress((directory / "step.hlo.txt.gz").read_bytes()).decode()
     machine = _machine(figures["hardware"]["device_kind"])
@@ -100,10 +103,10 @@ def _machine(device_kind: str) -> Machine:
     """Return the datasheet rates of a GPU that gpu_targets/ describes."""
     targets = [parse_target(f"{kind}:1x1") for kind in TARGETS]
     # A described H200 is an "NVIDIA H200 141GB HBM3e", a real one an "NVIDIA H200".
-    found = [target for target in targets if target.device_kind.startswith(device_kind)]
-    if not found:
+    matching_targets = [target for target in targets if target.device_kind.startswith(device_kind)]
+    if not matching_targets:
         raise ValueError(f"{device_kind!r} has no description in predict/machines/gpu_targets/")
-    return machine_of(found[0])
+    return machine_of(matching_targets[0])
 
 
 def with_table(text: str, results: dict[str, Any]) -> str:

@@ -135,14 +135,17 @@ def make_runs(
     runs = {}
     for schedule in schedules:
         for remat in REMAT:
-            own = {
+            benchmark_settings = {
                 "mesh.pipeline": num_stages,
                 "train.num_microbatches": num_microbatches,
                 "pipeline.schedule": schedule,
                 "pipeline.chunks": CHUNKS.get(schedule, 1),
                 "pipeline.remat": remat,
             }
-            settings = [*overrides, *(f"{key}={value}" for key, value in own.items())]
+            settings = [
+                *overrides,
+                *(f"{key}={value}" for key, value in benchmark_settings.items()),
+            ]
             runs[schedule, remat] = run = make_run(config, settings)
             _check(run)
     return runs
@@ -317,8 +320,8 @@ def _check(run: Run) -> None:
 def _default_stages() -> int:
     with contextlib.suppress(ValueError):  # too few accelerators; make_runs reports this
         startup.start(MeshConfig(pipeline=DEFAULT_STAGES))
-    found = jax.devices()
-    return DEFAULT_STAGES if found[0].platform == "cpu" else len(found)
+    devices = jax.devices()
+    return DEFAULT_STAGES if devices[0].platform == "cpu" else len(devices)
 
 
 if __name__ == "__main__":

@@ -99,8 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(figures, indent=1, allow_nan=False))
     if args.out is not None:
         known = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
-        kept = [result for result in known if result["command"] != command]
-        text = json.dumps([*kept, figures], indent=1, allow_nan=False)
+        other_results = [result for result in known if result["command"] != command]
+        text = json.dumps([*other_results, figures], indent=1, allow_nan=False)
         args.out.write_text(text + "\n", encoding="utf-8")
     return 0
 
@@ -110,9 +110,9 @@ def _inputs(
 ) -> tuple[RunConfig, PlanDevices, set[str]]:
     """Return the config, the devices, and the keys that the command line fixes."""
     overrides = parse_overrides(others)
-    given = load_config(config, overrides)
+    config_dict = load_config(config, overrides)
     fixed = {Override.parse(override).key for override in overrides}
-    opened = open_config(given, fixed)
+    opened = open_config(config_dict, fixed)
     return opened, devices_of(target, opened, network), fixed
 
 
@@ -164,8 +164,8 @@ def _arguments_of(command: str) -> tuple[str, str, float | None, list[str]]:
     """Return the config, the target, the network and the overrides of a command of this module."""
     words = shlex.split(command)[3:]
     options = dict(word.split("=", 1) for word in words)
-    own = ("--config=", "--target=", "--network=", "--check=", "--count=", "--out=")
-    others = [word for word in words if not word.startswith(own)]
+    option_prefixes = ("--config=", "--target=", "--network=", "--check=", "--count=", "--out=")
+    others = [word for word in words if not word.startswith(option_prefixes)]
     network = float(options["--network"]) if "--network" in options else None
     return options["--config"], options["--target"], network, others
 
@@ -252,23 +252,23 @@ def _present(devices: PlanDevices) -> list[Any]:
     """Return the GPUs of this machine if the plans are for a description of them, or []."""
     if not devices.are_described:
         return []
-    found = jax.devices()[: devices.count]
-    kind = found[0].device_kind
-    target = target_of(kind, len(found), devices.machine.gpus_per_host)
+    gpus = jax.devices()[: devices.count]
+    kind = gpus[0].device_kind
+    target = target_of(kind, len(gpus), devices.machine.gpus_per_host)
     if target is None or target.name != devices.name:
         raise ValueError(
             f"--target={devices.name}: --check=times needs these devices, and this machine has "
-            f"{len(found)} × {kind}"
+            f"{len(gpus)} × {kind}"
         )
-    return found
+    return gpus
 
 
 def _best_of_each(search: PlanSearch, kind: Callable[[ParallelPlan], Any]) -> list[ParallelPlan]:
     """Return the plan of each kind with the shortest composed time, the fastest first."""
-    found: dict[Any, ParallelPlan] = {}
+    best_plans: dict[Any, ParallelPlan] = {}
     for plan in sorted(search.plans, key=lambda plan: search.cost(plan).step_s):
-        found.setdefault(kind(plan), plan)
-    return [*found.values()]
+        best_plans.setdefault(kind(plan), plan)
+    return [*best_plans.values()]
 
 
 def _way(plan: ParallelPlan) -> tuple[Any, ...]:

@@ -41,17 +41,17 @@ def main(argv: list[str] | None = None) -> int:
         _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
-    found: dict[str, Any] = {}
+    figures_by_case: dict[str, Any] = {}
     for case in gpu_estimates.cases():
         if case.name in gpu_estimates.PUBLISHED or case.name.endswith(f", {_MESH}"):
-            found[case.name] = _measured(case)
+            figures_by_case[case.name] = _measured(case)
             jax.clear_caches()
-            print(case.name, found[case.name], flush=True)
+            print(case.name, figures_by_case[case.name], flush=True)
     whole = {
         "command": command_line("benchmarks.predictions", argv),
         "versions": report.versions(),
         "machine": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
-        "cases": found,
+        "cases": figures_by_case,
     }
     args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return 0
@@ -65,12 +65,12 @@ def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
     except ValueError as error:
         return described | {"refused": str(error)}
     step = compile_run(run)
-    found = step.to_json()
+    step_figures = step.to_json()
     return described | {
         "attention": sorted({selected.kernel for selected in run.attention_kernels}),
         "seconds": round(step.trace_s + step.compile_s, 1),
-        "compiled_bytes": found["memory"]["compiled_bytes"],
-        "estimated_bytes": found["memory"]["estimated_bytes"],
+        "compiled_bytes": step_figures["memory"]["compiled_bytes"],
+        "estimated_bytes": step_figures["memory"]["estimated_bytes"],
         "step_time_s": step.prediction.step_s,
         "exposed_communication_s": step.prediction.exposed_communication_s,
         "mfu": step.mfu,

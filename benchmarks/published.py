@@ -71,21 +71,21 @@ def command_of(job: Job) -> str:
 def _measured(job: Job) -> dict[str, Any]:
     path = str(_ROOT / "configs" / job.config)
     step = compile_step(path, parse_target(job.target), job.all_overrides)
-    found = step.to_json()
-    predicted = found["predicted"]
+    step_figures = step.to_json()
+    predicted = step_figures["predicted"]
     figures = {
         "name": job.name,
         "command": command_of(job),
-        "gpus": found["num_devices"],
-        "mesh": found["mesh"],
+        "gpus": step_figures["num_devices"],
+        "mesh": step_figures["mesh"],
         "seconds": round(step.trace_s + step.compile_s, 1),
-        "compiled_bytes": found["memory"]["compiled_bytes"],
-        "num_params": found["num_params"],
-        "budget_bytes": found["memory"]["budget_bytes"],
-        "host_bytes": found["memory"]["host_bytes"],
-        "fits": found["memory"]["fits"],
+        "compiled_bytes": step_figures["memory"]["compiled_bytes"],
+        "num_params": step_figures["num_params"],
+        "budget_bytes": step_figures["memory"]["budget_bytes"],
+        "host_bytes": step_figures["memory"]["host_bytes"],
+        "fits": step_figures["memory"]["fits"],
         "step_time_s": predicted["step_time_s"],
-        "tokens_per_s_per_gpu": predicted["tokens_per_s"] / found["num_devices"],
+        "tokens_per_s_per_gpu": predicted["tokens_per_s"] / step_figures["num_devices"],
         "exposed": predicted["exposed_communication_s"] / predicted["step_time_s"],
         "mfu": predicted["mfu"],
         "published": job.published,

@@ -147,10 +147,10 @@ def measure(
     contenders = {"ours": contender_of(run, batch)} if "ours" in names else {}
     if peer_names:
         first_loss = contenders["ours"].first_loss if contenders else None
-        figures["equality"], found, skipped = peers.torch_contenders(
+        figures["equality"], peer_contenders, skipped = peers.torch_contenders(
             run, batch, first_loss, peer_names, with_compiled=with_compiled
         )
-        contenders |= found
+        contenders |= peer_contenders
         figures |= {name: {"skipped": reason} for name, reason in skipped.items()}
     steps = {name: contender.step for name, contender in contenders.items()}
     times = interleave(steps, num_rounds=num_rounds, num_steps=num_steps)
@@ -170,12 +170,12 @@ def measure(
 
 def program(run: Run) -> dict[str, Any]:
     """Return the memory per device, as planned and as used, and the step's collectives."""
-    found = summary(collectives(run.compile_train_step(), run.mesh))
+    collective_rows = summary(collectives(run.compile_train_step(), run.mesh))
     used = run.mesh.devices.flat[0].memory_stats() or {}
     peak = {"peak_memory_bytes": used["peak_bytes_in_use"]} if "peak_bytes_in_use" in used else {}
     return peak | {
         "memory": dataclasses.asdict(memory(run.compile_train_step())),
-        "collectives": [dataclasses.asdict(row) for row in found],
+        "collectives": [dataclasses.asdict(row) for row in collective_rows],
     }
 
 

@@ -75,9 +75,9 @@ def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
         with contextlib.suppress(FileNotFoundError):  # deleted just now by a running training
             rows.append((str(step), _size(path), _saved_at(path), ", ".join(marks), values))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for step, size, *rest in rows:
+    for step, size, *other_cells in rows:
         cells = [step.rjust(widths[0]), size.rjust(widths[1])]
-        cells += [cell.ljust(width) for cell, width in zip(rest, widths[2:], strict=True)]
+        cells += [cell.ljust(width) for cell, width in zip(other_cells, widths[2:], strict=True)]
         print("  ".join(cells).rstrip())
     for path in sorted(directory.glob(f"*{TMP_SUFFIX}*")):
         print(f"{path.name} is being written, or was left behind by a process that was killed")

@@ -124,16 +124,16 @@ class CheckpointDirectory:
         """
         config = self._config
         best = best_steps(scores, num_best=config.keep_best, best_is_max=config.best_is_max)
-        kept = {*sorted(scores)[-config.max_to_keep :], *best, *([proven] if proven else [])}
-        kept &= scores.keys()
-        for step in scores.keys() - kept:
+        kept_steps = {*sorted(scores)[-config.max_to_keep :], *best, *([proven] if proven else [])}
+        kept_steps &= scores.keys()
+        for step in scores.keys() - kept_steps:
             try:
                 self._delete(step)
             except OSError as error:
                 path = self.path / str(step)
                 logger.warning("Checkpoint %s cannot be deleted: %s.", path, reason_of(error))
-                kept |= {step} if path.exists() else set()
-        return [(step, scores[step]) for step in sorted(kept)]
+                kept_steps |= {step} if path.exists() else set()
+        return [(step, scores[step]) for step in sorted(kept_steps)]
 
     def set_aside(self, steps: Collection[int], suffix: str) -> None:
         """Rename checkpoints, so that no start resumes from them.

@@ -53,8 +53,8 @@ def steps_in(directory: Path) -> list[int]:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    found = read_patiently(directory, names)
-    return sorted(int(name) for name in found if name.isdecimal() and str(int(name)) == name)
+    folder_names = read_patiently(directory, names)
+    return sorted(int(name) for name in folder_names if name.isdecimal() and str(int(name)) == name)
 
 
 def read_data_state(step: Path) -> dict[str, Any]:

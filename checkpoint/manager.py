@@ -313,8 +313,8 @@ class Checkpoints:
 
             def commit() -> list[tuple[int, float | None]]:
                 self._directory.commit(step, path, texts, damaged=self._skipped, problem=problem)
-                kept = {number: self._scores[number] for number in self.all_steps()}
-                return self._directory.drop_old({**kept, step: score}, proven)
+                scores = {number: self._scores[number] for number in self.all_steps()}
+                return self._directory.drop_old({**scores, step: score}, proven)
 
             return self._exchange.on_first(commit)
         except OSError as failed:

@@ -120,17 +120,17 @@ def _tensors_of(
 
 def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the tensor of a mapping; if the files have it under several names, compare them."""
-    found = [tensors[name] for name in (place.theirs, *place.tied) if name in tensors]
-    for tensor in found:
+    copies = [tensors[name] for name in (place.theirs, *place.tied) if name in tensors]
+    for tensor in copies:
         check_shape(place, tensor)
-    for tensor in found[1:]:
-        if not same_values(found[0], tensor):
+    for tensor in copies[1:]:
+        if not same_values(copies[0], tensor):
             raise ValueError(
-                f"tensors {found[0].name} and {tensor.name} differ, but this model has one weight "
+                f"tensors {copies[0].name} and {tensor.name} differ, but this model has one weight "
                 "for both; set tie_word_embeddings to false in config.json if the architecture "
                 "supports it"
             )
-    return found[0]
+    return copies[0]
 
 
 def check_shape(place: TensorMapping, tensor: Tensor) -> None:

@@ -172,9 +172,9 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
         try:
             fields |= key.read(hf)
         except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
-            found = ", ".join(f"{name}={shown(hf[name])}" for name in key.names if name in hf)
+            settings = ", ".join(f"{name}={shown(hf[name])}" for name in key.names if name in hf)
             raise ValueError(
-                f"config.json has {found or f'no {key.names[0]!r}'}, which cannot be read "
+                f"config.json has {settings or f'no {key.names[0]!r}'}, which cannot be read "
                 f"({type(error).__name__}: {error}); correct it"
             ) from None
     return fields

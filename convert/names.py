@@ -188,7 +188,7 @@ def tensor_mappings(
     assert by_ours.keys() == shapes.keys(), shapes.keys() ^ by_ours.keys()
     used = list(by_ours.values())
     names = {row.theirs for row in used}
-    found: list[TensorMapping] = []
+    mappings: list[TensorMapping] = []
     # (name, first layer) -> the number of layers mapped so far. With it, the numbers of a second
     # stack of the same name continue after the first stack.
     num_mapped: dict[tuple[str, int], int] = {}
@@ -201,7 +201,7 @@ def tensor_mappings(
         for layer in layers:
             number = 0 if layer is None else row.first + row.step * (start + layer)
             tied = (name.format(layer=number) for name in row.tied)
-            found.append(
+            mappings.append(
                 TensorMapping(
                     theirs=row.theirs.format(layer=number),
                     tied=tuple(name for name in tied if name not in names),
@@ -214,7 +214,7 @@ def tensor_mappings(
                 )
             )
         num_mapped[name] = start + len(layers)
-    return found
+    return mappings
 
 
 def match(

@@ -211,21 +211,21 @@ def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
     """Return the largest difference between both models' logits, divided by the largest logit."""
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     (output,) = session.run(None, inputs)
-    found = np.asarray(output)
+    logits = np.asarray(output)
     if "pixel_values" in inputs:
-        return _relative(found, model(inputs["pixel_values"].transpose(0, 2, 3, 1)))
+        return _relative(logits, model(inputs["pixel_values"].transpose(0, 2, 3, 1)))
     names = {"input_ids": "tokens", "token_type_ids": "token_types"}
     ours = {names.get(key, key): array.astype(np.int32) for key, array in inputs.items()}
     expected = np.asarray(model(**ours))
-    if found.ndim == 3:  # logits of each token; ignore padding
+    if logits.ndim == 3:  # logits of each token; ignore padding
         is_token = inputs["attention_mask"] == 1
-        found, expected = found[is_token], expected[is_token]
-    return _relative(found, expected)
+        logits, expected = logits[is_token], expected[is_token]
+    return _relative(logits, expected)
 
 
-def _relative(found: np.ndarray, expected: Any) -> float:
+def _relative(logits: np.ndarray, expected: Any) -> float:
     expected = np.asarray(expected)
-    return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
+    return float(np.max(np.abs(logits - expected)) / np.max(np.abs(expected)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -70,12 +70,12 @@ class Blend:
         self._counts = [int(share * self._period) for share in shares]
         sources = []
         numbers = []
-        given = [0] * len(shares)
+        num_supplied = [0] * len(shares)
         for place in range(self._period):
-            source = self._due(place, given)
+            source = self._due(place, num_supplied)
             sources.append(source)
-            numbers.append(given[source])
-            given[source] += 1
+            numbers.append(num_supplied[source])
+            num_supplied[source] += 1
         self._sources = np.array(sources, np.int32)
         self._numbers = np.array(numbers, np.int32)
 
@@ -85,7 +85,7 @@ class Blend:
         source = int(self._sources[place])
         return source, cycle * self._counts[source] + int(self._numbers[place])
 
-    def _due(self, place: int, given: Sequence[int]) -> int:
+    def _due(self, place: int, num_supplied: Sequence[int]) -> int:
         """Return the source with the earliest deadline among those allowed to supply an element.
 
         Element number k (from 0) of a source with share s must come no earlier than place
@@ -98,9 +98,9 @@ class Blend:
         # In integers: the share of source i is self._counts[i] / period.
         period = self._period
         deadlines = [
-            (-(-(given[i] + 1) * period // count), i)
+            (-(-(num_supplied[i] + 1) * period // count), i)
             for i, count in enumerate(self._counts)
-            if given[i] * period // count <= place
+            if num_supplied[i] * period // count <= place
         ]
         return min(deadlines)[1]
 

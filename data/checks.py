@@ -52,10 +52,10 @@ def matches_of(pattern: str) -> list[str]:
     names = Path(*parts[:num_names])
     if num_names == len(parts):
         return [str(names)]
-    rest = parts[num_names:]
-    pairs = zip(("", *rest), rest, strict=False)
-    kept = [part for previous, part in pairs if not previous == part == "**"]
-    return glob.glob(str(Path(glob.escape(str(names)), *kept)), recursive=True)
+    pattern_parts = parts[num_names:]
+    pairs = zip(("", *pattern_parts), pattern_parts, strict=False)
+    glob_parts = [part for previous, part in pairs if not previous == part == "**"]
+    return glob.glob(str(Path(glob.escape(str(names)), *glob_parts)), recursive=True)
 
 
 def files_key(files: list[Path], verify: str) -> str:

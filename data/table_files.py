@@ -90,10 +90,10 @@ class Budget:
         self._num_values += num_values
         self._check(self._num_values, self._max_values, "values")
 
-    def _check(self, number: int, most: int, what: str) -> None:
-        if number > most:
+    def _check(self, number: int, limit: int, what: str) -> None:
+        if number > limit:
             raise ValueError(
-                f"{_subject(self._files)} expands to more than {most:,} {what}, which is "
+                f"{_subject(self._files)} expands to more than {limit:,} {what}, which is "
                 f"suspicious for {_size_of(self._files):,} bytes; if you trust it, convert it to "
                 ".jsonl or image files"
             )

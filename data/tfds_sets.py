@@ -61,8 +61,10 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
         data_dir = Path(os.environ.get("TFDS_DATA_DIR") or cache_path / "tensorflow_datasets")
         check_local("the environment variable TFDS_DATA_DIR", data_dir)
     data_dir = data_dir.expanduser()
-    own = _OwnFiles(data_dir / name, cache_path / f"tfds-{name}.digests") if name in _OWN else None
-    if own is None or own.are_intact():
+    own_files = (
+        _OwnFiles(data_dir / name, cache_path / f"tfds-{name}.digests") if name in _OWN else None
+    )
+    if own_files is None or own_files.are_intact():
         builder = _make_builder(name, data_dir)
         if _is_prepared(builder):
             check(builder)
@@ -70,14 +72,14 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     # The lock is not stored in data_dir, which may be shared and read-only for this user.
     lock_name = "".join(c if c.isalnum() or c in "._-" else "_" for c in name)
     with locked(cache_path / f"tfds-{lock_name}"):
-        if own is not None and not own.are_intact():
-            own.remove()
+        if own_files is not None and not own_files.are_intact():
+            own_files.remove()
         builder = _make_builder(name, data_dir)
         check(builder)  # Before anything large is downloaded.
         if not _is_prepared(builder):
             _prepare(builder, name)
-        if own is not None:
-            own.write_digests()
+        if own_files is not None:
+            own_files.write_digests()
     return builder
 
 
@@ -224,8 +226,8 @@ class ForeignFeature(ValueError):
 
 def _check_namespace(name: str) -> None:
     """Refuse the sets of a namespace, such as 'kaggle:x', for which TFDS may download code."""
-    namespace, colon, rest = name.partition("/")[0].partition(":")
-    if colon and not rest[:1].isdigit():
+    namespace, colon, suffix = name.partition("/")[0].partition(":")
+    if colon and not suffix[:1].isdigit():
         raise ValueError(
             f"data.name={name!r} is in the namespace {namespace!r} of TFDS, whose sets may run "
             "code that is downloaded; only the sets of TFDS itself can be used, or "

@@ -149,11 +149,11 @@ def problem(other: Process, present: Mapping[int, Process]) -> str | None:
 
 
 def _listen(
-    own: Process, coordinator: str, secret: bytes, deadline_s: float, timeout_s: float
+    process: Process, coordinator: str, secret: bytes, deadline_s: float, timeout_s: float
 ) -> str | None:
     """Collect all processes as process 0, answer them, and return the problem or None."""
-    _allow_connections(own.num_processes)
-    present = {0: own}
+    _allow_connections(process.num_processes)
+    present = {0: process}
     error = None
     with contextlib.ExitStack() as stack:
         try:
@@ -161,11 +161,11 @@ def _listen(
         except OSError as failure:
             port = coordinator.rpartition(":")[2]
             raise ConnectionError(
-                f"process 0 on {own.host} cannot listen on port {port} ({failure.strerror}), where "
-                "the other processes expect it; is another run using that port?"
+                f"process 0 on {process.host} cannot listen on port {port} ({failure.strerror}), "
+                "where the other processes expect it; is another run using that port?"
             ) from None
-        reception = stack.enter_context(contextlib.closing(_Reception(server, secret, own)))
-        while len(present) < own.num_processes and error is None:
+        reception = stack.enter_context(contextlib.closing(_Reception(server, secret, process)))
+        while len(present) < process.num_processes and error is None:
             try:
                 other = reception.next_process(deadline_s)
             except queue.Empty:
@@ -186,11 +186,11 @@ class _Reception:
         num_strangers: connections that did not prove that they know the secret.
     """
 
-    def __init__(self, server: socket.socket, secret: bytes, own: Process):
+    def __init__(self, server: socket.socket, secret: bytes, process: Process):
         self.num_strangers = 0
         self._server = server
         self._secret = secret
-        self._free = threading.Semaphore(own.num_processes + _MAX_STRANGERS)
+        self._free = threading.Semaphore(process.num_processes + _MAX_STRANGERS)
         self._known: queue.SimpleQueue[tuple[Process, _Peer]] = queue.SimpleQueue()
         self._peers: list[_Peer] = []
         self._is_closed = False
@@ -273,26 +273,26 @@ class _Peer:
 
 
 def _report(
-    own: Process, coordinator: str, secret: bytes, deadline_s: float, timeout_s: float
+    process: Process, coordinator: str, secret: bytes, deadline_s: float, timeout_s: float
 ) -> str | None:
     """Report to process 0, and return its answer: the problem, or None."""
     while True:
         left_s = deadline_s - time.monotonic()
         try:
             # Process 0 answers once all have connected; it waits no longer than this process.
-            return _introduce(own, coordinator, secret, deadline_s + _INTRODUCTION_S)
+            return _introduce(process, coordinator, secret, deadline_s + _INTRODUCTION_S)
         except (OSError, ValueError) as error:
             if left_s <= 0:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConnectionError(
-                    f"{own} could not reach process 0 at {coordinator} within {timeout_s:.0f} s "
-                    f"({reason}); is process 0 running there, can the hosts reach each other, and "
-                    f"is {SECRET} the same for all?"
+                    f"{process} could not reach process 0 at {coordinator} within "
+                    f"{timeout_s:.0f} s ({reason}); is process 0 running there, can the hosts "
+                    f"reach each other, and is {SECRET} the same for all?"
                 ) from None
         time.sleep(_RETRY_S)
 
 
-def _introduce(own: Process, coordinator: str, secret: bytes, deadline_s: float) -> str | None:
+def _introduce(process: Process, coordinator: str, secret: bytes, deadline_s: float) -> str | None:
     """Introduce this process to process 0, and return its answer.
 
     Raises:
@@ -305,7 +305,7 @@ def _introduce(own: Process, coordinator: str, secret: bytes, deadline_s: float)
         hello = channel.receive()
         check_fields(hello, {"nonce": str}, "a message")
         nonces = (hello["nonce"], secrets.token_hex(16))
-        text = own.to_json()
+        text = process.to_json()
         code = proof(secret, "process", *nonces, text)
         channel.send({"nonce": nonces[1], "process": text, "proof": code})
         message = channel.receive()

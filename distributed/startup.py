@@ -186,14 +186,18 @@ def _text(env: Mapping[str, str], name: str) -> str:
 
 
 def _number(
-    env: Mapping[str, str], name: str, least: int, most: int = 2**32 - 1, default: str | None = None
+    env: Mapping[str, str],
+    name: str,
+    minimum: int,
+    maximum: int = 2**32 - 1,
+    default: str | None = None,
 ) -> int:
-    """Return a variable of a launcher that is an integer from `least` to `most`."""
+    """Return a variable of a launcher that is an integer from `minimum` to `maximum`."""
     text = _text(env, name) if default is None else env.get(name, default)
-    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not minimum <= int(text) <= maximum:
         raise ValueError(
-            f"the environment variable {name}={shown(text)} must be an integer from {least} to "
-            f"{most}; correct it, or unset it to start a single process"
+            f"the environment variable {name}={shown(text)} must be an integer from {minimum} to "
+            f"{maximum}; correct it, or unset it to start a single process"
         )
     return int(text)
 
@@ -217,8 +221,8 @@ def _devices() -> list[Any]:
 
 
 def _join(start: DistributedEnv, start_timeout_s: float, heartbeat_timeout_s: int) -> None:
-    own = Process(process_id=start.process_id, num_processes=start.num_processes)
-    perform_handshake(own, start.coordinator, run_secret(os.environ), start_timeout_s)
+    process = Process(process_id=start.process_id, num_processes=start.num_processes)
+    perform_handshake(process, start.coordinator, run_secret(os.environ), start_timeout_s)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # The preemption service would catch SIGTERM, which the run itself handles.
     jax.config.update("jax_enable_preemption_service", False)

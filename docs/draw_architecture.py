@@ -35,14 +35,14 @@ _GAP = 20  # pixels between boxes
 
 def imported_folders(folder: str) -> set[str]:
     """Return the other folders that the modules of a folder import."""
-    found = set()
+    packages = set()
     for file in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module:
-                found.add(node.module.partition(".")[0])
+                packages.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
-    return found & set(FOLDERS) - {folder}
+                packages |= {alias.name.partition(".")[0] for alias in node.names}
+    return packages & set(FOLDERS) - {folder}
 
 
 def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:

@@ -33,10 +33,10 @@ def number_problem(
     Returns:
         The violated rule, or None if there is no problem.
     """
-    most = MAX_INT if max_int is None else max(max_int, MAX_INT)
+    limit = MAX_INT if max_int is None else max(max_int, MAX_INT)
     for part in value if isinstance(value, list | tuple) else (value,):
-        if type(part) is int and not is_float and not -most <= part <= most:
-            return f"must be an integer from {-most} to {most}; choose one in this range"
+        if type(part) is int and not is_float and not -limit <= part <= limit:
+            return f"must be an integer from {-limit} to {limit}; choose one in this range"
         # NaN is outside of all bounds.
         if type(part) in (int, float) and not -MAX_FLOAT <= part <= MAX_FLOAT:
             return "must be finite, with an absolute value of at most 3.4e38 (a float32)"

@@ -70,12 +70,12 @@ def _shown(value: Any) -> str:
     return shown(str(value) if isinstance(value, Path) else value)
 
 
-def _remedy(scheme: str, rest: str) -> str:
-    """Return what to do instead of naming a URL, given its scheme and the rest after `://`."""
+def _remedy(scheme: str, location: str) -> str:
+    """Return what to do instead of naming a URL, given its scheme and the location after `://`."""
     if scheme == "file":
         return "write the path without file://"
     if scheme == "hf":
-        repository = _REPOSITORY.match(rest)
+        repository = _REPOSITORY.match(location)
         name = repository[2] if repository else "OWNER/NAME"
         kind = "--repo-type=dataset " if repository and repository[1] else ""
         return (

@@ -128,8 +128,8 @@ def _continue(args: argparse.Namespace) -> None:
     rate = f"{count / seconds:,.1f} tokens/s"
     if args.num_drafts is not None and generator.num_passes:
         # The first token of each row comes from the pass over its prompt.
-        found = (count - len(prompts) * args.num_samples) / generator.num_passes
-        rate += f", {found:.2f} tokens of a row per pass"
+        tokens_per_pass = (count - len(prompts) * args.num_samples) / generator.num_passes
+        rate += f", {tokens_per_pass:.2f} tokens of a row per pass"
     print(f"{count:,} tokens in {seconds:.1f} s with compilation: {rate}", file=sys.stderr)
 
 
@@ -150,13 +150,15 @@ def _write_all(
         print(f"\r{done:,} of {num_rows:,} continuations", end="", file=sys.stderr, flush=True)
 
     tokens = [prompt.tokens for prompt in prompts]
-    most = args.max_new_tokens
+    max_new_tokens = args.max_new_tokens
     if isinstance(how, Beams):
-        found = generator.beam_search(tokens, max_new_tokens=most, beams=how, on_batch=show)
+        continuations = generator.beam_search(
+            tokens, max_new_tokens=max_new_tokens, beams=how, on_batch=show
+        )
     else:
-        found = generator.generate(
+        continuations = generator.generate(
             tokens,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             sampling=how,
             num_samples=args.num_samples,
             on_batch=show,
@@ -165,13 +167,13 @@ def _write_all(
     rows = [prompt for prompt in prompts for _ in range(args.num_samples)]
     lines = [
         as_line(*row, codec, follows_prompt=generator.follows_prompt)
-        for row in zip(rows, found, strict=True)
+        for row in zip(rows, continuations, strict=True)
     ]
     if args.out is None:
         print("\n".join(lines))
     else:
         write_text(args.out, "\n".join(lines) + "\n")
-    return sum(map(len, found))
+    return sum(map(len, continuations))
 
 
 def _shown(prompt: Prompt, codec: TextCodec) -> str:

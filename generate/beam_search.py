@@ -151,11 +151,11 @@ class BeamSearch:
             params: as for `Decoder.decode`.
             state: from `first`.
         """
-        most = state.tokens_BKM.shape[2]
+        max_new_tokens = state.tokens_BKM.shape[2]
 
         def goes_on(state: BeamState) -> jax.Array:
             is_full = jnp.all(state.has_ended_BK) & (beams.early_stopping is True)
-            return (state.count < most) & jnp.any(state.can_improve_B) & ~is_full
+            return (state.count < max_new_tokens) & jnp.any(state.can_improve_B) & ~is_full
 
         def step(state: BeamState) -> BeamState:
             newest_R1 = state.tokens_BKM[:, :, state.count - 1].reshape(-1, 1)
@@ -169,7 +169,7 @@ class BeamSearch:
 
     def _with_next(self, state: BeamState, logits_RV: jax.Array, beams: Beams) -> BeamState:
         """Return the state with one more token."""
-        size, num_beams, most = state.tokens_BKM.shape
+        size, num_beams, max_new_tokens = state.tokens_BKM.shape
         num_tokens = logits_RV.shape[1]
         log_probs_RV = jax.nn.log_softmax(logits_RV, axis=-1)
         totals_BKV = log_probs_RV.reshape(size, num_beams, num_tokens) + state.scores_BK[..., None]
@@ -179,7 +179,7 @@ class BeamSearch:
         newest_BC = (numbers_BC % num_tokens).astype(jnp.int32)
         tokens_BCM = _chosen(state.tokens_BKM, parents_BC).at[:, :, state.count].set(newest_BC)
         count = state.count + 1
-        ends_BC = jnp.isin(newest_BC, jnp.array(self._stop, jnp.int32)) | (count == most)
+        ends_BC = jnp.isin(newest_BC, jnp.array(self._stop, jnp.int32)) | (count == max_new_tokens)
         going_BC = scores_BC + jnp.where(ends_BC, _NEVER, 0)
         next_scores_BK, next_BK = jax.lax.top_k(going_BC, num_beams)
         rows_BK = _chosen(parents_BC, next_BK) + num_beams * jnp.arange(size)[:, None]
@@ -226,9 +226,9 @@ class BeamSearch:
         self, state: BeamState, best_B: jax.Array, count: jax.Array, beams: Beams
     ) -> jax.Array:
         """Return bool[B]: whether a beam that goes on may become better than one that has ended."""
-        most = state.tokens_BKM.shape[2]
+        max_new_tokens = state.tokens_BKM.shape[2]
         is_long = beams.early_stopping == "never" and beams.length_penalty > 0
-        length = jnp.where(is_long, most, count).astype(best_B.dtype)
+        length = jnp.where(is_long, max_new_tokens, count).astype(best_B.dtype)
         possible_B1 = (best_B / length**beams.length_penalty)[:, None]
         worst_B1 = jnp.min(state.ended_scores_BK, axis=1, keepdims=True)
         worst_BK = jnp.where(state.has_ended_BK, worst_B1, _NEVER)

@@ -129,14 +129,14 @@ class Generator:
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} must be at least 1")
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        found: list[list[int]] = [[] for _ in rows]
+        continuations: list[list[int]] = [[] for _ in rows]
         for numbers in batches_of(rows, self._batch_size):
             batch = {number: rows[number] for number in numbers}
             for number, tokens in self._continued(batch, max_new_tokens, sampling).items():
-                found[number] = tokens
+                continuations[number] = tokens
             if on_batch is not None:
                 on_batch(len(numbers))
-        return found
+        return continuations
 
     def generate_texts(
         self,
@@ -159,13 +159,13 @@ class Generator:
                 "the generator has no tokenizer; load it with load_generator from a directory with "
                 "a tokenizer.json, or pass codec=TextCodec(tokenizer)"
             )
-        given = [as_prompt(text, codec).tokens for text in prompts]
-        found = self.generate(
-            given, max_new_tokens=max_new_tokens, sampling=sampling, num_samples=num_samples
+        prompt_tokens = [as_prompt(text, codec).tokens for text in prompts]
+        continuations = self.generate(
+            prompt_tokens, max_new_tokens=max_new_tokens, sampling=sampling, num_samples=num_samples
         )
-        before = given if self.follows_prompt else [[]] * len(given)
+        before = prompt_tokens if self.follows_prompt else [[]] * len(prompt_tokens)
         rows = [prompt for prompt in before for _ in range(num_samples)]
-        return [codec.decode_after(*row) for row in zip(rows, found, strict=True)]
+        return [codec.decode_after(*row) for row in zip(rows, continuations, strict=True)]
 
     def beam_search(
         self,
@@ -187,7 +187,7 @@ class Generator:
             ValueError: see `generate`.
         """
         self._check(prompts, max_new_tokens)
-        found: list[list[int]] = [[] for _ in prompts]
+        continuations: list[list[int]] = [[] for _ in prompts]
         for numbers in batches_of(prompts, self._batch_size):
             tokens_BT, lengths_B = self._padded([prompts[number] for number in numbers])
             is_prompt_B = np.arange(len(lengths_B)) < len(numbers)
@@ -198,10 +198,10 @@ class Generator:
             for number, tokens in zip(numbers, np.asarray(state.ended_BKM)[:, 0], strict=False):
                 ends = np.flatnonzero(np.isin(tokens, [*self._stop, NONE]))
                 stop = len(tokens) if not len(ends) else ends[0] + (tokens[ends[0]] != NONE)
-                found[number] = tokens[:stop].tolist()
+                continuations[number] = tokens[:stop].tolist()
             if on_batch is not None:
                 on_batch(len(numbers))
-        return found
+        return continuations
 
     def stream(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None
@@ -239,12 +239,12 @@ class Generator:
                         f"{self._config.vocab_size - 1}; use the tokenizer of the model"
                     )
             for owner, limit in limits.items():
-                most = limit.max_positions
-                if most is not None and len(prompt) + max_new_tokens > most:
+                max_positions = limit.max_positions
+                if max_positions is not None and len(prompt) + max_new_tokens > max_positions:
                     raise ValueError(
                         f"prompt {i} has {len(prompt)} tokens; with max_new_tokens="
-                        f"{max_new_tokens}, they are more than the {owner}'s {most} positions; "
-                        "shorten one of them"
+                        f"{max_new_tokens}, they are more than the {owner}'s {max_positions} "
+                        "positions; shorten one of them"
                     )
 
     def _continued(
@@ -278,8 +278,8 @@ class Generator:
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         limits = self._decoder.max_positions, self._drafter.max_positions
-        most = min((limit for limit in limits if limit is not None), default=None)
-        return padded(rows, self._num_replicas, self._batch_size, most)
+        max_positions = min((limit for limit in limits if limit is not None), default=None)
+        return padded(rows, self._num_replicas, self._batch_size, max_positions)
 
     def _first(
         self,
@@ -313,14 +313,14 @@ class Generator:
         self,
         sampling: Sampling,
         params: tuple[Tree, Tree],
-        most: jax.Array | int,
+        target_count: jax.Array | int,
         *,
         state: _State,
     ) -> _State:
-        """Choose tokens until each row has `most`, or is done."""
+        """Choose tokens until each row has `target_count`, or is done."""
 
         def goes_on(state: _State) -> jax.Array:
-            return jnp.any(~state.rows.is_done_B & (state.rows.counts_B < most))
+            return jnp.any(~state.rows.is_done_B & (state.rows.counts_B < target_count))
 
         def step(state: _State) -> _State:
             rows = state.rows

@@ -162,9 +162,11 @@ def evaluate_images(
     num_in_top = 0
     for batch in validation_batches(corpus, data, range(batch_size)):
         targets = order[batch["targets"]]
-        found, ranks = map(np.asarray, predict(params, _placed(batch["images"]), _placed(targets)))
+        predictions, ranks = map(
+            np.asarray, predict(params, _placed(batch["images"]), _placed(targets))
+        )
         is_there = batch["weights"] > 0
-        np.add.at(confusion, (targets[is_there], found[is_there]), 1)
+        np.add.at(confusion, (targets[is_there], predictions[is_there]), 1)
         num_in_top += int((ranks[is_there] < _TOP).sum())
     return ImageScores(labels=known, confusion=confusion, num_in_top=num_in_top)
 
@@ -234,18 +236,18 @@ def write_scores(scores: ImageScores, directory: Path) -> None:
     Raises:
         ValueError: the directory exists and is not empty.
     """
-    with new_directory(directory) as made:
-        write_text(made / "scores.json", json.dumps(scores.totals, indent=1) + "\n")
-        with (made / "classes.csv").open("x", newline="", encoding="utf-8") as file:
+    with new_directory(directory) as temporary:
+        write_text(temporary / "scores.json", json.dumps(scores.totals, indent=1) + "\n")
+        with (temporary / "classes.csv").open("x", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow([field.name for field in dataclasses.fields(ClassScores)])
             rows.writerows(dataclasses.astuple(each) for each in scores.classes())
-        with (made / "confusion.csv").open("x", newline="", encoding="utf-8") as file:
+        with (temporary / "confusion.csv").open("x", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(["class", *scores.labels])
             for name, row in zip(scores.labels, scores.confusion.tolist(), strict=True):
                 rows.writerow([name, *row])
-        _draw(scores, made / "confusion.png")
+        _draw(scores, temporary / "confusion.png")
 
 
 def _draw(scores: ImageScores, file: Path) -> None:

@@ -78,11 +78,13 @@ def _evaluate(args: argparse.Namespace) -> None:
             follow(args.model, "lm_eval", settings, lambda step: _scores(_results(args, step)))
         return
     with use_mesh(mesh):
-        found = _results(args, args.model)
+        results = _results(args, args.model)
     if args.out is not None:
-        kept = {key: found[key] for key in ("results", "n-shot", "versions")}
-        write_text(args.out, json.dumps({"model": str(args.model), **kept}, indent=1) + "\n")
-    print(make_table(found))
+        saved_results = {key: results[key] for key in ("results", "n-shot", "versions")}
+        write_text(
+            args.out, json.dumps({"model": str(args.model), **saved_results}, indent=1) + "\n"
+        )
+    print(make_table(results))
 
 
 def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         batch_size=args.batch_size,
         generation=generation,
     )
-    found: Any = simple_evaluate(
+    results: Any = simple_evaluate(
         model=model,
         tasks=args.tasks.split(","),
         task_manager=_tasks_in(args.include_path),
@@ -118,7 +120,7 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
         limit=args.limit,
         log_samples=False,
     )
-    return found
+    return results
 
 
 def _check_tasks(args: argparse.Namespace) -> None:
@@ -142,11 +144,11 @@ def _tasks_in(directory: Path | None) -> TaskManager:
     return TaskManager(include_path=None if directory is None else str(directory))
 
 
-def _scores(found: Mapping[str, Any]) -> dict[str, float]:
+def _scores(results: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics as numbers: `task/metric`, or `task/metric,filter`."""
     return {
         f"{task}/{name.removesuffix(',none')}": float(value)
-        for task, values in found["results"].items()
+        for task, values in results["results"].items()
         for name, value in values.items()
         if isinstance(value, int | float) and name != "sample_len"
     }

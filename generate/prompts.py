@@ -82,10 +82,10 @@ def stop_tokens_of(source: Source, tokenizer: FileTokenizer | None) -> list[int]
     Raises:
         ValueError: the ids in a file are not numbers.
     """
-    found = _setting(source, "eos_token_id", int | list[int])
-    if found is None:
+    setting = _setting(source, "eos_token_id", int | list[int])
+    if setting is None:
         return [] if tokenizer is None else [tokenizer.eos_id]
-    return [found] if isinstance(found, int) else found
+    return [setting] if isinstance(setting, int) else setting
 
 
 def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | None:
@@ -104,10 +104,10 @@ def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | Non
     Raises:
         ValueError: the id in a file is not a number.
     """
-    found = _setting(source, "decoder_start_token_id", int)
-    if found is None and tokenizer is not None:
+    token_id = _setting(source, "decoder_start_token_id", int)
+    if token_id is None and tokenizer is not None:
         return tokenizer.special_ids.get("pad", tokenizer.eos_id)
-    return found
+    return token_id
 
 
 def have_same_tokens(one: FileTokenizer, other: FileTokenizer) -> bool:
@@ -163,7 +163,7 @@ def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
         ValueError: a line is something else, or a text needs a tokenizer.
         OSError: the file cannot be read.
     """
-    found = []
+    prompts = []
     text = read_text(path).removeprefix("\ufeff")  # the mark that some editors begin files with
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -177,13 +177,13 @@ def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
             )
         if "tokens" in values:
             check(values["tokens"], list[int], f"{where}: tokens")
-            found.append(Prompt(text=None, tokens=values["tokens"]))
+            prompts.append(Prompt(text=None, tokens=values["tokens"]))
         else:
             check(values["prompt"], str, f"{where}: prompt")
-            found.append(as_prompt(values["prompt"], codec))
-    if not found:
+            prompts.append(as_prompt(values["prompt"], codec))
+    if not prompts:
         raise ValueError(f"{path} has no prompts; give one per line")
-    return found
+    return prompts
 
 
 def as_prompt(text: str, codec: TextCodec | None) -> Prompt:
@@ -212,6 +212,6 @@ def as_line(
     """
     before = prompt.tokens if follows_prompt else []
     text = None if codec is None else codec.decode_after(before, tokens)
-    given = prompt.tokens if prompt.text is None else prompt.text
-    line = json.dumps({"prompt": given, "tokens": tokens, "text": text}, ensure_ascii=False)
+    prompt_value = prompt.tokens if prompt.text is None else prompt.text
+    line = json.dumps({"prompt": prompt_value, "tokens": tokens, "text": text}, ensure_ascii=False)
     return without_surrogates(line)

@@ -92,15 +92,15 @@ class Rows:
         goes_on_B = ~self.is_done_B if goes_on_B is None else goes_on_B & ~self.is_done_B
         positions_B = self.positions_B + 1
         chosen_B = choose(sampling, logits_BV, self.seen_BV, self.numbers_B, positions_B)
-        most = self.new_BM.shape[1]
+        max_new_tokens = self.new_BM.shape[1]
         each_B = jnp.arange(len(chosen_B))
-        places_B = jnp.where(goes_on_B, self.counts_B, most)
+        places_B = jnp.where(goes_on_B, self.counts_B, max_new_tokens)
         seen_BV = self.seen_BV
         if seen_BV is not None:
             ids_B = jnp.where(goes_on_B, chosen_B, seen_BV.shape[1])
             seen_BV = seen_BV.at[each_B, ids_B].set(True, mode="drop")
         counts_B = self.counts_B + goes_on_B
-        is_last_B = jnp.isin(chosen_B, jnp.array(stop, jnp.int32)) | (counts_B == most)
+        is_last_B = jnp.isin(chosen_B, jnp.array(stop, jnp.int32)) | (counts_B == max_new_tokens)
         return Rows(
             newest_B=jnp.where(goes_on_B, chosen_B, self.newest_B),
             positions_B=jnp.where(goes_on_B, positions_B, self.positions_B),

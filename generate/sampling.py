@@ -187,8 +187,8 @@ def _drawn(seeds_B, rows_B, positions_B, logits_BV: jax.Array) -> jax.Array:
     """Draw a token for each row, int32[B]."""
 
     def draw(seed, row, position, logits_V: jax.Array) -> jax.Array:
-        own = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
-        return jax.random.categorical(own, logits_V)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position)
+        return jax.random.categorical(key, logits_V)
 
     return jax.vmap(draw)(seeds_B, rows_B, positions_B, logits_BV).astype(jnp.int32)
 

@@ -72,14 +72,14 @@ def targeted(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Linear]:
     linears = {".".join(map(str, path)): m for path, m in modules if isinstance(m, Linear)}
     chosen: dict[str, Linear] = {}
     for pattern in patterns:
-        found = {name: m for name, m in linears.items() if _matches(name, pattern)}
-        if not found:
+        matches = {name: m for name, m in linears.items() if _matches(name, pattern)}
+        if not matches:
             near = difflib.get_close_matches(pattern, linears, n=3, cutoff=0.3) or [*linears]
             raise ValueError(
                 f"lora.targets: {pattern!r} matches no linear layer; the nearest are "
                 f"{', '.join(near)}"
             )
-        chosen |= found
+        chosen |= matches
     return dict(sorted(chosen.items()))
 
 

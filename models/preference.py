@@ -78,12 +78,12 @@ def with_preference(
     vocab_size = model.config.vocab_size
 
     def head(non_stack_params: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, dict]:
-        found = outputs(non_stack_params, x)
-        return preference_loss(*found, batch, vocab_size=vocab_size, config=config)
+        logit_factors = outputs(non_stack_params, x)
+        return preference_loss(*logit_factors, batch, vocab_size=vocab_size, config=config)
 
     def reference(non_stack_params: Tree, x: Tree, batch: Tree) -> dict[str, jax.Array]:
-        found = outputs(non_stack_params, x)
-        log_probs = answer_log_probs(*found, batch, vocab_size=vocab_size)
+        logit_factors = outputs(non_stack_params, x)
+        log_probs = answer_log_probs(*logit_factors, batch, vocab_size=vocab_size)
         return {REFERENCE_LOG_PROBS: log_probs}
 
     return dataclasses.replace(functions, head=head, reference=reference)

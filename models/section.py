@@ -44,8 +44,8 @@ def split_model_keys(section: Mapping[str, Any], model_class: Any) -> ModelKeys:
         section: section `model`.
         model_class: class that its `name` stands for.
     """
-    own = {each.name for each in dataclasses.fields(model_class.Config)}
-    settings = {each.name for each in dataclasses.fields(ModelSettings)} - own | {"name"}
+    config_fields = {each.name for each in dataclasses.fields(model_class.Config)}
+    settings = {each.name for each in dataclasses.fields(ModelSettings)} - config_fields | {"name"}
     return ModelKeys(
         settings={key: value for key, value in section.items() if key in settings},
         own={key: value for key, value in section.items() if key not in settings},

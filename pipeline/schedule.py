@@ -184,8 +184,8 @@ def _schedule(args: argparse.Namespace) -> Schedule:
     if args.schedule.endswith(".csv"):
         table = _read_training_table(args.schedule)
         counts = {name: getattr(table, f"num_{name}") for name in counts}
-    given = {name: getattr(args, name) for name in counts}
-    asked = {name: counts[name] if given[name] is None else given[name] for name in counts}
+    options = {name: getattr(args, name) for name in counts}
+    asked = {name: counts[name] if options[name] is None else options[name] for name in counts}
     for name, value in asked.items():
         if value < 1:
             raise ValueError(f"--{name}={shown(value)} must be at least 1")

@@ -178,11 +178,11 @@ def _best_last_stage(
     cost: Callable[[int, int, int], float],
 ) -> tuple[float, tuple[int, ...]]:
     """Return the optimum for `stop` layers in virtual stages up to `v`, from those up to v - 1."""
-    found: tuple[float, tuple[int, ...]] = (math.inf, ())
+    optimum: tuple[float, tuple[int, ...]] = (math.inf, ())
     for first in sorted((first for first in best if first <= stop), reverse=True):
-        own = cost(v, first, stop)
-        if own > found[0]:
+        stage_cost = cost(v, first, stop)
+        if stage_cost > optimum[0]:
             break  # with more layers, the stage costs no less
-        most, counts = best[first]
-        found = min(found, (max(most, own), (*counts, stop - first)))
-    return found
+        earlier_cost, counts = best[first]
+        optimum = min(optimum, (max(earlier_cost, stage_cost), (*counts, stop - first)))
+    return optimum

@@ -163,7 +163,7 @@ def options_for(
     """
     if hardware.platform != "gpu":
         return []
-    given = flags_in(os.environ.get("XLA_FLAGS", ""))
+    user_flags = flags_in(os.environ.get("XLA_FLAGS", ""))
     options = [*OPTIONS]
     if not saves_memory:
         options += MEMORY_FOR_SPEED
@@ -177,7 +177,7 @@ def options_for(
         if option.since <= hardware.compute_capability < option.before
         and option.since_jax <= jax.__version_info__ < option.before_jax
         and is_described >= option.only_described
-        and option.name not in given
+        and option.name not in user_flags
     ]
 
 

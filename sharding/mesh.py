@@ -157,5 +157,5 @@ def _meshes_that_fit(config: MeshConfig, num_available: int) -> str:
         options = [{**option, axis: n} for option in options for n in sizes]
         options = [option for option in options if math.prod(option.values()) <= num_available]
     fitting = [MeshConfig(**option) for option in options]
-    most = max(mesh.num_devices for mesh in fitting)
-    return "; ".join(str(mesh) for mesh in fitting if mesh.num_devices == most)
+    max_devices = max(mesh.num_devices for mesh in fitting)
+    return "; ".join(str(mesh) for mesh in fitting if mesh.num_devices == max_devices)

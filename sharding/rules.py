@@ -124,6 +124,6 @@ def unused_axes(specs: Any, rules: Rules, mesh: AnyMesh) -> list[str]:
 def _check_divides(mesh, axes, size: int, logical: str | None, where: str) -> None:
     count = math.prod(mesh.shape[axis] for axis in axes)
     if size % count:
-        given = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+        factors = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
         choices = ", ".join(str(n) for n in range(1, min(size, 128) + 1) if size % n == 0)
-        raise ValueError(f"{given} must divide {logical}={size} ({where}); choose from {choices}")
+        raise ValueError(f"{factors} must divide {logical}={size} ({where}); choose from {choices}")

@@ -164,27 +164,29 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
     """
     overrides = options.overrides
     load = partial(config_files.load, options.config, allow_import=options.allow_import)
-    given: Any = load(overrides)
+    config_dict: Any = load(overrides)
     command_line = _keys_of(overrides)
     open_batch = None
     if options.deepspeed is not None:
-        translated = deepspeed.read(options.deepspeed, given, fixed=command_line)
+        translated = deepspeed.read(options.deepspeed, config_dict, fixed=command_line)
         overrides = [*translated.overrides, *overrides]
         open_batch = translated.open_batch
-        given = load(overrides)
+        config_dict = load(overrides)
     if options.is_evaluation and not (
-        given.get("init_from") or workdir.has_checkpoint(options.workdir)
+        config_dict.get("init_from") or workdir.has_checkpoint(options.workdir)
     ):
         raise ValueError(
             f"--mode=eval: --workdir={options.workdir} has no checkpoint; train first, or set "
             "--config.init_from"
         )
     if options.is_fast_dev_run:
-        config_files.shorten(given)
-    source = take_init_from(given, overrides, allow_import=options.allow_import)
+        config_files.shorten(config_dict)
+    source = take_init_from(config_dict, overrides, allow_import=options.allow_import)
     fixed = _keys_of(overrides)
     return _LoadedConfig(
-        config=open_config(given, fixed) if given.mesh.auto else validate_config(given),
+        config=open_config(config_dict, fixed)
+        if config_dict.mesh.auto
+        else validate_config(config_dict),
         source=source,
         fixed=fixed,
         open_batch=open_batch,

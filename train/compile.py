@@ -143,11 +143,11 @@ def compile_step(
 
 def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] = ()) -> Any:
     """Return the ConfigDict of a run whose data is not read; arguments as for `compile_step`."""
-    given: Any = config_files.load(path, overrides, allow_import=allow_import)
-    take_init_from(given, overrides, allow_import=allow_import)
-    if given.data.name in _READ_FROM_PATHS and not given.data.paths:
-        given.data.paths = ("not_read",)  # required by the config, but no data is read here
-    return given
+    config_dict: Any = config_files.load(path, overrides, allow_import=allow_import)
+    take_init_from(config_dict, overrides, allow_import=allow_import)
+    if config_dict.data.name in _READ_FROM_PATHS and not config_dict.data.paths:
+        config_dict.data.paths = ("not_read",)  # required by the config, but no data is read here
+    return config_dict
 
 
 def run_for(config: RunConfig, target: Target) -> Run:

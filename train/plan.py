@@ -97,10 +97,10 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     check_file("--out", args.out)
     check_picture("--picture", args.picture)
     overrides = parse_overrides(others)
-    given = load_config(args.config, overrides, allow_import=args.allow_import)
+    config_dict = load_config(args.config, overrides, allow_import=args.allow_import)
     fixed = {Override.parse(override).key for override in overrides}
-    check_replicas(given, fixed, _num_devices(args.target, args.network))
-    config = open_config(given, fixed)
+    check_replicas(config_dict, fixed, _num_devices(args.target, args.network))
+    config = open_config(config_dict, fixed)
     check_max_microbatches(args.max_microbatches, config, fixed)
     devices = devices_of(args.target, config, args.network)
     per_host = devices.machine.gpus_per_host
@@ -118,32 +118,32 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     if args.picture is not None:
         _draw(search, choices, budget_bytes, args.picture)
     if args.json:
-        found = {"target": args.target, "num_devices": devices.count}
-        found["plans"] = plans_as_json(choices, per_host)
-        found["runners_up"] = not_compiled_as_json(runners_up, choices, math.inf)
-        found["first_tried"] = first_tried_as_json(tried, choices, budget_bytes, per_host)
-        return json.dumps(found)
+        report = {"target": args.target, "num_devices": devices.count}
+        report["plans"] = plans_as_json(choices, per_host)
+        report["runners_up"] = not_compiled_as_json(runners_up, choices, math.inf)
+        report["first_tried"] = first_tried_as_json(tried, choices, budget_bytes, per_host)
+        return json.dumps(report)
     options = " ".join(_option(key, value) for key, value in settings.items())
     not_compiled = not_compiled_as_text(runners_up, tried, choices, budget_bytes)
     parts = [plans_as_text(choices, per_host), not_compiled, options]
     return "\n\n".join(part for part in parts if part)
 
 
-def _settings(plan: ParallelPlan, given: Any, fixed: Collection[str]) -> dict[str, Any]:
+def _settings(plan: ParallelPlan, config_dict: Any, fixed: Collection[str]) -> dict[str, Any]:
     """Return the values to change in the user's config, so that it follows a plan.
 
     Args:
-        given: user's config.
+        config_dict: user's config.
         fixed: keys of the config that stay as they are.
     """
-    found = plan.settings()
+    settings = plan.settings()
     # Without a pipeline, a plan sets no keys of it, but the values of the file do not fit the mesh.
     others = {"mesh.auto": False} | {key: x for key, x in UNPLANNED.items() if key not in fixed}
     for key, value in others.items():
         section, name = key.split(".")
-        if key not in found and given.get(section, {}).get(name, value) != value:
-            found[key] = value
-    return found
+        if key not in settings and config_dict.get(section, {}).get(name, value) != value:
+            settings[key] = value
+    return settings
 
 
 def _draw(search: PlanSearch, choices: list[Choice], budget_bytes: float, out: Path) -> None:
@@ -165,8 +165,10 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
         raise ValueError("--calibrate plans nothing; leave out --out and --json")
     directory = cache_path()
     if args.config is not None:
-        given = load_config(args.config, parse_overrides(others), allow_import=args.allow_import)
-        directory = cache_path(given.data.cache_dir)
+        config_dict = load_config(
+            args.config, parse_overrides(others), allow_import=args.allow_import
+        )
+        directory = cache_path(config_dict.data.cache_dir)
     elif others:
         raise ValueError(f"--calibrate needs no {others[0]}; leave it out, or add --config")
     if args.target is None:
@@ -174,10 +176,12 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
         devices = jax.devices()
     else:
         devices = _simulated(args.target)
-    found = calibrate(devices, directory)
-    rates = dataclasses.asdict(found)
+    calibration = calibrate(devices, directory)
+    rates = dataclasses.asdict(calibration)
     rows = [f"{name:22s} {rates[name]:.3g}" for name in rates if name.endswith("_s")]
-    head = f"{found.num_devices} × {found.device_kind}, rates of one while all are busy:"
+    head = (
+        f"{calibration.num_devices} × {calibration.device_kind}, rates of one while all are busy:"
+    )
     return "\n".join([head, *rows, f"stored in {directory}"])
 
 

@@ -43,14 +43,14 @@ def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Pa
     splits = [corpus.train, corpus.validation]
     if run.functions.reference is None:
         return
-    found = _of_initial(run, corpus, params, workdir) if step == 0 else _kept(workdir)
+    reference = _of_initial(run, corpus, params, workdir) if step == 0 else _kept(workdir)
     sizes = [len(split) for split in splits]
-    if len(found) != sum(sizes):
+    if len(reference) != sum(sizes):
         raise ValueError(
-            f"{workdir / _FILE} is for {len(found)} rows, but the data has {sum(sizes)}; restore "
-            "the file, or choose another --workdir"
+            f"{workdir / _FILE} is for {len(reference)} rows, but the data has {sum(sizes)}; "
+            "restore the file, or choose another --workdir"
         )
-    for split, part in zip(splits, np.split(found, sizes[:1]), strict=True):
+    for split, part in zip(splits, np.split(reference, sizes[:1]), strict=True):
         assert isinstance(split, PreferenceExamples)
         split.reference_log_probs = part
 
@@ -60,16 +60,16 @@ def _of_initial(run: Run, corpus: Corpus, params: Any, workdir: Path) -> np.ndar
     compiled = run.compile_reference_step()
     config = run.config.data
     shape, dtype = example_shapes(config, run.config.images)[REFERENCE_LOG_PROBS]
-    found = [np.zeros((0, *shape), dtype)]
+    log_probs = [np.zeros((0, *shape), dtype)]
     for split in (corpus.train, corpus.validation):
         _log.info("computing the log-probabilities of the answers in %d rows", len(split))
         rows_left = len(split)
         in_order = dataclasses.replace(corpus, validation=split)
         for batch in validation_batches(in_order, config, run.rows):
             outputs = compiled(params, run.place_batch(batch))
-            found.append(np.asarray(outputs[REFERENCE_LOG_PROBS], dtype)[:rows_left])
-            rows_left -= len(found[-1])
-    whole = np.concatenate(found)
+            log_probs.append(np.asarray(outputs[REFERENCE_LOG_PROBS], dtype)[:rows_left])
+            rows_left -= len(log_probs[-1])
+    whole = np.concatenate(log_probs)
     if jax.process_index() == 0 and workdir.is_dir():
         write_array(workdir / _FILE, whole)
     return whole
@@ -77,11 +77,11 @@ def _of_initial(run: Run, corpus: Corpus, params: Any, workdir: Path) -> np.ndar
 
 def _kept(workdir: Path) -> np.ndarray:
     """Read the reference of a run that continues."""
-    found = Exchange().on_all(lambda: read_array(workdir / _FILE))
-    if found is None or found.ndim != 3 or found.dtype != np.float32:
+    reference = Exchange().on_all(lambda: read_array(workdir / _FILE))
+    if reference is None or reference.ndim != 3 or reference.dtype != np.float32:
         raise ValueError(
             f"{workdir / _FILE} is missing or damaged: without the log-probabilities of the model "
             "that the run began with, it cannot continue; restore the file, or train again in "
             "another --workdir"
         )
-    return found
+    return reference

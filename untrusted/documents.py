@@ -110,12 +110,12 @@ def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str,
         ValueError: See `untrusted.files.open_regular`.
         OSError: The file cannot be read.
     """
-    found = []
+    objects = []
     with open_regular(path, within=within) as file:
         while line := file.readline(MAX_BYTES):
             with contextlib.suppress(ValueError):
-                found.append(parse_json(line, path))
-    return found
+                objects.append(parse_json(line, path))
+    return objects
 
 
 def number_as_json(value: Any) -> Any:

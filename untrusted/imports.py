@@ -138,7 +138,7 @@ def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
     check_import(path)
     module_name, _, attribute = path.partition(":")
     try:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise ValueError(
@@ -151,14 +151,14 @@ def import_object(path: str, key: str, names: Collection[str] = ()) -> Any:
             f"{key}={path!r}: importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), n=3)
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), n=3)
             raise ValueError(
-                f"{key}={path!r}: {found.__name__} has no {part!r}; "
+                f"{key}={path!r}: {target.__name__} has no {part!r}; "
                 + (f"the nearest names are {near}" if near else "correct the name")
             )
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def _import_paths(value: object) -> Iterator[tuple[str, str]]:

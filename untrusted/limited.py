@@ -202,12 +202,12 @@ class _Process:
             f"{function.__module__}:{function.__qualname__}",
             json.dumps(dataclasses.asdict(limits)),
         ]
-        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with theirs, tempfile.TemporaryFile() as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOTSTRAP, *arguments],
                 pass_fds=[theirs.fileno()],
-                env=kept | _ONE_THREAD,
+                env=environment | _ONE_THREAD,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=output,

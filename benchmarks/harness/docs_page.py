@@ -23,9 +23,9 @@ def with_tables(text: str, tables: Mapping[str, str], page: Path) -> str:
     for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
         end = f"\n<!-- end of {name} -->"
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
+        before, _, after_begin = text.partition(begin)
+        _, separator, after = after_begin.partition(end)
+        if not separator:
             raise ValueError(f"{page} lacks {begin.strip()} or {end.strip()}; add a line for each")
         text = f"{before}{begin}{table}{end}{after}"
     return text

@@ -43,11 +43,11 @@ def compare(
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         generator = Generator(load(directory))
-    found = []
+    batch_results = []
     for batch in batches:
         rng = np.random.default_rng(batch)
         prompts_BT = rng.integers(0, config.vocab_size, (batch, _PROMPT))
-        found.append(_of_batch(generator, model, prompts_BT, num_tokens, num_rounds))
+        batch_results.append(_of_batch(generator, model, prompts_BT, num_tokens, num_rounds))
     return {
         "versions": report.versions(with_torch=True),
         "cpu": report.cpu_name(),
@@ -55,7 +55,7 @@ def compare(
         "model": {"class": type(model).__name__, "num_params": model.num_parameters(), **sizes},
         "num_prompt_tokens": _PROMPT,
         "num_new_tokens": num_tokens,
-        "batches": found,
+        "batches": batch_results,
     }
 
 
@@ -72,14 +72,14 @@ def _of_batch(
 
     def theirs() -> list[list[int]]:
         with torch.no_grad():
-            found = model.generate(
+            tokens_BT = model.generate(
                 tensor_BT,
                 attention_mask=torch.ones_like(tensor_BT),
                 max_new_tokens=num_tokens,
                 do_sample=False,
                 pad_token_id=0,
             )
-        return found[:, prompts_BT.shape[1] :].tolist()
+        return tokens_BT[:, prompts_BT.shape[1] :].tolist()
 
     if ours() != theirs():  # this also compiles ours
         raise ValueError("Taibai and transformers continue the prompts with different tokens")

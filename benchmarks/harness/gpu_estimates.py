@@ -143,8 +143,8 @@ def _case(name: str, config: str, *overrides: str) -> Case:
     for override in overrides:
         if override.startswith("mesh."):
             axes[override.partition("=")[0].removeprefix("mesh.")] = override
-    rest = (o for o in overrides if not o.startswith("mesh."))
-    all_overrides = (*axes.values(), *rest, "precision.compute=bfloat16")
+    other_overrides = (o for o in overrides if not o.startswith("mesh."))
+    all_overrides = (*axes.values(), *other_overrides, "precision.compute=bfloat16")
     return Case(name=name, config=config, overrides=all_overrides)
 
 

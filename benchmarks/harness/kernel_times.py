@@ -69,7 +69,7 @@ def _kernels(profile: Any, num_steps: int) -> list[KernelTime]:
                 key = (event.name, str(stats.get("hlo_op", "")))
                 seconds[key] += event.duration_ns / 1e9
                 counts[key] += 1
-    found = [
+    kernel_times = [
         KernelTime(
             kernel=kernel,
             instruction=instruction,
@@ -78,4 +78,4 @@ def _kernels(profile: Any, num_steps: int) -> list[KernelTime]:
         )
         for (kernel, instruction), total in seconds.items()
     ]
-    return sorted(found, key=lambda kernel: -kernel.seconds)
+    return sorted(kernel_times, key=lambda kernel: -kernel.seconds)

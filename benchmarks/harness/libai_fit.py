@@ -154,7 +154,7 @@ def choices(rows: Sequence[Row], speeds: Mapping[tuple[str, str], float]) -> lis
     groups: dict[tuple[str, int, int], list[Row]] = {}
     for row in jobs_of(rows):
         groups.setdefault((row.model, row.num_layers, row.num_gpus), []).append(row)
-    found = []
+    mesh_choices = []
     for (model, num_layers, num_gpus), jobs in sorted(groups.items()):
         if len({(row.data, row.tensor, row.pipeline) for row in jobs}) > 1:
             measured = [row.libai_samples_per_s for row in jobs]
@@ -168,5 +168,5 @@ def choices(rows: Sequence[Row], speeds: Mapping[tuple[str, str], float]) -> lis
                 best=jobs[measured.index(max(measured))].name,
                 regret=ranks.regret(predicted, measured),
             )
-            found.append(choice)
-    return found
+            mesh_choices.append(choice)
+    return mesh_choices

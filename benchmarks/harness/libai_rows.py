@@ -177,12 +177,12 @@ def _row(number: int, cells: list[str]) -> Row:
     if len(cells) != len(COLUMNS):
         raise ValueError(f"line {number} has {len(cells)} cells; it must have {len(COLUMNS)}")
     section, model, name, libai, megatron = cells
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise ValueError(
             f"line {number}: {name!r} must have the form nl24_fp16_4x2x1_ac_mb128_gb4096_1n8g"
         )
-    layers, data, tensor, pipeline, recomputes, micro, batch, hosts, gpus = found.groups()
+    layers, data, tensor, pipeline, recomputes, micro, batch, hosts, gpus = match.groups()
     return Row(
         section=section,
         model=model,

@@ -157,8 +157,8 @@ class StageParts:
         num_slots = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
         first = jax.tree.map(lambda x: x[0], params)
         make_layers = self._make_layers(num_layers, splits=splits)
-        kept = self._copied(make_layers(first).residuals(num_slots))
-        carry = (zeros(wide(params)), kept)
+        residuals = self._copied(make_layers(first).residuals(num_slots))
+        carry = (zeros(wide(params)), residuals)
         # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
         for earlier in before.get(name, ["forward"]):
@@ -200,26 +200,28 @@ class StageParts:
             return carry, layers(params).forward(chunk, x, microbatch)
 
         def forward(carry, m, microbatch, params, x):
-            grads, kept = carry
-            y, kept = layers(params).forward_saving_residuals(chunk, x, microbatch, kept, slots(m))
-            return (grads, kept), y
+            grads, residuals = carry
+            y, residuals = layers(params).forward_saving_residuals(
+                chunk, x, microbatch, residuals, slots(m)
+            )
+            return (grads, residuals), y
 
         def backward(carry, m, microbatch, params, dx):
-            grads, kept = carry
-            args = (chunk, dx, microbatch, kept, slots(m), grads)
+            grads, residuals = carry
+            args = (chunk, dx, microbatch, residuals, slots(m), grads)
             dx, grads = layers(params).backward(*args)
-            return (grads, kept), dx
+            return (grads, residuals), dx
 
         def input_gradient(carry, m, microbatch, params, dx):
-            grads, kept = carry
-            args = (chunk, dx, microbatch, kept, slots(m), grads)
+            grads, residuals = carry
+            args = (chunk, dx, microbatch, residuals, slots(m), grads)
             dx, grads, handed = layers(params).input_gradient(*args)
-            return (grads, dataclasses.replace(kept, handed=handed)), dx
+            return (grads, dataclasses.replace(residuals, handed=handed)), dx
 
         def weight_gradient(carry, m, microbatch, params, x):
-            grads, kept = carry
-            args = (chunk, microbatch, kept, slots(m), grads)
-            return (layers(params).weight_gradient(*args), kept), None
+            grads, residuals = carry
+            args = (chunk, microbatch, residuals, slots(m), grads)
+            return (layers(params).weight_gradient(*args), residuals), None
 
         bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
         return {body.__name__: body for body in bodies}

@@ -132,7 +132,7 @@ def _make_model(run: Run, params: Mapping[str, Any]) -> transformers.PreTrainedM
         hf |= {"embd_pdrop": hf["resid_pdrop"], "attn_pdrop": 0.0}
     hf_config = transformers.AutoConfig.for_model(**hf, use_cache=False)
     # from_pretrained also translates names that transformers has changed since.
-    model, found = getattr(transformers, architecture.name).from_pretrained(
+    model, loading_info = getattr(transformers, architecture.name).from_pretrained(
         None,
         config=hf_config,
         state_dict=_hf_weights(architecture, params, getattr(config, "vocab_size", None)),
@@ -140,8 +140,8 @@ def _make_model(run: Run, params: Mapping[str, Any]) -> transformers.PreTrainedM
         dtype=torch.float32,
         output_loading_info=True,
     )
-    if found["missing_keys"] or found["unexpected_keys"]:
-        raise ValueError(f"{architecture.name} has other weights: {found}")
+    if loading_info["missing_keys"] or loading_info["unexpected_keys"]:
+        raise ValueError(f"{architecture.name} has other weights: {loading_info}")
     return model.train()
 
 
@@ -151,14 +151,14 @@ def _hf_weights(
     """Return our parameters under Hugging Face's names, without the padding of the vocab."""
     shapes = shapes_of(params)
     arrays = dict(zip(shapes, jax.tree.leaves(params), strict=True))
-    found = {}
+    tensors = {}
     for mapping in architecture.tensor_mappings(shapes, vocab_size=vocab_size):
         array = arrays[mapping.ours]
         part = array if mapping.layer is None else array[mapping.layer]
         values = np.empty(mapping.their_shape, np.float32)
         mapping.write(values, tuple(slice(size) for size in part.shape), part)
-        found[mapping.theirs] = torch.from_numpy(values)
-    return found
+        tensors[mapping.theirs] = torch.from_numpy(values)
+    return tensors
 
 
 def _make_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:

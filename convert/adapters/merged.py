@@ -23,13 +23,13 @@ def merged(source: Source) -> Source:
 
     def open_arrays(shapes: Shapes) -> Mapping[str, LazyArray]:
         parts = {name: adapter_parts(name, all_shapes) for name in shapes}
-        of_adapters = {part: all_shapes[part] for found in parts.values() for part in found}
+        of_adapters = {part: all_shapes[part] for names in parts.values() for part in names}
         arrays = source.open({**shapes, **of_adapters})
         return {
-            name: _MergedArray(arrays[name], [arrays[part] for part in found], source.lora)
-            if found
+            name: _MergedArray(arrays[name], [arrays[part] for part in names], source.lora)
+            if names
             else arrays[name]
-            for name, found in parts.items()
+            for name, names in parts.items()
         }
 
     return dataclasses.replace(source, open=open_arrays, lora=NO_ADAPTERS)

@@ -95,9 +95,9 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
         for place in in_file:
             if place.ours in wanted:
                 parts.setdefault(place.ours, []).append((place, tensors[place.theirs]))
-        rest = {name: shape for name, shape in wanted.items() if name not in parts}
-        own = {name: ConvertedArray(wanted[name], part) for name, part in parts.items()}
-        return {**base.open(rest), **own}
+        base_shapes = {name: shape for name, shape in wanted.items() if name not in parts}
+        peft_arrays = {name: ConvertedArray(wanted[name], part) for name, part in parts.items()}
+        return {**base.open(base_shapes), **peft_arrays}
 
     return dataclasses.replace(source, open=open_arrays)
 

@@ -157,13 +157,15 @@ def _read_qwen_window(hf: Config) -> dict[str, Any]:
     first = hf.get("max_window_layers")
     num_full = min(28 if first is None else first, layers) if window else layers
     types = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
-    given = hf.get("layer_types") or types
-    if given != types and window:
-        num_full = given.index("sliding_attention") if "sliding_attention" in given else layers
+    layer_types = hf.get("layer_types") or types
+    if layer_types != types and window:
+        num_full = (
+            layer_types.index("sliding_attention") if "sliding_attention" in layer_types else layers
+        )
         types = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
-    if given != types:
+    if layer_types != types:
         raise ValueError(
-            f"config.json has layer_types={given} with sliding_window={window}, which is not "
+            f"config.json has layer_types={layer_types} with sliding_window={window}, which is not "
             "supported; all layers with a window must come after all layers without one"
         )
     if num_full == layers:

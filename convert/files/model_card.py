@@ -118,8 +118,8 @@ def _other_evaluations(step: Path) -> list[str]:
             if entry.get("checksum") != checksum or not isinstance(scores, dict):
                 continue
             settings = entry.get("settings")
-            given = settings.items() if isinstance(settings, dict) else ()
-            options = "".join(f" --{key}={value}" for key, value in given)
+            items = settings.items() if isinstance(settings, dict) else ()
+            options = "".join(f" --{key}={value}" for key, value in items)
             heading = f"After step {entry['step']:,}, by {_inline(maker + options)}:"
             lines += ["", heading, "", *_table(("metric", "value"), [*scores.items()])]
     return lines

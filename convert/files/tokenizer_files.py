@@ -50,8 +50,8 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
         if _has_decoder(source):
             keys["decoder_start_token_id"] = ids["pad"]
         file = directory / GENERATION_CONFIG  # exists if the run learned conversations
-        own = read_json(file, within=directory) if file.exists() else {}
-        _write_json(file, keys | own)
+        generation_config = read_json(file, within=directory) if file.exists() else {}
+        _write_json(file, keys | generation_config)
     return keys
 
 
@@ -79,8 +79,8 @@ def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
     files = [directory / name for name in (GENERATION_CONFIG, "config.json")]
     configs = [read_json(file, within=directory) if file.exists() else {} for file in files]
     known = [config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None]
-    given = known[0] if known else end_of_text
-    stops = given if isinstance(given, list) else [given]
+    eos_setting = known[0] if known else end_of_text
+    stops = eos_setting if isinstance(eos_setting, list) else [eos_setting]
     if token not in stops:
         _write_json(files[0], configs[0] | {"eos_token_id": [*stops, token]})
 

@@ -131,8 +131,8 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
             f"the other folders {listed([*map(repr, others)])}; move these elsewhere, or set "
             "data.paths to the training folder and the validation folder"
         )
-    found = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
-    return [roots[0] / name for name in found[:2]]
+    split_names = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
+    return [roots[0] / name for name in split_names[:2]]
 
 
 def _check_classes(root: Path, classes: Sequence[str]) -> None:
@@ -162,7 +162,7 @@ def _check_none_empty(listings: Sequence[Listing]) -> None:
 
 def _of_classes(listings: Sequence[Listing]) -> list[Listing]:
     """Drop files that are in no class folder."""
-    found = []
+    class_listings = []
     for listing in listings:
         is_in = listing.of_folder >= 0
         if not is_in.all():
@@ -170,8 +170,8 @@ def _of_classes(listings: Sequence[Listing]) -> list[Listing]:
             logger.info(
                 "%d image(s) in %s are in no class folder and are not used", count, listing.root
             )
-        found.append(listing.chosen(is_in))
-    return found
+        class_listings.append(listing.chosen(is_in))
+    return class_listings
 
 
 def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listing]:
@@ -181,15 +181,15 @@ def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listi
         ValueError: There are such classes, and `images.on_broken` is 'refuse'; or fewer than two
             classes are left.
     """
-    found = []
+    usable_listings = []
     for listing in listings:
         counts = np.bincount(listing.of_folder, minlength=len(listing.folders))
         empty = [name for name, count in zip(listing.folders, counts, strict=True) if not count]
         what = f"of {len(counts)} classes in {listing.root} have no images"
         remedy = "add images"
         leave_out(list(map(repr, empty)), what, f"{remedy}, remove the folders", images)
-        found.append(listing.without_folders(empty))
-    train, *validation = found
+        usable_listings.append(listing.without_folders(empty))
+    train, *validation = usable_listings
     if len(train.folders) < 2 <= len(listings[0].folders):
         raise ValueError(
             f"data.paths: of {len(listings[0].folders)} classes in {train.root} only "

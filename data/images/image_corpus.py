@@ -261,9 +261,9 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
         FileNotFoundError: A folder does not exist.
     """
     make_cache(config)
-    found = hold_out(_find(config, images), config, images)
-    assert found.validation is not None
-    num_images = len(found.train.source)
+    dataset = hold_out(_find(config, images), config, images)
+    assert dataset.validation is not None
+    num_images = len(dataset.train.source)
     needed = -(-config.global_batch_size // images.repeats)
     if num_images < needed:
         raise ValueError(
@@ -273,8 +273,8 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
             f"{config.validation_fraction} and images.train_fraction={images.train_fraction}; "
             "reduce the batch size, or add images"
         )
-    train = Images(found.train.source, config, images)
-    validation = Images(found.validation.source, config, images)
+    train = Images(dataset.train.source, config, images)
+    validation = Images(dataset.validation.source, config, images)
     if images.num_workers:
         targets = {"train": train, "validation": validation}
         workers = Workers(images.num_workers, targets, f"images.num_workers={images.num_workers}")
@@ -283,9 +283,9 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
     return ImageCorpus(
         train=train,
         validation=validation,
-        fingerprint=found.key,
-        contents=found.contents,
-        labels=found.classes,
+        fingerprint=dataset.key,
+        contents=dataset.contents,
+        labels=dataset.classes,
     )
 
 

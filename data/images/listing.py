@@ -78,8 +78,8 @@ class Listing:
         """
         is_left = np.array([name not in names for name in self.folders], bool)
         # A file in no folder has index -1, which selects the appended True: the file is kept.
-        kept = self.chosen(np.append(is_left, True)[self.of_folder])
-        return replace(kept, folders=tuple(np.array(self.folders, object)[is_left]))
+        listing = self.chosen(np.append(is_left, True)[self.of_folder])
+        return replace(listing, folders=tuple(np.array(self.folders, object)[is_left]))
 
 
 def list_images(root: Path, images: ImageConfig) -> Listing:
@@ -143,8 +143,8 @@ class _Walk:
     def _enter(self, folder: str) -> list[str]:
         """Visit a folder by its relative path, and return its subfolders."""
         try:
-            with os.scandir(os.path.join(self._root, folder) if folder else self._root) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(os.path.join(self._root, folder) if folder else self._root) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
         except OSError as error:
             self.problems.append(f"{error.filename} ({error.strerror})")
             return []

@@ -114,7 +114,7 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 def _scan(source: OwnImages, images: ImageConfig) -> _Scan:
     """Read every item of a source, report the bad ones, and return the ones that can be used."""
     problems = {}
-    found = {}
+    scan = {}
     for index in range(len(source)):
         try:
             item = source.values[index]
@@ -123,11 +123,11 @@ def _scan(source: OwnImages, images: ImageConfig) -> _Scan:
             continue
         problem = _flaw(item) or problem_of(item[0])
         if problem is None:
-            found[index] = _label(item[1]), _digest(item)
+            scan[index] = _label(item[1]), _digest(item)
         else:
             problems[index] = problem
     report(problems, len(source), source.place, images)
-    return found
+    return scan
 
 
 def _flaw(item: Any) -> str | None:
@@ -177,4 +177,4 @@ def _of_classes(
         if label not in known
     }
     report(problems, len(validation), validation.place, images)
-    return {index: found for index, found in scan.items() if index not in problems}
+    return {index: entry for index, entry in scan.items() if index not in problems}

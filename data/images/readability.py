@@ -84,8 +84,8 @@ def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -
         is_sound = np.ones(len(paths), bool)
         is_sound[list(problems)] = False
         if len(unknown) > len(problems):
-            found = keys[is_sound & (keys != _NO_FILE)]
-            write_array(cache, np.unique(np.concatenate([known, found])))
+            sound_keys = keys[is_sound & (keys != _NO_FILE)]
+            write_array(cache, np.unique(np.concatenate([known, sound_keys])))
     report(problems, len(paths), lambda i: paths[i], images)
     return is_sound
 
@@ -104,8 +104,8 @@ def report(
     Raises:
         ValueError: There are problems, and `images.on_broken` is 'refuse'.
     """
-    found = [f"{place(i)} ({problems[i]})" for i in sorted(problems)]
-    leave_out(found, f"of {count} images cannot be used", "fix or remove them", images)
+    descriptions = [f"{place(i)} ({problems[i]})" for i in sorted(problems)]
+    leave_out(descriptions, f"of {count} images cannot be used", "fix or remove them", images)
 
 
 def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig) -> None:
@@ -142,15 +142,15 @@ def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) ->
         logger.info("Checking %d images; this is done once", len(numbers))
 
     def check_some(some: Sequence[int]) -> dict[int, str]:
-        found = {int(i): check(int(i)) for i in some}
-        return {i: problem for i, problem in found.items() if problem is not None}
+        results = {int(i): check(int(i)) for i in some}
+        return {i: problem for i, problem in results.items() if problem is not None}
 
     parts = [numbers[i : i + _CHUNK] for i in range(0, len(numbers), _CHUNK)]
     problems: dict[int, str] = {}
     # More threads than cores, because threads that read from a network disk mostly wait.
     with ThreadPoolExecutor(min(4 * (os.cpu_count() or 1), 64)) as threads:
-        for found in threads.map(check_some, parts):
-            problems |= found
+        for part_problems in threads.map(check_some, parts):
+            problems |= part_problems
     return problems
 
 

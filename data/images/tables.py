@@ -76,10 +76,10 @@ def _unpacked(path: str, config: DataConfig) -> str:
 
 def _files_of(path: str) -> list[Path]:
     """Return the tables that an entry of `data.paths` stands for; [] if it stands for none."""
-    found = sorted(map(Path, matches_of(path)))
-    if len(found) == 1 and found[0].is_dir():
-        return files_of_folder(found[0])
-    return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
+    matches = sorted(map(Path, matches_of(path)))
+    if len(matches) == 1 and matches[0].is_dir():
+        return files_of_folder(matches[0])
+    return [file for file in matches if file.suffix in SUFFIXES and file.is_file()]
 
 
 def _write_images(argument: dict[str, Any]) -> dict[str, Any]:
@@ -215,16 +215,16 @@ def _names_of_labels(schema: Any, label: str, file: Path) -> list[str]:
     content = (schema.metadata or {}).get(b"huggingface")
     if content is None:
         return []
-    found: Any = parse_json(content.decode("utf-8", "replace"), f"the schema of {file}")
+    value: Any = parse_json(content.decode("utf-8", "replace"), f"the schema of {file}")
     for key in ("info", "features", label, "names"):
-        found = found.get(key) if isinstance(found, dict) else None
-    if found is None:
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None:
         return []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(
-            f"data.paths: the labels of {file} are {shortened(json.dumps(found))}, but must be a "
+            f"data.paths: the labels of {file} are {shortened(json.dumps(value))}, but must be a "
             "list of names"
         )
-    if len({name.replace("/", "_") for name in found}) < len(found):
+    if len({name.replace("/", "_") for name in value}) < len(value):
         raise ValueError(f"data.paths: {file} has two labels of the same name; rename one of them")
-    return found
+    return value

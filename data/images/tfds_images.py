@@ -107,9 +107,9 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     def split(name: str) -> Split:
         source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)
         labels = _read_labels(source, config, f"{builder_key(builder)} {name} {features}")
-        found = Split(source=source, names=NumberedNames(len(source)), labels=labels.copy)
+        all_images = Split(source=source, names=NumberedNames(len(source)), labels=labels.copy)
         positions = _usable(source, labels, len(classes) if label is not None else 1, images)
-        return found if len(positions) == len(source) else found.chosen(positions)
+        return all_images if len(positions) == len(source) else all_images.chosen(positions)
 
     return ImageDataset(
         train=split("train"),
@@ -173,12 +173,12 @@ def _image_feature(builder: Any) -> str:
     import tensorflow_datasets as tfds
 
     features = builder.info.features
-    found = [name for name, value in features.items() if isinstance(value, tfds.features.Image)]
-    if "image" in found or len(found) == 1:
-        return "image" if "image" in found else found[0]
+    names = [name for name, value in features.items() if isinstance(value, tfds.features.Image)]
+    if "image" in names or len(names) == 1:
+        return "image" if "image" in names else names[0]
     raise ValueError(
         f"data.name: the TFDS set {builder.info.full_name!r} has the features {sorted(features)}, "
-        f"and {f'the images {found}' if found else 'none of them is an image'}; choose a data set "
+        f"and {f'the images {names}' if names else 'none of them is an image'}; choose a data set "
         "with one image per example"
     )
 
@@ -186,17 +186,17 @@ def _image_feature(builder: Any) -> str:
 def _label_feature(builder: Any, config: DataConfig) -> str:
     import tensorflow_datasets as tfds
 
-    found = [
+    names = [
         name
         for name, value in builder.info.features.items()
         if isinstance(value, tfds.features.ClassLabel)
     ]
-    if config.label_field in found:
+    if config.label_field in names:
         return config.label_field
     # With the default field name, the only label feature is used regardless of its name.
-    if config.label_field == "label" and len(found) == 1:
-        return found[0]
-    remedy = f"set data.label_field to one of {found}" if found else "choose a set with classes"
+    if config.label_field == "label" and len(names) == 1:
+        return names[0]
+    remedy = f"set data.label_field to one of {names}" if names else "choose a set with classes"
     raise ValueError(
         f"data.label_field={config.label_field!r} is not a class feature of the TFDS set "
         f"{builder.info.full_name!r}; {remedy}"

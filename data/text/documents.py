@@ -65,16 +65,16 @@ def find_corpus(config: DataConfig) -> Documents:
         FileNotFoundError: A glob of `data.paths` matches nothing.
     """
     if config.name == "text":
-        found = _find_text_files(config)
+        corpus = _find_text_files(config)
     elif config.name == "megatron":
-        found = _find_token_files(config)
+        corpus = _find_token_files(config)
     elif is_import_path(config.name):
-        found = _find_user_corpus(config.name)
+        corpus = _find_user_corpus(config.name)
     else:
-        found = _find_tfds(config)
+        corpus = _find_tfds(config)
 
     def open_checked() -> dict[str, Sequence[Any]]:
-        documents = found.open()
+        documents = corpus.open()
         if len(documents["train"]) == 0:
             raise ValueError(
                 f"data.name={config.name!r} must have at least one document in its train split, "
@@ -82,7 +82,7 @@ def find_corpus(config: DataConfig) -> Documents:
             )
         return documents
 
-    return replace(found, open=open_checked)
+    return replace(corpus, open=open_checked)
 
 
 def _find_text_files(config: DataConfig) -> Documents:

@@ -138,17 +138,17 @@ def _nearest_groups(sizes: np.ndarray, wanted: float) -> np.ndarray:
 def _fill(sizes: np.ndarray, order: np.ndarray, wanted: float) -> np.ndarray:
     """Choose every group that still fits, in the given order, and one more if that is nearer."""
     chosen = np.zeros(len(sizes), bool)
-    rest = wanted
+    remaining_size = wanted
     smallest = sizes.min()
     for number in order:
-        if rest < smallest:
+        if remaining_size < smallest:
             break
-        if sizes[number] <= rest:
+        if sizes[number] <= remaining_size:
             chosen[number] = True
-            rest -= sizes[number]
+            remaining_size -= sizes[number]
     others = np.flatnonzero(~chosen)
-    nearest = others[np.argmin(np.abs(sizes[others] - rest))]
-    is_nearer = abs(sizes[nearest] - rest) < rest
+    nearest = others[np.argmin(np.abs(sizes[others] - remaining_size))]
+    is_nearer = abs(sizes[nearest] - remaining_size) < remaining_size
     if not chosen.any() or (is_nearer and len(others) > 1):
         chosen[nearest] = True
     return chosen

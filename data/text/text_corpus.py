@@ -139,13 +139,13 @@ def _load_records(config: DataConfig) -> TextCorpus:
     make_cache(config)
     tokenizer = load_fixed_tokenizer(config)
     splits = open_records(config)
-    fingerprint, found = scan(splits)
+    fingerprint, labels_by_split = scan(splits)
     tokenizer = tokenizer or _load_bpe(
         config, f"records {fingerprint}", lambda: RecordTexts(splits["train"])
     )
     labels: tuple[Label, ...] = ()
     if config.objective == "classification":
-        labels = check_labels(found, splits, config)
+        labels = check_labels(labels_by_split, splits, config)
         rows = [
             ClassificationExamples(records, labels, config, tokenizer)
             for records in splits.values()

@@ -76,20 +76,20 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     files: set[Path] = set()
     for pattern in patterns:
         matches = matches_of(pattern)
-        found = {Path(match) for match in matches if Path(match).is_file()}
+        matched_files = {Path(match) for match in matches if Path(match).is_file()}
         folder = next((Path(match) for match in matches if Path(match).is_dir()), None)
-        if not found and folder is not None:
-            found = set(files_of_folder(folder))
-        if not found and folder is not None:
+        if not matched_files and folder is not None:
+            matched_files = set(files_of_folder(folder))
+        if not matched_files and folder is not None:
             raise FileNotFoundError(
                 f"data.paths: {pattern!r} is a folder; name its files, such as "
                 f"'{folder}/*.txt' or, with subfolders, '{folder}/**/*.jsonl'"
             )
-        if not found:
+        if not matched_files:
             raise FileNotFoundError(
                 f"data.paths: no file matches {pattern!r} (in {Path.cwd()}); correct the glob"
             )
-        files |= found
+        files |= matched_files
     for file in sorted(files):
         if file.suffix not in (".txt", ".jsonl", *SUFFIXES):
             raise ValueError(

@@ -199,15 +199,19 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     _require(code in _DTYPES, path, f"has dtype code {code}, which must be one of {[*_DTYPES]}")
     # Each sequence takes 12 bytes, an int32 and an int64. Only a file of fairseq ends there.
     first = _HEADER.size
-    rest = num_bytes - _HEADER.size - 12 * num_sequences
-    is_fairseq = rest == 0
+    remaining_bytes = num_bytes - _HEADER.size - 12 * num_sequences
+    is_fairseq = remaining_bytes == 0
     num_bounds = 0
     if not is_fairseq:
-        _require(rest >= 8, path, f"has {num_bytes} bytes, too few for {num_sequences} sequences")
+        _require(
+            remaining_bytes >= 8,
+            path,
+            f"has {num_bytes} bytes, too few for {num_sequences} sequences",
+        )
         (num_bounds,) = struct.unpack_from("<Q", head, first)
         first += 8
         _require(
-            rest == 8 + 8 * num_bounds,
+            remaining_bytes == 8 + 8 * num_bounds,
             path,
             f"has {num_bytes} bytes, which does not match {num_sequences} sequences and "
             f"{num_bounds} document bounds",

@@ -133,11 +133,11 @@ def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
         int64[number of ends], the positions of these tokens in ascending order.
     """
     # In chunks, so that the comparison needs no array of the size of the whole split.
-    found = [
+    chunk_ends = [
         np.flatnonzero(tokens[first : first + _SEARCHED_TOKENS] == eos_id) + first
         for first in range(0, len(tokens), _SEARCHED_TOKENS)
     ]
-    return np.concatenate([np.zeros(0, np.int64), *found])
+    return np.concatenate([np.zeros(0, np.int64), *chunk_ends])
 
 
 def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:

@@ -83,7 +83,7 @@ class Scorer:
                 raise ValueError(
                     f"text {i} has {len(text)} tokens; a text to score has 2 to {self._most + 1}"
                 )
-        found: list[Score | None] = [None] * len(texts)
+        scores: list[Score | None] = [None] * len(texts)
         for numbers in batches_of(texts, self._batch_size):
             sizes = self._num_replicas, self._batch_size, self._most
             inputs_BT, _ = padded([texts[number][:-1] for number in numbers], *sizes)
@@ -93,10 +93,10 @@ class Scorer:
             )
             for place, number in enumerate(numbers):
                 length = len(texts[number]) - 1
-                found[number] = Score(
+                scores[number] = Score(
                     log_probs=log_probs_BT[place, :length],
                     is_likeliest=is_likeliest_BT[place, :length],
                 )
             if on_batch is not None:
                 on_batch(len(numbers))
-        return [score for score in found if score is not None]
+        return [score for score in scores if score is not None]

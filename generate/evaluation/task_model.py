@@ -138,12 +138,12 @@ class TaskModel(TemplateLM):
                 )
         scored = [i for i, (_, _, continuation) in enumerate(requests) if continuation]
         texts = [[*requests[i][1], *requests[i][2]][-(self._most + 1) :] for i in scored]
-        found = [(0.0, True)] * len(requests)
+        results = [(0.0, True)] * len(requests)
         for i, score in zip(scored, self._scorer.score(texts), strict=True):
             length = len(requests[i][2])
             log_prob = float(score.log_probs[-length:].sum())
-            found[i] = log_prob, bool(score.is_likeliest[-length:].all())
-        return found
+            results[i] = log_prob, bool(score.is_likeliest[-length:].all())
+        return results
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return a continuation of each context, up to the first of the task's stop texts."""
@@ -151,13 +151,13 @@ class TaskModel(TemplateLM):
         groups: dict[str, list[int]] = {}
         for number, (_, options) in enumerate(asked):
             groups.setdefault(json.dumps(options, sort_keys=True), []).append(number)
-        found = [""] * len(requests)
+        continuations = [""] * len(requests)
         for numbers in groups.values():
             options = task_options(asked[numbers[0]][1], self._generation)
             texts = self._continuations([asked[number][0] for number in numbers], options)
             for number, text in zip(numbers, texts, strict=True):
-                found[number] = text
-        return found
+                continuations[number] = text
+        return continuations
 
     def _continuations(self, contexts: Sequence[str], options: TaskOptions) -> list[str]:
         """Return a continuation of each context."""
@@ -168,14 +168,14 @@ class TaskModel(TemplateLM):
                 f"{self._most} positions"
             )
         prompts = [self._prompt(context)[-room:] or [self._first_token] for context in contexts]
-        most = options.max_new_tokens
+        max_new_tokens = options.max_new_tokens
         if isinstance(options.search, Beams):
             continuations = self._generator.beam_search(
-                prompts, max_new_tokens=most, beams=options.search
+                prompts, max_new_tokens=max_new_tokens, beams=options.search
             )
         else:
             continuations = self._generator.generate(
-                prompts, max_new_tokens=most, sampling=options.search
+                prompts, max_new_tokens=max_new_tokens, sampling=options.search
             )
         until = handle_stop_sequences([*options.until], eos=self._text_of(self._end_token))
         texts = [self._codec.decode(self._stopped(tokens, until)) for tokens in continuations]

@@ -122,12 +122,12 @@ def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
     end = tokenizer.decode([tokenizer.eos_id])
     directories = [source.adapter_files, source.hf_files]
     processes = template_processes()
-    found = (
+    templates = (
         find_template("", each, end, is_repeatable=False, processes=processes)
         for each in directories
         if each
     )
-    return next((template for template in found if template is not None), None)
+    return next((template for template in templates if template is not None), None)
 
 
 @contextlib.contextmanager

@@ -111,13 +111,13 @@ class _Answer:
 
             return put
 
-        for prompt, most in zip(request.prompts, request.max_new_tokens, strict=True):
+        for prompt, max_new_tokens in zip(request.prompts, request.max_new_tokens, strict=True):
             for _ in range(request.num_choices):
                 job = Job(
                     tokens=prompt,
                     sampling=request.sampling,
                     row=len(self.jobs),
-                    max_new_tokens=most,
+                    max_new_tokens=max_new_tokens,
                     on_tokens=sink(len(self.jobs)),
                 )
                 self.jobs.append(job)
@@ -246,12 +246,14 @@ class _Server:
 
     async def _fields(self, request: Request) -> dict[str, Any]:
         """Return the JSON object of a request, after checks of its size and its model."""
-        most = self._served.max_body_bytes
+        max_body_bytes = self._served.max_body_bytes
         body = bytearray()
         async for part in request.stream():
             body += part
-            if len(body) > most:
-                raise BadRequest(f"the request has more than {most:,} bytes; shorten it", 413)
+            if len(body) > max_body_bytes:
+                raise BadRequest(
+                    f"the request has more than {max_body_bytes:,} bytes; shorten it", 413
+                )
         try:
             fields = parse_json(bytes(body), "the request")
         except ValueError as problem:

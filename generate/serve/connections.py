@@ -49,8 +49,8 @@ class ConnectionLimits:
 
 def max_connections() -> int:
     """Return a number of connections that leaves half of the process's file descriptors free."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(most // 2, _MOST_CONNECTIONS) if most > 0 else _MOST_CONNECTIONS
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(soft_limit // 2, _MOST_CONNECTIONS) if soft_limit > 0 else _MOST_CONNECTIONS
 
 
 @contextlib.contextmanager

@@ -219,16 +219,16 @@ class Engine:
         job = self._jobs[slot]
         assert job is not None
         reason = None
-        given = []
+        new_tokens = []
         for token in tokens[: job.max_new_tokens - job.num_new]:
-            given.append(token)
+            new_tokens.append(token)
             if token in self._stop:
                 reason = STOP
                 break
-        job.num_new += len(given)
+        job.num_new += len(new_tokens)
         if reason is None and job.num_new == job.max_new_tokens:
             reason = LENGTH
         if reason is not None or job.is_cancelled:
             self._jobs[slot] = None
         if not job.is_cancelled:
-            job.on_tokens(given, reason)
+            job.on_tokens(new_tokens, reason)

@@ -139,8 +139,8 @@ def read_completion(
     prompts = [_tokens(one, codec, vocab_size) for one in each]
     if not prompts:
         raise BadRequest("prompt is an empty list; give at least one prompt")
-    most = known.integer("max_tokens", 16)
-    return _request(known, prompts, most, limits)
+    max_tokens = known.integer("max_tokens", 16)
+    return _request(known, prompts, max_tokens, limits)
 
 
 def read_chat(
@@ -173,9 +173,11 @@ def read_chat(
     tokens = codec.encode(text, has_special_tokens=False)
     if not tokens:
         raise BadRequest("messages have no tokens; write at least one word")
-    given = known.integer("max_completion_tokens", known.integer("max_tokens", None))
-    most = max(1, limits.max_length - len(tokens)) if given is None else given
-    return _request(known, [tokens], most, limits)
+    requested_tokens = known.integer("max_completion_tokens", known.integer("max_tokens", None))
+    max_tokens = (
+        max(1, limits.max_length - len(tokens)) if requested_tokens is None else requested_tokens
+    )
+    return _request(known, [tokens], max_tokens, limits)
 
 
 class _Fields:
@@ -274,8 +276,8 @@ def _sampling(known: _Fields) -> Sampling:
         raise BadRequest(str(error)) from error
 
 
-def _stops(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else given
+def _stops(value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
     is_valid = isinstance(stops, list) and all(isinstance(one, str) and one for one in stops)
     if not is_valid or len(stops) > _MOST_STOPS:
         raise BadRequest(f"stop must be a text, or a list of at most {_MOST_STOPS} texts")
@@ -297,14 +299,14 @@ def _tokens(prompt: Any, codec: TextCodec, vocab_size: int) -> list[int]:
     return tokens
 
 
-def _variables(given: Any) -> dict[str, Any]:
+def _variables(variables: Any) -> dict[str, Any]:
     """Return vLLM's `chat_template_kwargs`, such as {"enable_thinking": false}."""
-    if not isinstance(given, dict):
+    if not isinstance(variables, dict):
         raise BadRequest("chat_template_kwargs must be an object")
     for name in ("messages", "tools", "documents", "add_generation_prompt"):
-        if name in given:
+        if name in variables:
             raise BadRequest(f"chat_template_kwargs must not have {name!r}; leave it out")
-    return given
+    return variables
 
 
 def _message(number: int, message: Any) -> dict[str, str]:
@@ -318,8 +320,8 @@ def _message(number: int, message: Any) -> dict[str, str]:
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         texts = [part.get("text") for part in parts if part.get("type") == "text"]
-        given = [text for text in texts if isinstance(text, str)]
-        content = "".join(given) if len(given) == len(parts) else None
+        valid_texts = [text for text in texts if isinstance(text, str)]
+        content = "".join(valid_texts) if len(valid_texts) == len(parts) else None
     if not isinstance(fields.get("role"), str) or not isinstance(content, str):
         raise BadRequest(f"messages[{number}] must have the texts 'role' and 'content'")
     return {"role": fields["role"], "content": content}

@@ -85,11 +85,11 @@ class Slots:
         mesh = jax.sharding.get_mesh()
         self.rows_per_prefill = check_batch_size(mesh, num_slots)
         self._decoder = decoder_of(model)
-        most = self._decoder.max_positions
-        if max_length < 2 or (most is not None and max_length > most):
+        max_positions = self._decoder.max_positions
+        if max_length < 2 or (max_positions is not None and max_length > max_positions):
             raise ValueError(
-                f"max_length={max_length} must be at least 2, and at most the model's {most} "
-                "positions"
+                f"max_length={max_length} must be at least 2, and at most the model's "
+                f"{max_positions} positions"
             )
         self._num_slots = num_slots
         self._max_length = max_length

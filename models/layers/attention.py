@@ -73,10 +73,10 @@ def use(setting: str) -> Iterator[None]:
 @contextlib.contextmanager
 def recorded_kernels() -> Iterator[dict[SelectedKernel, None]]:
     """Yield a dict whose keys are the kernels of all attention that is traced in this context."""
-    found: dict[SelectedKernel, None] = {}
-    token = _recorded.set(found)
+    kernels: dict[SelectedKernel, None] = {}
+    token = _recorded.set(kernels)
     try:
-        yield found
+        yield kernels
     finally:
         _recorded.reset(token)
 
@@ -120,8 +120,8 @@ def attend(
 
     def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
         selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
-        if (found := _recorded.get()) is not None:
-            found[selected] = None
+        if (kernels := _recorded.get()) is not None:
+            kernels[selected] = None
         masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
         if selected.kernel == "blocked":
             return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **masks)
@@ -180,15 +180,15 @@ def select_kernel(
 def _why_not_cudnn(device: hardware.Hardware, dtype: str, head_dim: int) -> str:
     """Return why cuDNN's attention cannot run for these arrays, or "" if it can."""
     capability = device.compute_capability
-    most = 256 if capability >= 9 else 128
+    max_head_dim = 256 if capability >= 9 else 128
     if device.platform != "gpu" or not capability:
         return f"{device.device_kind} has no cuDNN"
     if capability < 8:
         return f"cuDNN's attention needs compute capability 8.0 or higher, not {capability}"
     if dtype not in ("bfloat16", "float16"):
         return f"cuDNN's attention does not support {dtype}"
-    if head_dim > most:
-        return f"cuDNN's attention supports head_dim up to {most}, not {head_dim}"
+    if head_dim > max_head_dim:
+        return f"cuDNN's attention supports head_dim up to {max_head_dim}, not {head_dim}"
     return ""
 
 

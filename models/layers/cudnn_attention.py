@@ -286,15 +286,17 @@ def _documents_backward(options, residuals, dy):
         number, dq, dk, dv = state
         documents = _Documents.of_call(number, q_ids, k_ids, per_token)
         own_stats = documents.to_rows(stats)
-        own = cudnn_kernel.backward(q, k, v, None, documents.lengths, options, own_stats, y, dy)
+        gradients = cudnn_kernel.backward(
+            q, k, v, None, documents.lengths, options, own_stats, y, dy
+        )
         is_query = documents.is_query_BT[:, :, None, None]
         is_key = documents.is_key_BS[:, :, None, None]
         # Gradients of keys are added: in cross-attention, two runs of queries with the same id, in
         # two calls, see the same keys. Otherwise a key belongs to the documents of one call only.
-        dq = jnp.where(is_query, own[0], dq)
+        dq = jnp.where(is_query, gradients[0], dq)
         dk, dv = (
             total + jnp.where(is_key, part, jnp.zeros((), part.dtype))
-            for total, part in zip((dk, dv), own[1:3], strict=True)
+            for total, part in zip((dk, dv), gradients[1:3], strict=True)
         )
         return number + 1, dq, dk, dv
 

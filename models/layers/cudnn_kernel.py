@@ -151,9 +151,9 @@ def backward(
 def _optional(q_BTNH, bias_BNTS, lengths: Lengths | None) -> list[jax.Array]:
     """Return bias, lengths, offsets and page tables, with an empty array for each that is None."""
     none = jnp.zeros((0,), q_BTNH.dtype)
-    given = [bias_BNTS]
-    given += [None] * 4 if lengths is None else dataclasses.astuple(lengths)
-    return [none if array is None else array for array in (*given, None, None)]
+    arrays = [bias_BNTS]
+    arrays += [None] * 4 if lengths is None else dataclasses.astuple(lengths)
+    return [none if array is None else array for array in (*arrays, None, None)]
 
 
 def _params(bias_BNTS, lengths: Lengths | None, options: Options) -> dict:

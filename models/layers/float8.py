@@ -120,9 +120,9 @@ def _backward(num_inputs, residuals, dy):
     if scaling is None:
         return dx, dkernel, None
     bins = {"input": of_input, "gradient": _needed_bin(narrow["gradient"], scales["gradient"])}
-    (shared, own) = scaling
+    (shared, per_layer) = scaling
     both = jnp.stack([bins["gradient"], jnp.zeros_like(bins["gradient"])])
-    return dx, dkernel, (bins["input"].astype(shared.dtype), both.astype(own.dtype))
+    return dx, dkernel, (bins["input"].astype(shared.dtype), both.astype(per_layer.dtype))
 
 
 _product.defvjp(_forward, _backward)
@@ -226,9 +226,9 @@ def _wide(narrow: jax.Array, scales: dict[str, jax.Array], name: str, dtype: Any
 
 
 def _given_scales(scaling: Scaling) -> dict[str, jax.Array]:
-    (shared, own) = scaling
-    given = {"input": shared[0], "gradient": own[0, 0], "kernel": own[1, 0]}
-    return {name: scale.astype(jnp.float32) for name, scale in given.items()}
+    (shared, per_layer) = scaling
+    scales = {"input": shared[0], "gradient": per_layer[0, 0], "kernel": per_layer[1, 0]}
+    return {name: scale.astype(jnp.float32) for name, scale in scales.items()}
 
 
 def _current_scales(x: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:

@@ -201,10 +201,10 @@ def reading(caches: Sequence[KVCache], positions_BT: jax.Array) -> Iterator[list
 
 
 @contextlib.contextmanager
-def _used(found: _Filling | _Reading) -> Iterator[list[KVCache]]:
-    token = _current.set(found)
+def _used(context: _Filling | _Reading) -> Iterator[list[KVCache]]:
+    token = _current.set(context)
     try:
-        yield found.caches
+        yield context.caches
     finally:
         _current.reset(token)
 

@@ -254,8 +254,10 @@ def label_rank(logits_BK: jax.Array, labels_B: jax.Array) -> jax.Array:
     Ties go to the first label. Labels whose logit is NaN rank before an image's own, and all do if
     its own is NaN.
     """
-    own = jnp.take_along_axis(logits_BK, labels_B[:, None], axis=1)
+    label_logits_B1 = jnp.take_along_axis(logits_BK, labels_B[:, None], axis=1)
     is_after = jnp.arange(logits_BK.shape[1]) >= labels_B[:, None]  # or is its own
     # Count the labels that do not rank after it: comparisons with NaN are false, and must not make
     # a label the first.
-    return jnp.sum(~((logits_BK < own) | ((logits_BK == own) & is_after)), axis=1)
+    return jnp.sum(
+        ~((logits_BK < label_logits_B1) | ((logits_BK == label_logits_B1) & is_after)), axis=1
+    )

@@ -71,10 +71,10 @@ class MAEConfig(PreTrainingConfig):
         if not 0 <= self.mask_ratio <= 1:
             raise ValueError(f"model.mask_ratio={self.mask_ratio} must be in [0, 1]")
         rows, columns = self.grid
-        kept = self.num_kept(rows * columns)
-        if not 0 < kept < rows * columns:
+        num_kept = self.num_kept(rows * columns)
+        if not 0 < num_kept < rows * columns:
             raise ValueError(
-                f"model.mask_ratio={self.mask_ratio} keeps {kept} of {rows * columns} patches; "
+                f"model.mask_ratio={self.mask_ratio} keeps {num_kept} of {rows * columns} patches; "
                 "choose one that keeps some and hides some"
             )
 

@@ -171,8 +171,8 @@ class MoCo(ImageEncoder):
             # Rows that only pad the batch have no keys.
             logits_BS = jnp.where(weights_S > 0, cosines / temperature, -jnp.inf)
             log_shares = jax.nn.log_softmax(logits_BS)
-            own = jnp.take_along_axis(log_shares, own_B[:, None], axis=1)[:, 0]
-            losses_B -= 2 * temperature * jnp.where(batch["weights"] > 0, own, 0)
+            own_log_shares_B = jnp.take_along_axis(log_shares, own_B[:, None], axis=1)[:, 0]
+            losses_B -= 2 * temperature * jnp.where(batch["weights"] > 0, own_log_shares_B, 0)
             hits_B += (jnp.argmax(logits_BS, axis=1) == own_B) / NUM_VIEWS
         weights_B = batch["weights"].astype(losses_B.dtype)
         metrics = {"contrast_accuracy": jnp.sum(hits_B * weights_B)}

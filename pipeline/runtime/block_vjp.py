@@ -104,8 +104,8 @@ class BlockVJP:
         x_vars = jaxpr.invars[num_inputs[0] : sum(num_inputs[:2])]
         microbatch_vars = jaxpr.invars[sum(num_inputs[:2]) :]  # and number
         # Residuals outside this set depend only on params and microbatch, and are recomputed.
-        kept = _following(jaxpr, x_vars) - set(microbatch_vars)
-        self._saved = [v for v in variables_of(self._residuals) if v in kept]
+        x_dependents = _following(jaxpr, x_vars) - set(microbatch_vars)
+        self._saved = [v for v in variables_of(self._residuals) if v in x_dependents]
         self.saved = [_shape(v) for v in self._saved]
         self.saved_on_host = [v.aval.memory_space == HOST for v in self._saved]
 
@@ -258,17 +258,17 @@ class _Cut:
         eqns = jaxpr.eqns
         is_known = {*free, *variable}
         first = needed_equations(eqns, inputs, known=is_known)
-        made = variables_of(v for i in first for v in eqns[i].outvars)
+        first_outputs = variables_of(v for i in first for v in eqns[i].outvars)
         # The equations that the gradients of params need after the whole first half has run.
-        late = needed_equations(eqns, weights, known={*is_known, *made})
+        late = needed_equations(eqns, weights, known={*is_known, *first_outputs})
         yielded = {v for i in late for v in eqns[i].outvars}
         # Cheap operations, such as norms and activation functions, may run a second time: that
         # costs less than keeping their outputs for many ticks. So the cut may move upstream of
         # `late` through cheap equations, to wherever the values are smallest.
         again = [eqns[i] for i in first if not _is_costly(eqns[i])]
         cheap = {v for eqn in again for v in eqn.outvars}
-        values = {v: v.aval.size * v.aval.dtype.itemsize for v in (*variable, *made)}
-        kept = cheapest_cut(
+        values = {v: v.aval.size * v.aval.dtype.itemsize for v in (*variable, *first_outputs)}
+        cut = cheapest_cut(
             sizes=values,
             uses=[
                 (a, b)
@@ -277,7 +277,7 @@ class _Cut:
                 if a in values
                 for b in e.outvars
             ],
-            given=[*variable, *(v for v in made if v not in cheap)],
+            given=[*variable, *(v for v in first_outputs if v not in cheap)],
             wanted=[
                 v for v in variables_of(v for i in late for v in eqns[i].invars) if v in values
             ],
@@ -287,12 +287,12 @@ class _Cut:
         return cls(
             jaxpr=closed,
             first=[eqns[i] for i in first],
-            second=[eqns[i] for i in needed_equations(eqns, late_weights, known=free | kept)],
+            second=[eqns[i] for i in needed_equations(eqns, late_weights, known=free | cut)],
             inputs=inputs,
             weights=weights,
             is_early=is_early,
-            handed=[v for v in (*dy, *made) if v in kept],
-            saved_for_weights=[i for i, v in enumerate(saved) if v in kept],
+            handed=[v for v in (*dy, *first_outputs) if v in cut],
+            saved_for_weights=[i for i, v in enumerate(saved) if v in cut],
         )
 
     def environment_of(self, inputs: tuple) -> dict:
@@ -306,13 +306,13 @@ class _Cut:
 
 def _following(jaxpr, variables: Iterable) -> set:
     """Return the given variables and all variables that depend on them or on random bits."""
-    found = set(variables)
+    dependents = set(variables)
     for eqn in jaxpr.eqns:
         # Deriving a key from a key runs the same primitives, but is cheap to repeat.
         draws = _draws(eqn) and not any(_is_key(v) for v in eqn.outvars)
-        if draws or found.intersection(variables_of(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if draws or dependents.intersection(variables_of(eqn.invars)):
+            dependents.update(eqn.outvars)
+    return dependents
 
 
 def _draws(eqn) -> bool:

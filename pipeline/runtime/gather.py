@@ -83,9 +83,9 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
                 f"parameter {name} has the spec {spec}, but layers can be split only over "
                 "'pipeline'; set rules.layers=pipeline, and split another dim over 'fsdp'"
             )
-        rest = axes_of(spec[1:]) | (first - {"pipeline"} if is_stack else first)
-        rest -= {"pipeline"} if shares_vocab and not is_stack else set()
-        for axis in sorted(split & rest):
+        other_axes = axes_of(spec[1:]) | (first - {"pipeline"} if is_stack else first)
+        other_axes -= {"pipeline"} if shares_vocab and not is_stack else set()
+        for axis in sorted(split & other_axes):
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but only layers can be split over "
                 f"'pipeline', and only the batch over 'data'; remove {axis!r} from the rule, and "
@@ -228,10 +228,10 @@ class ParamGatherer:
             for dim, axes in self._dims(spec):
                 # ZeRO 1 all-reduces over `data` and slices; all else is a reduce-scatter.
                 sliced = tuple(axis for axis in axes if self._slices and axis == "data")
-                rest = tuple(axis for axis in axes if axis not in sliced)
-                if rest:
+                scatter_axes = tuple(axis for axis in axes if axis not in sliced)
+                if scatter_axes:
                     grad = jax.lax.psum_scatter(
-                        grad, rest, scatter_dimension=dim - skip, tiled=True
+                        grad, scatter_axes, scatter_dimension=dim - skip, tiled=True
                     )
                 for axis in sliced:
                     size = grad.shape[dim - skip] // self._mesh.shape[axis]
@@ -262,19 +262,19 @@ class ParamGatherer:
             return x
         if not any(parts) or any(parts[dim] for dim in dims):
             return function(x)
-        own = spec_of(parts[skip:])
+        free_spec = spec_of(parts[skip:])
         manual = jax.shard_map(
-            function, in_specs=own, out_specs=own, axis_names=free, check_vma=False
+            function, in_specs=free_spec, out_specs=free_spec, axis_names=free, check_vma=False
         )
         return manual(x)
 
     def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         """Return the dims that are split over replicas, each with its axes, major first."""
-        found = []
+        split_dims = []
         for dim, part in enumerate(axes_by_dim(spec)):
             axes = tuple(a for a in part if a in REPLICA_AXES and self._mesh.shape[a] > 1)
-            found += [(dim, axes)] if axes else []
-        return found
+            split_dims += [(dim, axes)] if axes else []
+        return split_dims
 
 
 def total(tree: Tree, mesh: AnyMesh, axes: tuple[str, ...]) -> Tree:

@@ -282,8 +282,8 @@ class Layers:
 
     def _parted(self, saved: Sequence) -> tuple[list, list]:
         """Split saved residuals between the buffers `saved` and `for_weights`."""
-        rest = [value for i, value in enumerate(saved) if i not in self._for_weights]
-        return rest, [saved[i] for i in self._for_weights]
+        other_residuals = [value for i, value in enumerate(saved) if i not in self._for_weights]
+        return other_residuals, [saved[i] for i in self._for_weights]
 
     def _joined(self, saved: Iterable, for_weights: Iterable) -> list:
         """Merge the residuals of both buffers back into the order of `BlockVJP.saved`."""

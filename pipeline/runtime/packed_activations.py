@@ -52,8 +52,8 @@ class PackedActivations:
 
         def flat(room: jax.ShapeDtypeStruct) -> jax.Array:
             parts = [leaf.reshape(-1) for leaf in leaves if leaf.dtype == room.dtype]
-            rest = room.size - sum(part.size for part in parts)
-            return _whole(jnp.concatenate([*parts, jnp.zeros(rest, room.dtype)]))
+            num_zeros = room.size - sum(part.size for part in parts)
+            return _whole(jnp.concatenate([*parts, jnp.zeros(num_zeros, room.dtype)]))
 
         return jax.tree.map(flat, self.type)
 

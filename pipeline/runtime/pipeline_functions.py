@@ -94,11 +94,11 @@ def stacks_with_backward(
         is_frozen = jax.tree.leaves(frozen["non_stack"])
         return any(r and not f for r, f in zip(is_read, is_frozen, strict=True))
 
-    found = set()
+    stacks = set()
     is_trained = trains(functions.embed, microbatch)
     for stack, (input_type, _) in types.items():
         if stack in functions.before:
             is_trained |= trains(functions.before[stack], input_type, microbatch)
         is_trained |= not all(jax.tree.leaves(frozen["stacks"][stack]))
-        found |= {stack} if is_trained else set()
-    return found
+        stacks |= {stack} if is_trained else set()
+    return stacks

@@ -110,17 +110,19 @@ def _draw_boxes(axes, schedule: Schedule, spans: list[Span], step_time: float) -
 
     for kind, (name, colour) in _COLOURS.items():
         for chunk in range(schedule.num_chunks):
-            own = [s for s in spans if s.op.kind == kind and s.op.chunk == chunk]
-            if not own:
+            chunk_spans = [s for s in spans if s.op.kind == kind and s.op.chunk == chunk]
+            if not chunk_spans:
                 continue
             fill = _lighten(colour, chunk, schedule.num_chunks)
             label = name if schedule.num_chunks == 1 else f"{name}, chunk {chunk}"
-            outline = Outline.make_compound_path(*(Outline(_corners(s), closed=True) for s in own))
+            outline = Outline.make_compound_path(
+                *(Outline(_corners(s), closed=True) for s in chunk_spans)
+            )
             axes.add_patch(
                 PathPatch(outline, facecolor=fill, edgecolor="white", lw=0.5, label=label)
             )
             dark = sum(fill) < 1.5
-            for span in own:
+            for span in chunk_spans:
                 # Shrink the font until the number fits: a digit takes about 0.008 of the width.
                 share = (span.end - span.start) / step_time
                 size = min(7.0, 700 * share / max(1.4, len(str(span.op.microbatch))))

@@ -171,11 +171,11 @@ def needs(key: Key, ran: Container[Key], num_virtual_stages: int) -> list[Key]:
         return [(FORWARD, microbatch, virtual - 1)] if virtual else []
     if kind == WEIGHT_GRADIENT:
         return [(INPUT_GRADIENT, microbatch, virtual)]
-    own: Key = (FORWARD, microbatch, virtual)
+    forward: Key = (FORWARD, microbatch, virtual)
     if virtual == num_virtual_stages - 1:
-        return [own]
+        return [forward]
     split: Key = (INPUT_GRADIENT, microbatch, virtual + 1)
-    return [own, split if split in ran else (BACKWARD, microbatch, virtual + 1)]
+    return [forward, split if split in ran else (BACKWARD, microbatch, virtual + 1)]
 
 
 def verify(schedule: Schedule) -> None:
@@ -193,15 +193,15 @@ def verify(schedule: Schedule) -> None:
             _check_complete(schedule, ran, microbatch, virtual, has_backward=has_backward)
     for key, tick in ran.items():
         for need in needs(key, ran, len(virtual_stages)):
-            own = need[2] == key[2]
+            is_same_virtual_stage = need[2] == key[2]
             # Within a virtual stage the same tick is early enough: `_check_cells` ensures the
             # order F, B or I, W within a cell. Across virtual stages it must be an earlier tick.
-            if not (need in ran and ran[need] < tick + own):
-                found = f"runs in tick {ran[need]}" if need in ran else "never runs"
+            if not (need in ran and ran[need] < tick + is_same_virtual_stage):
+                timing = f"runs in tick {ran[need]}" if need in ran else "never runs"
                 raise ValueError(
                     f"{schedule.name}: {_label(schedule, key)} in tick {tick} needs "
-                    f"{_label(schedule, need)}, which {found}; it must run "
-                    + ("before it" if own else "in an earlier tick")
+                    f"{_label(schedule, need)}, which {timing}; it must run "
+                    + ("before it" if is_same_virtual_stage else "in an earlier tick")
                 )
 
 
@@ -219,14 +219,14 @@ def max_in_flight(
         since: kind of operation from which on an activation is held.
         until: kinds of operations on the same microbatch and chunk that end this.
     """
-    most = [0] * schedule.num_stages
+    peaks = [0] * schedule.num_stages
     now = [0] * schedule.num_stages
     change = {since: 1} | dict.fromkeys(until, -1)
     for _, stage, cell in schedule.cells():
         for op in cell:
             now[stage] += change.get(op.kind, 0)
-            most[stage] = max(most[stage], now[stage])
-    return most
+            peaks[stage] = max(peaks[stage], now[stage])
+    return peaks
 
 
 def _check_placement(schedule: Schedule) -> None:

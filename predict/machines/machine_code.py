@@ -51,9 +51,9 @@ def _folder() -> tempfile.TemporaryDirectory | None:
             spec = importlib.util.find_spec(package)
         except ModuleNotFoundError:  # the package that it is in is missing
             spec = None
-        for found in (spec.submodule_search_locations or ()) if spec else ():
-            if (Path(found) / "bin" / "ptxas").exists():
-                return _without_assembler(Path(found))
+        for location in (spec.submodule_search_locations or ()) if spec else ():
+            if (Path(location) / "bin" / "ptxas").exists():
+                return _without_assembler(Path(location))
     return None
 
 
@@ -62,12 +62,12 @@ def _without_assembler(cuda: Path) -> tempfile.TemporaryDirectory:
     folder = tempfile.TemporaryDirectory(prefix="taibai_cuda_")
     path = Path(folder.name)
     (path / "bin").mkdir()
-    for found in cuda.iterdir():
-        if found.name != "bin":
-            (path / found.name).symlink_to(found)
-    for found in (cuda / "bin").iterdir():
-        if found.name != "ptxas":
-            (path / "bin" / found.name).symlink_to(found)
+    for entry in cuda.iterdir():
+        if entry.name != "bin":
+            (path / entry.name).symlink_to(entry)
+    for entry in (cuda / "bin").iterdir():
+        if entry.name != "ptxas":
+            (path / "bin" / entry.name).symlink_to(entry)
     real = shlex.quote(str(cuda / "bin" / "ptxas"))
     assembler = path / "bin" / "ptxas"
     assembler.write_text(_ASSEMBLER.format(assembler=real), encoding="utf-8")

@@ -73,8 +73,8 @@ class Target:
     @property
     def device_kind(self) -> str:
         """Name that jax gives to one of the GPUs, such as "NVIDIA H100 80GB HBM3"."""
-        found = re.search(r'\bdevice_description_str:\s*"([^"]*)"', self.description)
-        return found[1] if found else self.name.rpartition(":")[0]
+        match = re.search(r'\bdevice_description_str:\s*"([^"]*)"', self.description)
+        return match[1] if match else self.name.rpartition(":")[0]
 
     @property
     def memory_bytes(self) -> int:
@@ -100,8 +100,8 @@ class Target:
             num_devices: number of GPUs.
             memory_bytes: replaces the memory of each GPU; None: as described.
         """
-        most = min(num_devices, self.gpus_per_host)
-        gpus_per_host = max(n for n in range(1, most + 1) if num_devices % n == 0)
+        max_gpus_per_host = min(num_devices, self.gpus_per_host)
+        gpus_per_host = max(n for n in range(1, max_gpus_per_host + 1) if num_devices % n == 0)
         num_hosts = num_devices // gpus_per_host
         description = self.description
         if memory_bytes is not None:
@@ -125,7 +125,7 @@ class Target:
         if not has_compiler():
             raise ValueError(f"--target={self.name} needs XLA's compiler for CUDA: {INSTALL}")
         try:
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 topology_name=self.name.partition(":")[0],
                 platform="cuda",
                 target_config=self.description,
@@ -133,7 +133,7 @@ class Target:
             )
         except Exception as error:  # jaxlib raises its own exception type, jax raises others
             raise ValueError(f"--target={self.name}: XLA rejects it: {error}") from error
-        return list(found.devices)
+        return list(topology.devices)
 
     def compile(
         self, traced: jax.stages.Traced, mesh: AnyMesh, options: list[CompilerOption]
@@ -167,15 +167,15 @@ class Target:
         return lowered.compile(compiler_options=values, device_assignment=tuple(devices))
 
     def _number(self, field: str) -> float:
-        found = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
-        if found is None:
+        match = re.search(rf"\b{field}:\s*([\d.]+)", self.description)
+        if match is None:
             raise ValueError(f"--target={self.name}: its description lacks {field}; add this field")
         try:
-            number = float(found[1])
+            number = float(match[1])
         except ValueError:
             number = math.nan
         if not 0 < number < math.inf:
-            raise ValueError(f"--target={self.name}: {found[0][:80]} must be a positive number")
+            raise ValueError(f"--target={self.name}: {match[0][:80]} must be a positive number")
         return number
 
 
@@ -200,8 +200,8 @@ def target_of(device_kind: str, num_devices: int, per_host: int) -> Target | Non
 def has_compiler() -> bool:
     """Return whether a CUDA plugin of jax is installed."""
     try:
-        found = map(importlib.util.find_spec, ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"))
-        return any(spec is not None for spec in found)
+        specs = map(importlib.util.find_spec, ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"))
+        return any(spec is not None for spec in specs)
     except ModuleNotFoundError:  # there is no plugin at all
         return False
 

@@ -149,8 +149,8 @@ class Interpreter(Kernels):
             place.num_pins += 1
         outputs = self.program(op.bodies[0], inputs, op.num_carry, places=places)
         carried = [self.memory.retain(Storage((place,), is_made=True)) for place in places]
-        for made in outputs[: op.num_carry]:
-            self.memory.release(made)
+        for storage in outputs[: op.num_carry]:
+            self.memory.release(storage)
         for place in places:
             place.num_pins -= 1
         return [*carried, *outputs[op.num_carry :]]
@@ -158,11 +158,11 @@ class Interpreter(Kernels):
     def _cond(self, op: Operation, frame: Frame) -> list[Storage]:
         """Run every branch from the same state; the work of the most expensive one is counted."""
         inputs = [self.make(value, frame) for value in op.inputs][1:]
-        kept = []
+        held_inputs = []
         places: list[Buffer | None] = [None] * len(op.outputs)
         if not self.is_cpu and COPIES_IN_BRANCHES:
             # Holding an input of the enclosing program keeps branches from updating it in place.
-            kept = [
+            held_inputs = [
                 self.memory.retain(h) for h in inputs if not frame.own_inputs.isdisjoint(h.buffers)
             ]
         elif not self.is_cpu:
@@ -189,18 +189,18 @@ class Interpreter(Kernels):
         outputs: list[Storage | None] = []
         was_there = self.memory.live_buffers()
         # If all branches return the same existing buffer, the output is that buffer.
-        for made in zip(*results, strict=True):
-            found = {storage.buffers for storage in made}
-            is_kept = len(found) == 1 and was_there.issuperset(*found)
-            outputs.append(self.memory.retain(made[0]) if is_kept else None)
+        for alternatives in zip(*results, strict=True):
+            buffer_sets = {storage.buffers for storage in alternatives}
+            is_kept = len(buffer_sets) == 1 and was_there.issuperset(*buffer_sets)
+            outputs.append(self.memory.retain(alternatives[0]) if is_kept else None)
         self.done(frame, *op.inputs)
-        made = [
+        output_storage = [
             storage or self.memory.allocate(v)
             for storage, v in zip(outputs, op.outputs, strict=True)
         ]
-        for storage in kept:
+        for storage in held_inputs:
             self.memory.release(storage)
-        return made
+        return output_storage
 
     def _snapshot(self, frame: Frame) -> tuple:
         """Return a snapshot of everything that running a branch changes."""

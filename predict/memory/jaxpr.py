@@ -175,8 +175,8 @@ class _Builder:
         ]
         body = self._settled(closed, like, num_consts, num_carry)
         join(outputs[:num_carry], body.outputs[:num_carry])
-        for output, made in zip(outputs[num_carry:], body.outputs[num_carry:], strict=True):
-            output.axes = ((), *made.axes)
+        for output, body_output in zip(outputs[num_carry:], body.outputs[num_carry:], strict=True):
+            output.axes = ((), *body_output.axes)
         join(inputs[num_consts : num_consts + num_carry], outputs[:num_carry])
         return Loop(
             "scan",
@@ -197,12 +197,12 @@ class _Builder:
             for v, value in zip(jaxpr.invars, inputs, strict=True)
         ]
         operations += _renamed(inputs, like)
-        made = self.run(eqn.params["jaxpr"], like, operations)
+        body_outputs = self.run(eqn.params["jaxpr"], like, operations)
         outputs = []
-        for v, value in zip(eqn.outvars, made, strict=True):
+        for v, value in zip(eqn.outvars, body_outputs, strict=True):
             axes = ((),) * (v.aval.ndim - len(value.shape)) + value.axes
             outputs.append(_value(v.aval, axes))
-        operations += _renamed(made, outputs)
+        operations += _renamed(body_outputs, outputs)
         return outputs
 
     def _while(self, eqn: Any, inputs: list) -> Loop:
@@ -244,16 +244,18 @@ class _Builder:
         for v, value in zip(jaxpr.invars, inputs, strict=True):
             local.append(_value(v.aval, without(value.axes, manual)))
         specs = zip(inputs, eqn.params["in_specs"], strict=True)
-        given = [axes_by_dim(spec, len(value.shape)) for value, spec in specs]
-        operations.append(Operation("shard_map", inputs, local, {"given": given}))
+        input_axes = [axes_by_dim(spec, len(value.shape)) for value, spec in specs]
+        operations.append(Operation("shard_map", inputs, local, {"given": input_axes}))
         inner = _Builder(frozenset(manual), splits_gradients=self._splits_gradients)
-        made = inner.run(jaxpr, local, operations)
+        local_outputs = inner.run(jaxpr, local, operations)
         outputs = []
-        for v, value, spec in zip(eqn.outvars, made, eqn.params["out_specs"], strict=True):
+        for v, value, spec in zip(eqn.outvars, local_outputs, eqn.params["out_specs"], strict=True):
             axes = axes_by_dim(spec, len(v.aval.shape))
             axes = tuple((*a, *b) for a, b in zip(axes, value.axes, strict=True))
             outputs.append(_value(v.aval, axes))
-        operations.append(Operation("shard_map", made, outputs, {"manual": frozenset(manual)}))
+        operations.append(
+            Operation("shard_map", local_outputs, outputs, {"manual": frozenset(manual)})
+        )
         return outputs
 
 

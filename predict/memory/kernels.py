@@ -180,14 +180,14 @@ class Kernels:
         Returns:
             A value that is split -> its whole array, to be released when the value is made.
         """
-        found = {}
+        whole_arrays = {}
         for value in values:
             storage = frame[value]
             whole = dataclasses.replace(value, axes=((),) * len(value.shape))
             is_split = self.memory.size(whole) > self.memory.size(value)
-            if storage.is_empty and is_split and not storage.is_made and value not in found:
-                found[value] = self.memory.allocate(whole, storage.label)
-        return found
+            if storage.is_empty and is_split and not storage.is_made and value not in whole_arrays:
+                whole_arrays[value] = self.memory.allocate(whole, storage.label)
+        return whole_arrays
 
     def make(self, value: Value, frame: Frame, *, is_output: bool = False) -> Storage:
         """Store a value as an array in memory, and return its storage.
@@ -207,24 +207,24 @@ class Kernels:
             return storage
         size = self.memory.size(value)
         place = frame.places.get(value)
-        made = None
+        array_storage = None
         if place is not None and (place.num_holders, place.num_bytes) == (0, size):
-            made = self.memory.allocate(value, storage.label, place)
+            array_storage = self.memory.allocate(value, storage.label, place)
         # Prefer a buffer with few other readers; outputs of the step may take one that has some.
         for buffer in sorted(storage.buffers, key=lambda buffer: buffer.num_holders):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
             is_free = buffer.num_holders == 1 or is_output and not buffer.is_written_over
             if not self.is_cpu and not is_output and value in frame.is_reduced:
                 is_free = False  # a fusion that also reduces its result writes over no input
-            if made is None and is_same and is_free and buffer not in storage.moved:
-                made = self.memory.retain(Storage((buffer,), is_made=True))
+            if array_storage is None and is_same and is_free and buffer not in storage.moved:
+                array_storage = self.memory.retain(Storage((buffer,), is_made=True))
                 is_read = buffer.is_read_at_end or buffer.num_holders > 2
                 if self.is_cpu and is_output and is_read:
                     self.copied.append(buffer.num_bytes)
                 buffer.is_written_over = is_output
             buffer.is_read_at_end |= is_output
-        made = made or self.memory.allocate(value, storage.label)
-        made = dataclasses.replace(made, is_slice=storage.is_slice)
+        array_storage = array_storage or self.memory.allocate(value, storage.label)
+        array_storage = dataclasses.replace(array_storage, is_slice=storage.is_slice)
         self.memory.release(storage)
-        frame.storage[value] = made
-        return made
+        frame.storage[value] = array_storage
+        return array_storage

@@ -103,14 +103,18 @@ def estimate(
     for on_host, buffers in run.memory.at_peak.items():
         for buffer in buffers:
             at_peak[on_host][buffer.label] += buffer.num_bytes
-    made = [buffer.num_bytes for buffer in run.memory.at_peak[False] if not buffer.is_input]
+    non_input_bytes = [
+        buffer.num_bytes for buffer in run.memory.at_peak[False] if not buffer.is_input
+    ]
     # While a copied input's own memory is free, temporaries use it: count only the rest.
-    at_peak[False][TEMPORARIES] += _unused(run.copied, made)
+    at_peak[False][TEMPORARIES] += _unused(run.copied, non_input_bytes)
     if platform == "cpu":
-        gaps = GAPS_SHARE * sum(made)
+        gaps = GAPS_SHARE * sum(non_input_bytes)
     else:
-        large = run.memory.lifetimes(at_least=_MIN_PACKED_SHARE * sum(made))
-        gaps = packed_bytes(large) - most_bytes_at_once(large) + GPU_GAPS_SHARE * sum(made)
+        large = run.memory.lifetimes(at_least=_MIN_PACKED_SHARE * sum(non_input_bytes))
+        gaps = (
+            packed_bytes(large) - most_bytes_at_once(large) + GPU_GAPS_SHARE * sum(non_input_bytes)
+        )
     at_peak[False][GAPS] = round(gaps)
     return Estimate(device=at_peak[False], host=at_peak[True], work=run.work)
 

@@ -82,10 +82,10 @@ def split_on(operations: Sequence[Operation]) -> bool:
             join(body.inputs[: carry.stop], op.inputs[: carry.stop])
             has_changed |= split_on(body.operations)
             join(op.outputs[: op.num_carry], body.outputs[: op.num_carry])
-            for output, made in zip(
+            for output, body_output in zip(
                 op.outputs[op.num_carry :], body.outputs[op.num_carry :], strict=True
             ):
-                output.axes = _merged(output.axes, ((), *made.axes))
+                output.axes = _merged(output.axes, ((), *body_output.axes))
         elif op.name == "cond":
             for body in op.bodies:
                 join(body.inputs, op.inputs[1:])
@@ -230,10 +230,10 @@ def _by_position(inputs: Sequence[Value], output: Value) -> Axes:
     axes: list[tuple[str, ...]] = [()] * len(output.shape)
     for value in inputs:
         if len(value.shape) == len(axes):
-            for dim, found in enumerate(value.axes):
-                is_free = not axes[dim] and not any(set(found) & set(a) for a in axes)
+            for dim, dim_axes in enumerate(value.axes):
+                is_free = not axes[dim] and not any(set(dim_axes) & set(a) for a in axes)
                 if is_free and value.shape[dim] == output.shape[dim]:
-                    axes[dim] = found
+                    axes[dim] = dim_axes
     return tuple(axes)
 
 
@@ -243,9 +243,9 @@ def _by_size(inputs: Sequence[Value], output: Value) -> Axes:
         return _by_position(inputs[:1], output)
     axes: list[tuple[str, ...]] = [()] * len(output.shape)
     for value in inputs:
-        for dim, found in enumerate(value.axes):
+        for dim, dim_axes in enumerate(value.axes):
             places = [d for d, size in enumerate(output.shape) if size == value.shape[dim]]
-            is_taken = any(set(found) & set(a) for a in axes)
-            if found and places and not is_taken and not axes[places[-1]]:
-                axes[places[-1]] = found
+            is_taken = any(set(dim_axes) & set(a) for a in axes)
+            if dim_axes and places and not is_taken and not axes[places[-1]]:
+                axes[places[-1]] = dim_axes
     return tuple(axes)

@@ -132,20 +132,20 @@ def host_copy(instruction: Instruction) -> HostTransfer | None:
         return None
     if instruction.opcode in ("while", "conditional", "call"):
         return None
-    given = [array for t in instruction.operand_types for array in arrays_of(t)]
-    made = list(arrays_of(instruction.type))
+    operands = [array for t in instruction.operand_types for array in arrays_of(t)]
+    results = list(arrays_of(instruction.type))
     if is_start(instruction) and not isinstance(instruction.type, Array):
         # Asynchronous forms have the type (operands, result, context), except for a copy-start:
         # (result, operand, context).
-        made = list(arrays_of(instruction.type[0 if instruction.opcode == "copy-start" else 1]))
-    to_host = [array for array in made if array.on_host]
-    from_host = [array for array in given if array.on_host]
-    on_device = [array for array in given if not array.on_host]
+        results = list(arrays_of(instruction.type[0 if instruction.opcode == "copy-start" else 1]))
+    to_host = [array for array in results if array.on_host]
+    from_host = [array for array in operands if array.on_host]
+    on_device = [array for array in operands if not array.on_host]
     if to_host and on_device:
         num_bytes = max(array.bytes for array in on_device)
         return HostTransfer(direction="to host", bytes=num_bytes) if num_bytes else None
     if from_host and not to_host:
-        num_bytes = sum(array.bytes for array in made)
+        num_bytes = sum(array.bytes for array in results)
         return HostTransfer(direction="to device", bytes=num_bytes) if num_bytes else None
     return None
 

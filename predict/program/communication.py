@@ -100,7 +100,7 @@ def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[
 def collectives_in_text(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
     """Like `collectives`, from a program's text and the sizes of the mesh axes in mesh order."""
     modules = parse_modules(text)
-    return [found for module in modules for found in collectives_of(module, mesh_shape)]
+    return [collective for module in modules for collective in collectives_of(module, mesh_shape)]
 
 
 def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collective]:
@@ -118,14 +118,14 @@ def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collec
         for start in body
         if (inner := asynchrony.wrapped_collective(module, start)) is not None
     }
-    found = []
+    module_collectives = []
     for instruction, loops in module.under_loops(
         lambda i: asynchrony.collective_kind(i) is not None
     ):
         groups = device_groups.parse(instruction.attributes, num_devices)
         start = wrapper.get(instruction.name, instruction.name)
         is_async = start != instruction.name or asynchrony.is_start(instruction)
-        found.append(
+        module_collectives.append(
             Collective(
                 kind=asynchrony.collective_kind(instruction) or "",
                 axes=device_groups.axes_of(groups, mesh_shape),
@@ -139,7 +139,7 @@ def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collec
                 loop=_innermost(loops),
             )
         )
-    return found
+    return module_collectives
 
 
 def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
@@ -149,7 +149,7 @@ def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
 
 def host_copies_in_text(text: str) -> list[HostCopy]:
     """Like `host_copies`, from a program's text."""
-    found = []
+    copies = []
     for module in parse_modules(text):
         overlapped = asynchrony.overlapped(module)
         # A fusion counts as one copy, so the computation that it calls is not searched.
@@ -159,7 +159,7 @@ def host_copies_in_text(text: str) -> list[HostCopy]:
             moved = asynchrony.host_copy(instruction)
             if moved is None:
                 continue
-            found.append(
+            copies.append(
                 HostCopy(
                     direction=moved.direction,
                     trip_count=_executions(loops),
@@ -170,7 +170,7 @@ def host_copies_in_text(text: str) -> list[HostCopy]:
                     loop=_innermost(loops),
                 )
             )
-    return found
+    return copies
 
 
 def _executions(loops: Sequence[Instruction]) -> int | None:

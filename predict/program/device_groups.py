@@ -32,10 +32,10 @@ def parse(attributes: str, num_devices: int) -> Groups:
         ValueError: if the groups are not written in a known way.
     """
     # When XLA splits a permutation, its sends carry the pairs too, sometimes in quotes.
-    found = re.search(r'(?:replica_groups|source_target_pairs)="?(.*)', attributes)
-    if found is None:
+    match = re.search(r'(?:replica_groups|source_target_pairs)="?(.*)', attributes)
+    if match is None:
         return [tuple(range(num_devices))]
-    text = found[1]
+    text = match[1]
     if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
         shape = _integers(iota[1])
         # The last dim is the group size; all dims before it number the groups.
@@ -116,7 +116,7 @@ def _from_mesh(axes: str, device_ids: str | None, group_axes: str) -> Groups:
         numbers = _iota(device_ids)
     else:
         numbers = np.array(_integers(device_ids)) if device_ids else np.arange(math.prod(dims))
-    rest = [dim for dim in range(len(dims)) if dim not in communicating]
+    other_dims = [dim for dim in range(len(dims)) if dim not in communicating]
     size = math.prod(dims[dim] for dim in communicating)
-    groups = numbers.reshape(dims).transpose(rest + communicating).reshape(-1, size)
+    groups = numbers.reshape(dims).transpose(other_dims + communicating).reshape(-1, size)
     return [tuple(group) for group in groups.tolist()]

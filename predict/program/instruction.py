@@ -90,8 +90,8 @@ def arrays_of(output: Type) -> Iterator[Array]:
 
 def trip_count(loop: Instruction) -> int | None:
     """Return how often the body of a `while` instruction runs, or None if XLA does not know."""
-    found = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
-    return int(found[1]) if found else None
+    match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
+    return int(match[1]) if match else None
 
 
 def repeats(instruction: Instruction) -> bool:
@@ -104,8 +104,8 @@ def repeats(instruction: Instruction) -> bool:
 
 def body_of(loop: Instruction) -> str:
     """Return the name of the computation that a `while` instruction repeats."""
-    found = _BODY.search(loop.attributes)
-    return found[1] if found else ""
+    match = _BODY.search(loop.attributes)
+    return match[1] if match else ""
 
 
 def loop_label(loop: Instruction) -> str:
@@ -128,5 +128,5 @@ def custom_call_target(instruction: Instruction) -> str:
     """Return the library function that a `custom-call` runs, or '' for other instructions."""
     if instruction.opcode != "custom-call":
         return ""
-    found = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-    return found[1] if found else ""
+    match = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+    return match[1] if match else ""

@@ -52,7 +52,7 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None
     window = re.search(r"window=\{([^}]*)\}", attributes)
-    given = dict(field.split("=") for field in window[1].split()) if window else {}
+    window_fields = dict(field.split("=") for field in window[1].split()) if window else {}
     products = output.shape[labels[3].index("b")] * output.shape[labels[3].index("f")]
     products *= kernel.shape[labels[2].index("i")]
     for i, label in enumerate(sorted(set(labels[2]) - {"i", "o"})):
@@ -60,10 +60,10 @@ def _convolution_flops(attributes: str, image: Array, kernel: Array, output: Arr
         # rather than padding or a zero inserted by dilation.
         size = image.shape[labels[1].index(label)]
         stride, image_dilation, kernel_dilation = (
-            int(given[name].split("x")[i]) if name in given else 1
+            int(window_fields[name].split("x")[i]) if name in window_fields else 1
             for name in ("stride", "lhs_dilate", "rhs_dilate")
         )
-        low = int(given["pad"].split("x")[i].split("_")[0]) if "pad" in given else 0
+        low = int(window_fields["pad"].split("x")[i].split("_")[0]) if "pad" in window_fields else 0
         starts = np.arange(output.shape[labels[3].index(label)])[:, None] * stride - low
         at = starts + np.arange(kernel.shape[labels[2].index(label)]) * kernel_dilation
         inside = (at >= 0) & (at <= (size - 1) * image_dilation) & (at % image_dilation == 0)
@@ -99,8 +99,8 @@ def attention_work(instruction: Instruction) -> AttentionWork:
     )
     assert shape is not None, instruction.name
     batch, num_heads, num_queries, num_keys = map(int, re.findall(r"\d+", shape[1]))
-    found = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
-    window = int(found[1]) if found else 0
+    window_match = re.search(r'"sliding_window_length":\s*"?(\d+)', instruction.attributes)
+    window = int(window_match[1]) if window_match else 0
     is_causal = re.search(r'"mask_type":\s*"\w*CAUSAL', instruction.attributes) is not None
     num_tiles = 0
     for first in range(0, num_queries, ATTENTION_TILE):

@@ -54,15 +54,15 @@ class Module:
 
         @functools.cache
         def under(name: str) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
-            found: list[tuple[Instruction, tuple[Instruction, ...]]] = []
+            pairs: list[tuple[Instruction, tuple[Instruction, ...]]] = []
             for instruction in self.computations.get(name, []):
                 if is_wanted(instruction):
-                    found.append((instruction, ()))
+                    pairs.append((instruction, ()))
                     continue
                 loops = (instruction,) if repeats(instruction) else ()
                 for called in instruction.called:
-                    found += [(inner, loops + around) for inner, around in under(called)]
-            return found
+                    pairs += [(inner, loops + around) for inner, around in under(called)]
+            return pairs
 
         return under(self.entry)
 
@@ -90,10 +90,12 @@ def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
     Returns:
         Instruction name -> its direct and indirect predecessors, by data and control dependency.
     """
-    found: dict[str, frozenset[str]] = {}
+    predecessors: dict[str, frozenset[str]] = {}
     for instruction in body:
         after = _AFTER.search(instruction.attributes)
         names = re.findall(r"[\w.\-]+", after[1]) if after else []
-        direct = [name for name in (*instruction.operands, *names) if name in found]
-        found[instruction.name] = frozenset(direct).union(*(found[name] for name in direct))
-    return found
+        direct = [name for name in (*instruction.operands, *names) if name in predecessors]
+        predecessors[instruction.name] = frozenset(direct).union(
+            *(predecessors[name] for name in direct)
+        )
+    return predecessors

@@ -85,14 +85,14 @@ def _parse_module(text: str) -> Module | None:
 def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instruction | None:
     text = re.sub(r"/\*.*?\*/", "", text)  # XLA numbers long tuples with comments: /*index=5*/
     split = _end_of_type(text)
-    rest = re.match(r"\s*([a-z][\w\-]*)\(", text[split:])
-    if rest is None:
+    opcode_match = re.match(r"\s*([a-z][\w\-]*)\(", text[split:])
+    if opcode_match is None:
         return None
     metadata = _METADATA.search(text)
     op_name = _OP_NAME.search(metadata[0]) if metadata else None
     # The metadata is removed because op_name contains names chosen by users, which may look like
     # attributes.
-    attributes = _METADATA.sub("", text[split + rest.end() :])
+    attributes = _METADATA.sub("", text[split + opcode_match.end() :])
     called = [
         name.strip().lstrip("%")
         for match in _CALLED.finditer(attributes)
@@ -101,7 +101,7 @@ def _parse_instruction(name: str, text: str, types: Mapping[str, Type]) -> Instr
     operands = _operands(attributes, types)
     return Instruction(
         name=name,
-        opcode=rest[1],
+        opcode=opcode_match[1],
         type=parse_type(text[:split]),
         operands=tuple(operands),
         operand_types=tuple(types[operand] for operand in operands),

@@ -90,10 +90,10 @@ class Totals:
             self.by_category[category] += times * seconds
         self.exposed_host_s += times * other.exposed_host_s
         for name, use in other.collectives.items():
-            own = self.collectives.setdefault(name, CollectiveUse())
-            own.executions += times * use.executions
-            own.seconds += times * use.seconds
-            own.exposed_s += times * use.exposed_s
+            total_use = self.collectives.setdefault(name, CollectiveUse())
+            total_use.executions += times * use.executions
+            total_use.seconds += times * use.seconds
+            total_use.exposed_s += times * use.exposed_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,15 +119,15 @@ Busy = tuple[tuple[str, float], ...]
 
 def loops_s(run: Execution, label: str) -> list[float]:
     """Return the seconds of each loop with this label, in the order in which the loops begin."""
-    found: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
 
     def add(run: Execution, times: int) -> None:
         for item in run.items:
             if isinstance(item, Repeat) and item.label == label:
                 seconds = times * item.count * item.run.duration_s
-                found[item.name] = found.get(item.name, 0.0) + seconds
+                seconds_by_name[item.name] = seconds_by_name.get(item.name, 0.0) + seconds
             elif isinstance(item, Repeat):
                 add(item.run, times * item.count)
 
     add(run, 1)
-    return [*found.values()]
+    return [*seconds_by_name.values()]

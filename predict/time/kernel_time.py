@@ -144,9 +144,9 @@ class Costs:
         flops = self._flops(instruction)
         if flops:
             return self._kernel("matmul", self._product_s(instruction, flops))
-        given = {} if scatters_in_place(self.module, instruction) else entries(instruction)
-        seconds = given.get(
-            "indexing-cost-model", None if _is_triton(instruction) else given.get("")
+        estimates = {} if scatters_in_place(self.module, instruction) else entries(instruction)
+        seconds = estimates.get(
+            "indexing-cost-model", None if _is_triton(instruction) else estimates.get("")
         )
         if seconds is None:
             moved = moved_bytes(self.module, instruction)
@@ -178,9 +178,9 @@ class Costs:
 
     def _flops(self, instruction: Instruction) -> int:
         """Return the FLOPs of the products in an instruction, including products in a fusion."""
-        own = product_flops(instruction)
-        if own is not None or instruction.opcode != "fusion":
-            return own or 0
+        flops = product_flops(instruction)
+        if flops is not None or instruction.opcode != "fusion":
+            return flops or 0
         inner = (i for name in instruction.called for i in self.module.computations.get(name, []))
         return sum(product_flops(i) or 0 for i in inner)
 
@@ -194,8 +194,10 @@ class Costs:
         num_bytes = moved_bytes(self.module, instruction)
         least_s = flops / peak
         slowest_s = SMALL_S + max(least_s, num_bytes / memory) / LOWEST_EFFICIENCY
-        given = entries(instruction)
-        given_s = given.get("sol" if instruction.opcode == "custom-call" else "indexing-cost-model")
+        estimates = entries(instruction)
+        given_s = estimates.get(
+            "sol" if instruction.opcode == "custom-call" else "indexing-cost-model"
+        )
         if given_s is not None and least_s <= given_s <= slowest_s:
             return given_s
         compute_s = least_s / MATMUL_EFFICIENCY
@@ -219,8 +221,8 @@ class Costs:
 
 def entries(instruction: Instruction) -> dict[str, float]:
     """Return XLA's estimates of an instruction: name -> seconds."""
-    found = _ENTRIES.search(instruction.attributes)
-    parts = _ENTRY.findall(found[1]) if found else []
+    match = _ENTRIES.search(instruction.attributes)
+    parts = _ENTRY.findall(match[1]) if match else []
     return {name: float(microseconds) * 1e-6 for microseconds, name in parts}
 
 

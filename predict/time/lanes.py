@@ -12,8 +12,8 @@ def lane_of(lane: str) -> str:
 
 def lanes_of(run: Execution) -> list[str]:
     """Return the lanes of an execution: kernels, sorted collectives, host copies."""
-    found = {lane_of(lane) for lane, _ in seconds_by_lane(run)} - {COMPUTE}
-    return [COMPUTE, *sorted(found, key=lambda lane: (lane in HOST_LANES, lane))]
+    lanes = {lane_of(lane) for lane, _ in seconds_by_lane(run)} - {COMPUTE}
+    return [COMPUTE, *sorted(lanes, key=lambda lane: (lane in HOST_LANES, lane))]
 
 
 def seconds_by_lane(run: Execution) -> dict[tuple[str, str], float]:

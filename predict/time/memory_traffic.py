@@ -88,8 +88,8 @@ def _update_bytes(update: Instruction) -> int:
 
 def array_bytes(instruction: Instruction) -> int:
     """Return the bytes of an instruction's operands and results."""
-    given = sum(array.bytes for t in instruction.operand_types for array in arrays_of(t))
-    return given + _result_bytes(instruction, instruction.type)
+    operand_bytes = sum(array.bytes for t in instruction.operand_types for array in arrays_of(t))
+    return operand_bytes + _result_bytes(instruction, instruction.type)
 
 
 def _result_bytes(instruction: Instruction, result: Type) -> int:

@@ -132,13 +132,15 @@ def predict(
             f"the text contains {len(modules)} programs; pass the text of one compiled step"
         )
     module = modules[0]
-    found = collectives_of(module, mesh_shape)
+    program_collectives = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     if ticks is None or not machine.shares_cores:
-        prediction = _predicted(costs, found, ticks)
+        prediction = _predicted(costs, program_collectives, ticks)
     else:
         stages = range(len(ticks.stages[0]))
-        prediction = _mean([_predicted(costs, found, ticks.of_stage(stage)) for stage in stages])
+        prediction = _mean(
+            [_predicted(costs, program_collectives, ticks.of_stage(stage)) for stage in stages]
+        )
     allocation_s = temp_bytes * machine.allocation_s_per_byte
     return dataclasses.replace(
         prediction,
@@ -147,10 +149,12 @@ def predict(
     )
 
 
-def _predicted(costs: Costs, found: list[Collective], ticks: Ticks | None) -> Prediction:
+def _predicted(
+    costs: Costs, program_collectives: list[Collective], ticks: Ticks | None
+) -> Prediction:
     run = Simulator(costs.module, costs, ticks).step()
     totals = run.totals
-    collectives = _grouped(run, found)
+    collectives = _grouped(run, program_collectives)
     of_category = totals.by_category
     exposed = sum(use.exposed_s for use in totals.collectives.values())
     known_s = sum(of_category[name] for name in ("matmul", "attention", "other", BUBBLE))
@@ -218,10 +222,10 @@ def format_prediction(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _grouped(run: Execution, found: list[Collective]) -> tuple[CollectiveTime, ...]:
+def _grouped(run: Execution, program_collectives: list[Collective]) -> tuple[CollectiveTime, ...]:
     """Return the collectives that ran, grouped by kind, mesh axes and loop."""
     groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
-    for collective in {collective.name: collective for collective in found}.values():
+    for collective in {collective.name: collective for collective in program_collectives}.values():
         if collective.name in run.totals.collectives:
             key = (collective.kind, collective.axes, collective.loop)
             groups.setdefault(key, []).append(collective)

@@ -282,8 +282,8 @@ class _SimulatorState:
 
     def _run_ticks(self, body: str, ticks: Ticks) -> None:
         """Simulate the ticks of a pipeline on its busiest stage."""
-        own = self.simulator.busiest(body, ticks)
-        for operations, stages in zip(own, ticks.stages, strict=True):
+        busiest_ticks = self.simulator.busiest(body, ticks)
+        for operations, stages in zip(busiest_ticks, ticks.stages, strict=True):
             tick_s = self.simulator.tick_s(body, self._busy(), stages)
             run = self.simulator.run(body, self._busy(), operations)
             self._include(run, TICKS)
@@ -307,12 +307,12 @@ class _SimulatorState:
                 Repeat(label=label, name=name, start_s=self.now_s, count=times, run=run)
             )
         self.totals.add(run.totals, times)
-        for stream, given in self._given.items():
+        for stream, work in self._given.items():
             # The inner execution waited for work that was started before it, which is the last
             # work on that stream: attribute the exposed time to it.
             inherited = self.totals.collectives.pop(_INHERITED + stream, None)
             if inherited is not None:
-                self._expose(stream, given[-1][1], inherited.exposed_s)
+                self._expose(stream, work[-1][1], inherited.exposed_s)
         self.now_s += times * run.duration_s
         for stream, left_s in run.busy:
             self._free_s[stream] = self.now_s + left_s

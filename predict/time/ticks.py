@@ -138,8 +138,8 @@ def _operation_and_stack(loop_path: str) -> str:
 
 
 def _last(prefix: str, scopes: Iterable[str]) -> str:
-    found = [scope.removeprefix(prefix) for scope in scopes if scope.startswith(prefix)]
-    return found[-1] if found else ""
+    suffixes = [scope.removeprefix(prefix) for scope in scopes if scope.startswith(prefix)]
+    return suffixes[-1] if suffixes else ""
 
 
 _SCOPE = re.compile(rf"{LAYERS}|{BEFORE}|{scope_of_stack('')}.*|{scope_of('')}[\w.]+")

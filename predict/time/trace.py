@@ -86,22 +86,24 @@ def trace(prediction: Prediction) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _spelled(run: Execution, start_s: float, spelled_out: int, most: int) -> Iterator[_Placed]:
+def _spelled(
+    run: Execution, start_s: float, spelled_out: int, max_events: int
+) -> Iterator[_Placed]:
     """Yield the events of an execution, writing out `spelled_out` iterations of each loop.
 
-    Stops soon after `most` events.
+    Stops soon after `max_events` events.
     """
     num = 0
     for item in run.items:
-        for placed in _spelled_item(item, start_s + item.start_s, spelled_out, most - num):
+        for placed in _spelled_item(item, start_s + item.start_s, spelled_out, max_events - num):
             num += 1
             yield placed
-        if num > most:
+        if num > max_events:
             return
 
 
 def _spelled_item(
-    item: Event | Repeat, start_s: float, spelled_out: int, most: int
+    item: Event | Repeat, start_s: float, spelled_out: int, max_events: int
 ) -> Iterator[_Placed]:
     if isinstance(item, Event):
         yield _Placed(
@@ -114,7 +116,7 @@ def _spelled_item(
         return
     count = item.count if not item.label else min(item.count, spelled_out)
     for _ in range(count):
-        yield from _spelled(item.run, start_s, spelled_out, most)
+        yield from _spelled(item.run, start_s, spelled_out, max_events)
         start_s += item.run.duration_s
     if item.count > count:
         yield from _summed_up(item, start_s, item.count - count)

@@ -305,8 +305,8 @@ class BatchSizes:
         whole = self.whole
         count = self.count
         if self.micro is not None and whole is not None:
-            fitting, rest = divmod(whole, self.micro * num_replicas)
-            if rest or count not in (None, fitting):
+            fitting, remainder = divmod(whole, self.micro * num_replicas)
+            if remainder or count not in (None, fitting):
                 raise ValueError(
                     f"train_batch_size={whole} must equal train_micro_batch_size_per_gpu="
                     f"{self.micro} × gradient_accumulation_steps={count or '...'} × "

@@ -97,17 +97,17 @@ def _take_model(config: Any, source: Source, overridden: Collection[str]) -> Non
     if has_other_head or config.train.get("init_labels") == "new":
         checkpoint_values = {k: v for k, v in checkpoint_values.items() if k not in _OF_A_HEAD}
     for key, value in checkpoint_values.items():
-        own = model.get(key)
+        configured_value = model.get(key)
         is_overridden = f"model.{key}" in overridden
         is_of_the_run = key in OF_THE_RUN or (
             key in preprocessor.FIELDS and _leaves_open(source, key)
         )
-        if key in _OF_THE_DATA or (is_of_the_run and own is not None):
+        if key in _OF_THE_DATA or (is_of_the_run and configured_value is not None):
             continue
-        if is_overridden and _plain(own) != _plain(value):
+        if is_overridden and _plain(configured_value) != _plain(value):
             raise ValueError(
-                f"--config.model.{key}={own!r}, but the checkpoint init_from={config.init_from!r} "
-                f"has {value!r}; omit this override"
+                f"--config.model.{key}={configured_value!r}, but the checkpoint "
+                f"init_from={config.init_from!r} has {value!r}; omit this override"
             )
         with config.unlocked(), config.ignore_type():
             model[key] = value

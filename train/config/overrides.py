@@ -47,18 +47,22 @@ def parse_overrides(arguments: Sequence[str]) -> list[str]:
     Raises:
         ValueError: an argument has another form.
     """
-    found = []
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    overrides = []
+    remaining_arguments = list(arguments)
+    while remaining_arguments:
+        argument = remaining_arguments.pop(0)
         if not argument.startswith("--config."):
             raise ValueError(
                 f"unknown argument {argument!r}; config keys are set as --config.section.key=value"
             )
-        if "=" not in argument and rest and not rest[0].startswith("--"):
-            argument += "=" + rest.pop(0)
-        found.append(argument.removeprefix("--config."))
-    return found
+        if (
+            "=" not in argument
+            and remaining_arguments
+            and not remaining_arguments[0].startswith("--")
+        ):
+            argument += "=" + remaining_arguments.pop(0)
+        overrides.append(argument.removeprefix("--config."))
+    return overrides
 
 
 def apply_overrides(config: Any, overrides: Sequence[str]) -> None:
@@ -71,14 +75,16 @@ def apply_overrides(config: Any, overrides: Sequence[str]) -> None:
     Raises:
         ValueError: a key is unknown, or a value has another type than the key's default.
     """
-    given = [Override.parse(override) for override in overrides]
-    for each in given:
+    parsed_overrides = [Override.parse(override) for override in overrides]
+    for each in parsed_overrides:
         allow_imports_in(each.text)
     # Names come first: the model's name decides which other keys there are.
-    names = [each for each in given if each.key.endswith(".name") or is_import_path(each.text)]
+    names = [
+        each for each in parsed_overrides if each.key.endswith(".name") or is_import_path(each.text)
+    ]
     for each in names:
         _set(config, each.key, each.text)
-    for each in given:
+    for each in parsed_overrides:
         if each not in names:
             _set(config, each.key, each.text)
 
@@ -130,8 +136,8 @@ def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
         return {}
     model: Any = config.model
     name = model.get("name")
-    own = dataclasses.fields(find_model(name).Config) if name else ()
-    return {field.name: field for field in (*dataclasses.fields(ModelSettings), *own)}
+    config_fields = dataclasses.fields(find_model(name).Config) if name else ()
+    return {field.name: field for field in (*dataclasses.fields(ModelSettings), *config_fields)}
 
 
 def _default_of(field: dataclasses.Field) -> Any:

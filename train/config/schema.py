@@ -154,23 +154,25 @@ class RunConfig:
         self, name: str, value: int | None, fields: dict[str, Any], field: dataclasses.Field
     ) -> None:
         """Set an open field to the data's value, or check that its value fits the data."""
-        given = fields.get(name)
-        if given is None and value is not None:
+        configured_value = fields.get(name)
+        if configured_value is None and value is not None:
             fields[name] = value
-        elif given is None:
+        elif configured_value is None:
             fields.pop(name, None)
             if field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(
                     f"model.{name} is not set, and data.objective={self.data.objective!r} does not "
                     f"determine it; is model.name={self.model.name!r} a model for this objective?"
                 )
-        elif value is not None and name in _MUST_EQUAL and given != value:
+        elif value is not None and name in _MUST_EQUAL and configured_value != value:
             raise ValueError(
-                f"model.{name}={given} must equal {FROM_DATA[name].format(value)}; do not set "
-                f"model.{name}, set the key of the section images"
+                f"model.{name}={configured_value} must equal {FROM_DATA[name].format(value)}; "
+                f"do not set model.{name}, set the key of the section images"
             )
-        elif value is not None and given < value:
-            raise ValueError(f"model.{name}={given} is less than {FROM_DATA[name].format(value)}")
+        elif value is not None and configured_value < value:
+            raise ValueError(
+                f"model.{name}={configured_value} is less than {FROM_DATA[name].format(value)}"
+            )
 
 
 #: Section of the config -> the dataclass that validates it.

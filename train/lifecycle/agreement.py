@@ -36,9 +36,9 @@ class DelayedAllReduce:
         Args:
             values: this process's values.
         """
-        own = np.asarray([values], np.int32)  # one row for each of this process's devices
+        local_row = np.asarray([values], np.int32)  # one row for each of this process's devices
         shape = (self._mesh.size, len(values))
-        by_device = jax.make_array_from_callback(shape, self._by_device, lambda _: own)
+        by_device = jax.make_array_from_callback(shape, self._by_device, lambda _: local_row)
         answer = self._pending
         self._pending = self._max(by_device)
         if answer is None:

@@ -110,10 +110,10 @@ def _set_position(batches: DatasetIterator, saved: dict[str, Any], where: str) -
     Raises:
         ValueError: this is not a state of such an iterator.
     """
-    own: Any = batches.get_state()
-    check_fields(saved, {name: type(value) for name, value in own.items()}, where)
+    current_state: Any = batches.get_state()
+    check_fields(saved, {name: type(value) for name, value in current_state.items()}, where)
     for name, value in saved.items():
-        if name not in own or isinstance(value, int) and not 0 <= value <= MAX_POSITION:
+        if name not in current_state or isinstance(value, int) and not 0 <= value <= MAX_POSITION:
             raise ValueError(f"{where} is damaged: {name} must not be {shortened(value)}")
     batches.set_state(saved)
 

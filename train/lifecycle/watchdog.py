@@ -177,11 +177,11 @@ class Watchdog:
                 _print_lines([f"process {self._process} has continued"])
 
     def _report(self, status: PhaseStatus) -> None:
-        own = self._heartbeat(status)
+        own_heartbeat = self._heartbeat(status)
         (key, limit_s) = self._limits[status.name]
         timeout_message = (
-            f"{_name(self._process, own)} has been {own} for {status.seconds:.0f} s, longer "
-            f"than {key}={limit_s:g}"
+            f"{_name(self._process, own_heartbeat)} has been {own_heartbeat} for "
+            f"{status.seconds:.0f} s, longer than {key}={limit_s:g}"
         )
         num_others = self._num_processes - 1
         search_message = f"; looking for {num_others} other process(es) in {self._directory}"
@@ -191,7 +191,7 @@ class Watchdog:
         second = self._read_others()
         if not self._is_unchanged_since(status):
             return
-        lines, is_own_fault = self._diagnose(own, first, second)
+        lines, is_own_fault = self._diagnose(own_heartbeat, first, second)
         _print_lines([*lines, *(["the stacks of this process:"] if is_own_fault else [])])
         if is_own_fault:
             faulthandler.dump_traceback(_STDERR, all_threads=True)
@@ -203,12 +203,15 @@ class Watchdog:
                 stream.flush()
 
     def _diagnose(
-        self, own: _Heartbeat, first: Mapping[int, _Heartbeat], second: Mapping[int, _Heartbeat]
+        self,
+        own_heartbeat: _Heartbeat,
+        first: Mapping[int, _Heartbeat],
+        second: Mapping[int, _Heartbeat],
     ) -> tuple[list[str], bool]:
         """Compare two readings of the heartbeats.
 
         Args:
-            own: this process.
+            own_heartbeat: this process.
             first: process index -> heartbeat, for the others.
             second: the same, some seconds later.
 
@@ -219,8 +222,8 @@ class Watchdog:
         silent = [i for i in others if i not in second]
         gone = {i for i in second if i in first and not _is_alive(first[i], second[i])}
         alive = {i: heartbeat for i, heartbeat in second.items() if i not in gone}
-        behind = [i for i, heartbeat in alive.items() if heartbeat.rank < own.rank]
-        ahead = [i for i, heartbeat in alive.items() if heartbeat.rank > own.rank]
+        behind = [i for i, heartbeat in alive.items() if heartbeat.rank < own_heartbeat.rank]
+        ahead = [i for i, heartbeat in alive.items() if heartbeat.rank > own_heartbeat.rank]
         lines = [f"{_name(i, second[i])} is gone: its last heartbeat was {second[i]}" for i in gone]
         lines += [
             f"{_name(i, alive[i])} is behind: {alive[i]} for {alive[i].seconds:.0f} s"
@@ -234,9 +237,11 @@ class Watchdog:
                 f"{_name(ahead[0], alive[ahead[0]])}, {alive[ahead[0]]}"
             )
         elif not lines:
-            what = "the step" if own.phase == "step" else f"phase {own.phase}"
+            what = "the step" if own_heartbeat.phase == "step" else f"phase {own_heartbeat.phase}"
             everyone = f"all {self._num_processes} processes are alive and"
-            lines.append(f"{everyone if others else 'this process is'} {own}: {what} itself hangs")
+            lines.append(
+                f"{everyone if others else 'this process is'} {own_heartbeat}: {what} itself hangs"
+            )
         return lines, not behind and (bool(ahead) or not gone and not silent)
 
     def _is_unchanged_since(self, status: PhaseStatus) -> bool:
@@ -303,8 +308,8 @@ def _is_alive(before: _Heartbeat, now: _Heartbeat) -> bool:
 
 
 def _at_most_listed(lines: Sequence[str]) -> list[str]:
-    rest = len(lines) - _MOST_LISTED
-    return [*lines[:_MOST_LISTED], f"and {rest} more"] if rest > 0 else list(lines)
+    num_unlisted = len(lines) - _MOST_LISTED
+    return [*lines[:_MOST_LISTED], f"and {num_unlisted} more"] if num_unlisted > 0 else list(lines)
 
 
 def _print_lines(lines: Sequence[str]) -> None:

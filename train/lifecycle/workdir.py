@@ -109,8 +109,8 @@ def check_processes_agree(run: Run, corpus: Corpus) -> None:
         ("config", repr(full_config(run))),
         ("data", f"{corpus.fingerprint} {corpus.contents}"),
     ):
-        own = hashlib.sha256(value.encode()).hexdigest()
-        is_same = exchange.on_first(lambda own=own: own) == own
+        digest = hashlib.sha256(value.encode()).hexdigest()
+        is_same = exchange.on_first(lambda digest=digest: digest) == digest
         problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
         if problem is not None:
             raise ValueError(

@@ -129,10 +129,12 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
     peak = config.learning_rate
     warmup = config.warmup_steps
     final = peak * config.final_learning_rate_fraction
-    rest = max(num_steps - 1 - warmup, 1)
+    decay_steps = max(num_steps - 1 - warmup, 1)
     after = {
-        "cosine": optax.cosine_decay_schedule(peak, rest, config.final_learning_rate_fraction),
-        "linear": optax.linear_schedule(peak, final, rest),
+        "cosine": optax.cosine_decay_schedule(
+            peak, decay_steps, config.final_learning_rate_fraction
+        ),
+        "linear": optax.linear_schedule(peak, final, decay_steps),
         "constant": optax.constant_schedule(peak),
     }[config.schedule]
     # In float32 the last rate of a decay can be slightly below its end, and so below 0.

@@ -49,14 +49,14 @@ def planned(
         ValueError: no plan divides the model and the batch, or none fits into memory.
         OSError: process 0 does not answer.
     """
-    kept = None if saved is None or config.mesh.replan else saved_settings(saved)
-    if kept is not None:
+    workdir_settings = None if saved is None or config.mesh.replan else saved_settings(saved)
+    if workdir_settings is not None:
         if config.memory.placement == AUTO:  # planned again, for the mesh that is kept
-            kept.pop("memory.placement", None)
-        problem = _why_not_kept(kept, config, fixed, devices.count)
+            workdir_settings.pop("memory.placement", None)
+        problem = _why_not_kept(workdir_settings, config, fixed, devices.count)
         if not problem:
             _log.info("plan    kept from the workdir; mesh.replan=True chooses again")
-            return _with_plan(config, kept)
+            return _with_plan(config, workdir_settings)
         _log.info("plan    the workdir's plan is not kept: %s", problem)
     settings = Exchange(timeout_s).on_first(lambda: _search(config, fixed, devices))
     return _with_plan(config, settings)
@@ -66,29 +66,32 @@ def saved_settings(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the plan in a saved config: `section.key` -> value; None if it was not planned."""
     if not saved.get("mesh", {}).get("auto"):
         return None
-    found = {}
+    settings = {}
     for key in SETTINGS:
         section, name = key.split(".")
         if name in saved.get(section, {}):
             value = saved[section][name]  # YAML has no tuples
-            found[key] = tuple(value) if isinstance(value, list) else value
-    return found
+            settings[key] = tuple(value) if isinstance(value, list) else value
+    return settings
 
 
 def _why_not_kept(
-    kept: Mapping[str, Any], config: RunConfig, fixed: Collection[str], num_devices: int
+    workdir_settings: Mapping[str, Any], config: RunConfig, fixed: Collection[str], num_devices: int
 ) -> str:
-    sizes = [kept.get(f"mesh.{axis}") for axis in AXES]
+    sizes = [workdir_settings.get(f"mesh.{axis}") for axis in AXES]
     planned_for = math.prod(size if isinstance(size, int) else 0 for size in sizes)
     if planned_for != num_devices:
         return f"it is for {planned_for} devices, and {num_devices} were found"
-    for key in kept.keys() & set(fixed):
+    for key in workdir_settings.keys() & set(fixed):
         section, name = key.split(".")
-        given = getattr(getattr(config, section), name)
-        if given != kept[key] and given != -1:
-            return f"{key} was {shown(kept[key])}, and the command line sets {shown(given)}"
+        fixed_value = getattr(getattr(config, section), name)
+        if fixed_value != workdir_settings[key] and fixed_value != -1:
+            return (
+                f"{key} was {shown(workdir_settings[key])}, and the command line sets "
+                f"{shown(fixed_value)}"
+            )
     try:
-        _with_plan(config, kept)
+        _with_plan(config, workdir_settings)
     except ValueError as error:  # such as another batch size
         return str(error)
     return ""

@@ -106,9 +106,12 @@ def calibrated(machine: Machine, devices: Sequence[Any], directory: Path) -> Mac
     values = read_json(path)
     kinds = {each.name: each.type for each in dataclasses.fields(Calibration)}
     check_fields(values, kinds, f"{path} (delete it, or calibrate again)")
-    found = Calibration(**{name: values[name] for name in kinds})
-    is_same = (found.device_kind, found.num_devices) == (devices[0].device_kind, len(devices))
-    return found.applied(machine) if is_same else machine
+    calibration = Calibration(**{name: values[name] for name in kinds})
+    is_same = (calibration.device_kind, calibration.num_devices) == (
+        devices[0].device_kind,
+        len(devices),
+    )
+    return calibration.applied(machine) if is_same else machine
 
 
 def calibrate(devices: Sequence[Any], directory: Path) -> Calibration:
@@ -117,10 +120,10 @@ def calibrate(devices: Sequence[Any], directory: Path) -> Calibration:
     Args:
         directory: cache directory; it is created.
     """
-    found = measure(devices)
+    calibration = measure(devices)
     make_private_directory(directory)
-    write_text(directory / _FILE, json.dumps(dataclasses.asdict(found), indent=2) + "\n")
-    return found
+    write_text(directory / _FILE, json.dumps(dataclasses.asdict(calibration), indent=2) + "\n")
+    return calibration
 
 
 def measure(devices: Sequence[Any]) -> Calibration:

@@ -108,13 +108,13 @@ class CompiledStep:
     def to_text(self) -> str:
         """Return the report as text."""
         run = self.run
-        found = self.to_json()
-        memory = found["memory"]
+        figures = self.to_json()
+        memory = figures["memory"]
         mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
         utilization = "not known" if self.mfu is None else f"{self.mfu:.1%}"
         fits = "fits" if memory["fits"] else "does not fit"
         lines = [
-            f"target     {found['target']}: {run.mesh.size} × {run.hardware.device_kind}",
+            f"target     {figures['target']}: {run.mesh.size} × {run.hardware.device_kind}",
             f"mesh       {mesh}",
             f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
             *(f"assumed    {line}" for line in self.assumed),

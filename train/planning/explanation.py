@@ -191,8 +191,8 @@ def _reason(choice: Choice, best: Choice, gpus_per_host: int) -> str:
     """Return why a plan is slower than the best one, or that it is not; "" for the best."""
     step = choice.step
     shape = step.run.mesh.shape
-    found = why_slower(best.step.prediction, step.prediction, shape, gpus_per_host)
-    return found or "it is as fast as the best" * (choice is not best)
+    reason = why_slower(best.step.prediction, step.prediction, shape, gpus_per_host)
+    return reason or "it is as fast as the best" * (choice is not best)
 
 
 def why_slower(
@@ -215,16 +215,16 @@ def why_slower(
         return ""
     increases = {part: getattr(other, part) - getattr(best, part) for part in _PARTS}
     part = max(increases, key=lambda part: increases[part])
-    found = f"{_PARTS[part]} +{_ms(increases[part])}, of +{_ms(more_s)}"
+    reason = f"{_PARTS[part]} +{_ms(increases[part])}, of +{_ms(more_s)}"
     if part != "exposed_communication_s" or not other.collectives:
-        return found
+        return reason
     known = {(each.kind, each.axes, each.loop): each.exposed_s for each in best.collectives}
 
     def increase(each: CollectiveTime) -> float:
         return each.exposed_s - known.get((each.kind, each.axes, each.loop), 0.0)
 
     collective = max(other.collectives, key=increase)
-    return f"{found}; {_described(collective, mesh_shape, gpus_per_host)}"
+    return f"{reason}; {_described(collective, mesh_shape, gpus_per_host)}"
 
 
 def _described(

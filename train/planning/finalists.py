@@ -93,12 +93,12 @@ class Finalists:
         is_last_resort: bool = False,
     ) -> list[_Pending]:
         """Start to compile the first plans that fit; arguments as for `compile`."""
-        found = self._runs.first(
+        fitting_runs = self._runs.first(
             pairs, count, of_each_shape=of_each_shape, trusts_composed=not is_last_resort
         )
         return [
             (plan, cost, self._compiles.start(plan, partial(self._devices.compile_whole, run)))
-            for plan, cost, run in found
+            for plan, cost, run in fitting_runs
         ]
 
     def compile(
@@ -198,12 +198,12 @@ class Finalists:
             errors[choice.plan.mesh, _schedule(choice.plan)].append(math.log(error))
         logs = 0.0
         weights = _WEIGHT_OF_NONE
-        for (mesh, schedule), found in errors.items():
+        for (mesh, schedule), log_errors in errors.items():
             has_mesh = mesh == plan.mesh
             has_schedule = schedule == _schedule(plan)
             weight = _WEIGHT + _WEIGHT_OF_MESH * has_mesh + _WEIGHT_OF_SCHEDULE * has_schedule
             weight += _WEIGHT_OF_BOTH * (has_mesh and has_schedule)
-            logs += weight * sum(found) / len(found)
+            logs += weight * sum(log_errors) / len(log_errors)
             weights += weight
         return math.exp(logs / weights)
 

@@ -127,16 +127,16 @@ def distinct(
         sure_bytes: composed memory with which a plan surely fits.
     """
     fastest: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
-    found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    pairs_by_shape: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
     for plan, cost in ranked:
         key = plan.shape
         first, least = fastest.setdefault(key, (plan, cost))
         is_near = cost.step_s <= _NEAR * least.step_s and cost.memory_bytes <= sure_bytes
-        is_lower = plan.zero_stage < found.get(key, (first, least))[0].zero_stage
+        is_lower = plan.zero_stage < pairs_by_shape.get(key, (first, least))[0].zero_stage
         same = dataclasses.replace(plan, zero_stage=first.zero_stage) == first
-        if key not in found or (is_near and is_lower and same):
-            found[key] = (plan, cost)
-    return [*found.values()]
+        if key not in pairs_by_shape or (is_near and is_lower and same):
+            pairs_by_shape[key] = (plan, cost)
+    return [*pairs_by_shape.values()]
 
 
 def promising(
@@ -163,10 +163,10 @@ def with_leaner(
         sure_bytes: composed memory with which a plan surely fits.
     """
     firsts = {pair[0].shape: pair for pair in distinct(ranked, sure_bytes)}
-    found = {}
+    costs = {}
     for plan, cost in ranked:
         first, its_cost = firsts[plan.shape]
-        found.setdefault(first, its_cost)
+        costs.setdefault(first, its_cost)
         if cost.memory_bytes < its_cost.memory_bytes:
-            found.setdefault(plan, cost)
-    return [*found.items()]
+            costs.setdefault(plan, cost)
+    return [*costs.items()]

@@ -126,11 +126,11 @@ class CompiledPart:
 
     def _compiled_times(self) -> PartTimes:
         text = self.run.compile_train_step().as_text() or ""
-        found = predict(text, dict(self.run.mesh.shape), self._devices.machine)
+        prediction = predict(text, dict(self.run.mesh.shape), self._devices.machine)
         # One forward loop per stack. XLA may rename the backward loops when it pipelines their
         # collectives, so these are not looked for.
-        loops = loops_s(found.run, LAYERS)[: len(self.run.functions.num_layers)]
-        return PartTimes(step_s=found.step_s, forwards_s=tuple(loops))
+        loops = loops_s(prediction.run, LAYERS)[: len(self.run.functions.num_layers)]
+        return PartTimes(step_s=prediction.step_s, forwards_s=tuple(loops))
 
     @cached_property
     def memory(self) -> PartMemory:

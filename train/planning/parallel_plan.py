@@ -234,33 +234,33 @@ class PlanSpace:
                 yield mesh
 
     def _sizes(self, axis: str) -> tuple[int, ...]:
-        given = self.config.mesh.sizes[axis]
+        configured_size = self.config.mesh.sizes[axis]
         is_fixed = f"mesh.{axis}" in self.fixed
-        if given != -1 and (is_fixed or axis not in _OPEN_AXES):
-            return (1,) if axis == "fsdp" and not is_fixed else (given,)
+        if configured_size != -1 and (is_fixed or axis not in _OPEN_AXES):
+            return (1,) if axis == "fsdp" and not is_fixed else (configured_size,)
         data = self.config.data
-        most = self.num_devices
+        max_size = self.num_devices
         if axis == "context" and not is_fixed:
-            most = 1 if data.reads_images else data.sequence_length // _CONTEXT_TOKENS
-        return tuple(size for size in _divisors(self.num_devices) if size <= max(1, most))
+            max_size = 1 if data.reads_images else data.sequence_length // _CONTEXT_TOKENS
+        return tuple(size for size in _divisors(self.num_devices) if size <= max(1, max_size))
 
     def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
-        given = self.config.train.num_microbatches
+        configured_count = self.config.train.num_microbatches
         counts = _divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp))
         if "train.num_microbatches" in self.fixed:
-            return [given] if given in counts else []
+            return [configured_count] if configured_count in counts else []
         if self.sees_whole_batch:
             return [1]
-        most = self.max_microbatches
-        return [count for count in counts if most is None or count <= most]
+        max_count = self.max_microbatches
+        return [count for count in counts if max_count is None or count <= max_count]
 
     def _pipelines(
         self, mesh: MeshConfig, num_microbatches: int, is_uneven: bool
     ) -> Iterator[dict[str, Any]]:
         """Yield the fields of a plan that describe its stages."""
-        given = self.config.pipeline.share_vocab
+        is_vocab_shared = self.config.pipeline.share_vocab
         is_open = mesh.pipeline > 1 and "pipeline.share_vocab" not in self.fixed
-        shared = (False, True) if is_open and self.can_share_vocab else (given,)
+        shared = (False, True) if is_open and self.can_share_vocab else (is_vocab_shared,)
         for schedule, chunks in self._schedules(mesh, num_microbatches):
             for share_vocab in shared:
                 for cut in self._cuts(mesh, chunks, share_vocab, is_uneven):
@@ -284,31 +284,31 @@ class PlanSpace:
 
     def _open_schedules(self) -> list[tuple[str, int]]:
         """Return the schedules with their chunks, as far as neither is fixed."""
-        given = self.config.pipeline
-        found = [*TRIED_SCHEDULES]
+        pipeline = self.config.pipeline
+        schedules = [*TRIED_SCHEDULES]
         if "pipeline.chunks" in self.fixed:
-            if given.chunks > 1:
-                found.append(("interleaved_1f1b", given.chunks))
-            found = [pair for pair in found if pair[1] == given.chunks]
+            if pipeline.chunks > 1:
+                schedules.append(("interleaved_1f1b", pipeline.chunks))
+            schedules = [pair for pair in schedules if pair[1] == pipeline.chunks]
         if "pipeline.schedule" in self.fixed:
-            found = [pair for pair in found if pair[0] == given.schedule]
-            found = found or [(given.schedule, given.chunks)]
-        return [*dict.fromkeys(found)]
+            schedules = [pair for pair in schedules if pair[0] == pipeline.schedule]
+            schedules = schedules or [(pipeline.schedule, pipeline.chunks)]
+        return [*dict.fromkeys(schedules)]
 
     def _cuts(
         self, mesh: MeshConfig, chunks: int, share_vocab: bool, is_uneven: bool
     ) -> Collection[tuple[str, ...]]:
         """Return the values of `pipeline.layers_per_stage` to try."""
-        given = self.config.pipeline.layers_per_stage
-        if given not in ((), BALANCED):  # the number of layers of each chunk
-            divides = len(given) == mesh.pipeline * chunks
-            return [given] * (divides and sum(map(int, given)) == self.num_layers)
+        configured_cut = self.config.pipeline.layers_per_stage
+        if configured_cut not in ((), BALANCED):  # the number of layers of each chunk
+            divides = len(configured_cut) == mesh.pipeline * chunks
+            return [configured_cut] * (divides and sum(map(int, configured_cut)) == self.num_layers)
         if mesh.pipeline == 1 or "pipeline.layers_per_stage" in self.fixed:
-            return [given]
-        found = self.cuts(mesh.pipeline * chunks, share_vocab)
+            return [configured_cut]
+        cuts = self.cuts(mesh.pipeline * chunks, share_vocab)
         # Stages that the user asks for are cut as evenly as they can be, however uneven that is.
         is_uneven |= "mesh.pipeline" in self.fixed
-        return [BALANCED] if not found and is_uneven else found
+        return [BALANCED] if not cuts and is_uneven else cuts
 
     def _plans(
         self, mesh: MeshConfig, count: int, pipeline: Mapping[str, Any]
@@ -345,5 +345,5 @@ def _products(choices: list, product: int) -> Iterator[tuple[int, ...]]:
         return
     for size in choices[0]:
         if product % size == 0:
-            for rest in _products(choices[1:], product // size):
-                yield (size, *rest)
+            for remaining_sizes in _products(choices[1:], product // size):
+                yield (size, *remaining_sizes)

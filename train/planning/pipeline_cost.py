@@ -69,9 +69,9 @@ def pipeline_s(
     if machine.shares_cores:  # a stage that waits leaves its cores to the others
         of_microbatch_s = forward_s + backward_s + head_s
         return plan.num_microbatches * of_microbatch_s / num_stages + other_s
-    most = max(shares)
+    max_share = max(shares)
     last = shares[-1]
-    times_s = (forward_s * most, backward_s * most, forward_s * last, backward_s * last)
+    times_s = (forward_s * max_share, backward_s * max_share, forward_s * last, backward_s * last)
     stages_s = ticks.work @ times_s
     group = [group_over(plan.mesh.sizes, ("pipeline",))]
     sends_s = _TICK_SENDS * transfer_s(machine, "collective-permute", group, head_input_bytes)
@@ -100,8 +100,8 @@ def in_flight(
         num_chunks: value of `pipeline.chunks`.
     """
     # More microbatches than this wait for their turn, and keep nothing.
-    most = 2 * num_stages + num_microbatches % num_stages
-    num_microbatches = min(num_microbatches, most)
+    max_microbatches = 2 * num_stages + num_microbatches % num_stages
+    num_microbatches = min(num_microbatches, max_microbatches)
     schedule = _schedule(name, num_stages, num_microbatches, num_chunks)
     saved = max_in_flight(schedule, until=(BACKWARD, INPUT_GRADIENT))
     waiting = max_in_flight(schedule, since=INPUT_GRADIENT, until=(WEIGHT_GRADIENT,))

@@ -98,14 +98,14 @@ class PlanCosts:
             plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
         )
         update_s += self._host_copies_s(plan)
-        kept = self._kept_bytes(plan)
-        allocated = kept + self._gradient_bytes(plan)
+        kept_bytes = self._kept_bytes(plan)
+        allocated = kept_bytes + self._gradient_bytes(plan)
         update_s += self._machine.allocation_s_per_byte * allocated
         return PlanCost(
             layers_s=self._layers_s(plan, part, times),
             exposed_s=self._exposed_s(plan, times) + self._outer_gradients_s(plan),
             update_s=update_s,
-            memory_bytes=self._state_bytes(plan) + kept,
+            memory_bytes=self._state_bytes(plan) + kept_bytes,
             unknown=tuple(self._layers.unknown(part)),
         )
 
@@ -119,23 +119,23 @@ class PlanCosts:
     def ranked(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the fastest plans, in order."""
         bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
-        found: list[tuple[ParallelPlan, PlanCost]] = []
+        pairs: list[tuple[ParallelPlan, PlanCost]] = []
         slowest_s = math.inf  # time of the slowest plan that is kept
         for least_s, i in bounds:
             if least_s > slowest_s:
                 break  # so are all that follow
-            found.append((plans[i], self.cost(plans[i])))
-            if len(found) % _NUM_RANKED == 0:
-                found = sorted(found, key=_step_s)[:_NUM_RANKED]
-                slowest_s = found[-1][1].step_s
-        return sorted(found, key=_step_s)
+            pairs.append((plans[i], self.cost(plans[i])))
+            if len(pairs) % _NUM_RANKED == 0:
+                pairs = sorted(pairs, key=_step_s)[:_NUM_RANKED]
+                slowest_s = pairs[-1][1].step_s
+        return sorted(pairs, key=_step_s)
 
     def leanest(
         self, plans: Sequence[ParallelPlan], count: int
     ) -> list[tuple[ParallelPlan, PlanCost]]:
         """Return the plans that take the least memory, in order."""
-        found = heapq.nsmallest(count, plans, key=self.memory_bytes)
-        return [(plan, self.cost(plan)) for plan in found]
+        leanest_plans = heapq.nsmallest(count, plans, key=self.memory_bytes)
+        return [(plan, self.cost(plan)) for plan in leanest_plans]
 
     def part(self, plan: ParallelPlan) -> Part:
         """Return the part whose layers a plan consists of."""
@@ -295,8 +295,10 @@ class PlanCosts:
         # One layer of the stage at a time is on the device.
         layers = self._largest_stage(plan) * len(self._layers.work.layers)
         updated = (12 + 4 * in_blocks) / layers / (shards if stage >= 1 else 1)
-        kept = (1 - in_blocks) * (copy + gradients) + updated
-        return frozen_bytes + self._trained(plan) * ((1 - optimizer) * on_device + optimizer * kept)
+        left_on_device = (1 - in_blocks) * (copy + gradients) + updated
+        return frozen_bytes + self._trained(plan) * (
+            (1 - optimizer) * on_device + optimizer * left_on_device
+        )
 
     def _frozen_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of frozen parameters, and of their copies in the compute dtype."""
@@ -323,18 +325,18 @@ class PlanCosts:
     def _kept_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of activations that wait for a backward, and of temporary values."""
         part = self.part(plan)
-        kept = self._layers.memory(part)
+        part_memory = self._layers.memory(part)
         if plan.mesh.pipeline == 1:
-            return kept.activations + kept.temporaries
+            return part_memory.activations + part_memory.temporaries
         saved, waiting = in_flight(
             plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
         )
-        activations = kept.activations * (saved if plan.pipeline_remat == "none" else 1)
+        activations = part_memory.activations * (saved if plan.pipeline_remat == "none" else 1)
         if waiting:
             whole = self._layers.memory(dataclasses.replace(part, remat="none")).activations
-            recomputed = whole - kept.activations
+            recomputed = whole - part_memory.activations
             activations += waiting * (_FOR_WEIGHTS * whole + _RECOMPUTED * recomputed)
-        return max(self._shares(plan)) * activations + kept.temporaries
+        return max(self._shares(plan)) * activations + part_memory.temporaries
 
 
 def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:

@@ -80,7 +80,7 @@ def first_tried(
     meshes = [MeshConfig(data=num_devices)]
     if 1 < model and num_devices % model == 0:
         meshes.append(MeshConfig(data=num_devices // model, model=model))
-    found = []
+    not_compiled = []
     for mesh in meshes:
         costed = [(plan, cost(plan)) for plan in plans if plan.mesh == mesh]
         fitting = [pair for pair in costed if pair[1].memory_bytes <= budget_bytes]
@@ -90,8 +90,8 @@ def first_tried(
             plan, least = min(costed, key=lambda pair: pair[1].memory_bytes)
         else:
             plan = least = None
-        found.append(NotCompiled(mesh=mesh, plan=plan, cost=least))
-    return found
+        not_compiled.append(NotCompiled(mesh=mesh, plan=plan, cost=least))
+    return not_compiled
 
 
 def no_division(
@@ -185,13 +185,13 @@ def check_max_microbatches(most: int | None, config: RunConfig, fixed: Collectio
     Raises:
         ValueError: the limit is not positive, or less than a fixed number.
     """
-    given = config.train.num_microbatches
+    num_microbatches = config.train.num_microbatches
     if most is not None and most < 1:
         raise ValueError(f"--max_microbatches={most} must be at least 1")
-    if most is not None and "train.num_microbatches" in fixed and given > most:
+    if most is not None and "train.num_microbatches" in fixed and num_microbatches > most:
         raise ValueError(
-            f"--max_microbatches={most} contradicts train.num_microbatches={given}; leave out one "
-            "of the two"
+            f"--max_microbatches={most} contradicts train.num_microbatches={num_microbatches}; "
+            "leave out one of the two"
         )
 
 
@@ -312,12 +312,14 @@ def _fits(needs: Callable[[], Needs | None], budget: Budget) -> bool | None:
     A plan that a check of the whole run refuses does not fit.
     """
     try:
-        found = needs()
+        estimated_needs = needs()
     except ValueError:
         return False
-    if found is None:
+    if estimated_needs is None:
         return None
-    return excess(found, budget, device_bytes=_COMPILED * found.device_bytes) <= 1
+    return (
+        excess(estimated_needs, budget, device_bytes=_COMPILED * estimated_needs.device_bytes) <= 1
+    )
 
 
 def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:
@@ -332,10 +334,10 @@ def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:
     return [n for n in ordered if n > 0 and n != number]
 
 
-def _round_numbers(most: int) -> set[int]:
+def _round_numbers(number: int) -> set[int]:
     """Return the divisors of a number, and the powers of two up to it."""
-    divisors = {n for n in range(1, most + 1) if most % n == 0}
-    return divisors | {1 << n for n in range(most.bit_length())}
+    divisors = {n for n in range(1, number + 1) if number % n == 0}
+    return divisors | {1 << n for n in range(number.bit_length())}
 
 
 def _has_plan(space: PlanSpace) -> bool:

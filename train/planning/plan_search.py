@@ -106,9 +106,9 @@ class PlanSearch:
             self._start()
             try:
                 choices = self._finalists()
-            except DoesNotFit as found:
+            except DoesNotFit as error:
                 if not may_use_host_memory(self._config, self._fixed, self._devices.machine):
-                    raise ValueError(self._no_memory(found)) from None
+                    raise ValueError(self._no_memory(error)) from None
                 self._place_in_host_memory()
                 try:
                     choices = self._finalists()
@@ -125,19 +125,19 @@ class PlanSearch:
         """
         self._pairs = with_leaner(self._refine(), self._sure_bytes)
         self._say("compiles the best plans whole")
-        found = self._compiled.compile_promising(self._pairs)
-        if not found:
+        choices = self._compiled.compile_promising(self._pairs)
+        if not choices:
             lean = self._costs.leanest(self.plans, MAX_TRIES)
             for pair in lean[:_NUM_LEAN]:
-                found = self._compiled.compile([pair], 1, is_last_resort=True)
-                if found:
+                choices = self._compiled.compile([pair], 1, is_last_resort=True)
+                if choices:
                     break
-            if found:  # others may be faster
+            if choices:  # others may be faster
                 lean.sort(key=lambda pair: pair[1].step_s)
-                found = self._compiled.compile(lean, _NUM_LEAN, of_each_shape=2)
-        if not found:
+                choices = self._compiled.compile(lean, _NUM_LEAN, of_each_shape=2)
+        if not choices:
             raise self._compiled.error()
-        variants = self._zero_variants(found[0])
+        variants = self._zero_variants(choices[0])
         return self._compiled.compile(variants, _NUM_VARIANTS, of_each_shape=4)
 
     def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
@@ -167,11 +167,11 @@ class PlanSearch:
         """
         compiled = {choice.plan.shape for choice in choices}
         least_s = choices[0].step.prediction.step_s
-        found: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+        pairs_by_shape: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
         for plan, _ in self._pairs:
             if plan.shape not in compiled and plan not in self._runs.excluded:
-                found.setdefault(plan.shape, (plan, self.cost(plan)))
-        others = [pair for pair in found.values() if pair[1].step_s >= least_s]
+                pairs_by_shape.setdefault(plan.shape, (plan, self.cost(plan)))
+        others = [pair for pair in pairs_by_shape.values() if pair[1].step_s >= least_s]
         others.sort(key=lambda pair: pair[1].step_s)
         return [
             NotCompiled(mesh=plan.mesh, plan=plan, cost=cost)
@@ -260,9 +260,9 @@ class PlanSearch:
                 done.result()
                 self._layers.measure([pending.pop(done)])
 
-    def _no_memory(self, found: DoesNotFit) -> str:
+    def _no_memory(self, error: DoesNotFit) -> str:
         return no_memory(
-            found,
+            error,
             self._config,
             self._budget,
             self._devices.count,
@@ -305,11 +305,11 @@ class PlanSearch:
         return self._legal[key]
 
     def _remats(self, run: Run) -> tuple[str, ...]:
-        given = self._config.train.remat
+        configured_remat = self._config.train.remat
         if "train.remat" in self._fixed:
-            return (given,)
+            return (configured_remat,)
         names = [name for name in ("mlp", "attention") if name in run.traces.activation_names]
-        return tuple(dict.fromkeys(["none", ",".join(names) or "none", "full", given]))
+        return tuple(dict.fromkeys(["none", ",".join(names) or "none", "full", configured_remat]))
 
     def _say(self, text: str) -> None:
         _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)

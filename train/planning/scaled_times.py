@@ -142,17 +142,17 @@ class ScaledTimes:
         key = num_chunks, is_balanced, shares_vocab
         if key not in self._cuts:
             if is_balanced:
-                found = self.work.balanced(num_chunks, shares_vocab=shares_vocab)
+                layer_counts = self.work.balanced(num_chunks, shares_vocab=shares_vocab)
             else:
-                found = even_cut(len(self.work.layers), num_chunks)
-            self._cuts[key] = found
+                layer_counts = even_cut(len(self.work.layers), num_chunks)
+            self._cuts[key] = layer_counts
         return self._cuts[key]
 
     def busiest(self, num_chunks: int, *, is_balanced: bool, shares_vocab: bool) -> float:
         """Return the work of the busiest of a pipeline's chunks, relative to their mean."""
         counts = self.cut(num_chunks, is_balanced=is_balanced, shares_vocab=shares_vocab)
-        found = self.work.per_virtual_stage(counts, shares_vocab=shares_vocab)
-        return max(found) * num_chunks / sum(found)
+        chunk_flops = self.work.per_virtual_stage(counts, shares_vocab=shares_vocab)
+        return max(chunk_flops) * num_chunks / sum(chunk_flops)
 
     def cuts_to_try(self, num_chunks: int, share_vocab: bool) -> list[tuple[str, ...]]:
         """Return values of `pipeline.layers_per_stage` that are worth trying.
@@ -164,10 +164,10 @@ class ScaledTimes:
         even = self.busiest(num_chunks, is_balanced=False, shares_vocab=share_vocab)
         balanced = self.busiest(num_chunks, is_balanced=True, shares_vocab=share_vocab)
         divides = len(self.work.layers) % num_chunks == 0
-        found: list[tuple[str, ...]] = [()] * divides
+        cuts: list[tuple[str, ...]] = [()] * divides
         helps = not divides or even > _MOST_IMBALANCE * balanced
-        found += [BALANCED] * (helps and balanced <= _MOST_LOAD)
-        return found
+        cuts += [BALANCED] * (helps and balanced <= _MOST_LOAD)
+        return cuts
 
     @cached_property
     def memory_rate(self) -> float:
@@ -190,16 +190,16 @@ class ScaledTimes:
         """Read the times of `parts_of_base`, after they have been compiled."""
         trained = self.trained_fraction * self.num_params / self.base.model
         self._update_s = _UPDATE_BYTES * trained / self.memory_rate
-        found = [self.compiled(part).times for part in parts]
+        part_times = [self.compiled(part).times for part in parts]
         added = (parts[-1].batch - parts[-2].batch) / self.base.batch
-        growing_s = (found[-1].step_s - found[-2].step_s) / added
+        growing_s = (part_times[-1].step_s - part_times[-2].step_s) / added
         work = self.work
         outside = work.embed + work.head
         self._head_s = growing_s * outside / (outside + sum(work.layers))
-        self._stack_times = found[-1].forwards_s
+        self._stack_times = part_times[-1].forwards_s
         self._batches = [part.batch for part in parts]
         self._times = []
-        for part, times in zip(parts, found, strict=True):
+        for part, times in zip(parts, part_times, strict=True):
             rest_s = times.forward_s + self.head_s(part) + self._update_s
             backward_s = max(0.0, times.step_s - rest_s)
             self._times.append(LayerTimes(forward_s=times.forward_s, backward_s=backward_s))
@@ -211,12 +211,12 @@ class ScaledTimes:
     def unknown(self, part: Part) -> list[Part]:
         """Return the parts to compile before the times of `part` are known."""
         base = self.base
-        found = []
+        missing_parts = []
         if self._measured_split(part.context, part.model) is None:
-            found.append(self.with_split(part))
+            missing_parts.append(self.with_split(part))
         if part.remat not in self._recomputed:
-            found.append(dataclasses.replace(base, remat=part.remat))
-        return found
+            missing_parts.append(dataclasses.replace(base, remat=part.remat))
+        return missing_parts
 
     def is_between(self, part: Part, parts: Iterable[Part]) -> bool:
         """Return whether a part can be interpolated once these larger splits are known."""
@@ -229,15 +229,15 @@ class ScaledTimes:
         """Read the factors of parts from `unknown`, after they have been compiled."""
         whole = self._of_base(self.base.batch)
         for part in parts:
-            found = self.compiled(part).times
+            times = self.compiled(part).times
             rest_s = self.head_s(part) + self.update_s(part.model, 1, 0)
-            backward_s = max(0.0, found.step_s - found.forward_s - rest_s)
+            backward_s = max(0.0, times.step_s - times.forward_s - rest_s)
             if part.remat != self.base.remat:
                 more_s = backward_s - whole.backward_s
                 self._recomputed[part.remat] = _ratio(more_s, whole.forward_s, 0.0)
             if (part.context, part.model) != (self.base.context, self.base.model):
                 self._splits[part.context, part.model] = (
-                    _ratio(found.forward_s, whole.forward_s, 1.0),
+                    _ratio(times.forward_s, whole.forward_s, 1.0),
                     _ratio(backward_s, whole.backward_s, 1.0),
                 )
 
@@ -275,15 +275,17 @@ class ScaledTimes:
             replicas: number of replicas.
         """
         state = _OPTIMIZER_BYTES / _UPDATE_BYTES / (replicas if zero_stage else 1)
-        rest = (1 - _OPTIMIZER_BYTES / _UPDATE_BYTES) / (replicas if zero_stage == 3 else 1)
-        return self._update_s * self.base.model / split * (state + rest)
+        non_optimizer_share = (1 - _OPTIMIZER_BYTES / _UPDATE_BYTES) / (
+            replicas if zero_stage == 3 else 1
+        )
+        return self._update_s * self.base.model / split * (state + non_optimizer_share)
 
     def memory(self, part: Part) -> PartMemory:
         """Return the memory of a part for all layers, without its state."""
-        found = self.compiled(dataclasses.replace(self.base, remat=part.remat)).memory
+        base_memory = self.compiled(dataclasses.replace(self.base, remat=part.remat)).memory
         work = self._work(part)
         return PartMemory(
-            activations=work * found.activations, temporaries=work * found.temporaries
+            activations=work * base_memory.activations, temporaries=work * base_memory.temporaries
         )
 
     def _measured_split(self, context: int, model: int) -> tuple[float, float] | None:

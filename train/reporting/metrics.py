@@ -89,7 +89,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    lines = [{name: number_as_json(value) for name, value in entry.items()} for entry in kept]
+    earlier_entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+    lines = [
+        {name: number_as_json(value) for name, value in entry.items()} for entry in earlier_entries
+    ]
     text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
     write_text(path, text, reaches_disk=True)  # atomically, so that a kill here loses nothing

@@ -48,7 +48,7 @@ def attention_kernels(
     # The microbatch belongs to one replica already, so its batch axis must not be split again.
     per_example_rules = {**rules, "batch": ()}
     with (
-        attention.recorded_kernels() as found,
+        attention.recorded_kernels() as kernels,
         traced_for(hardware, setting),
         use_mesh(mesh),
         axis_rules(per_example_rules),
@@ -56,7 +56,7 @@ def attention_kernels(
         for stack, (_, x) in functions.activation_types(parts["non_stack"], microbatch).items():
             layer = one_layer(parts["stacks"][stack])
             jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)
-    for selected in found:
+    for selected in kernels:
         is_large = selected.kernel == "plain" and selected.scores_bytes > MAX_SCORES_BYTES
         if not is_large or setting == "plain":
             continue
@@ -65,4 +65,4 @@ def attention_kernels(
             "for its scores on each device; set precision.compute=bfloat16 if that is the reason, "
             "use more microbatches or a shorter sequence, or accept it with model.attention=plain"
         )
-    return tuple(found)
+    return tuple(kernels)

@@ -133,17 +133,19 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
     """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
-    kept = saved_names(remat)
-    if not kept and not offload:
+    remat_names = saved_names(remat)
+    if not remat_names and not offload:
         return
     known = traces.activation_names
     named = ", ".join(sorted(known)) or "none"
-    for name in (*kept, *offload):
+    for name in (*remat_names, *offload):
         if name not in known:
-            levels = f"choose {', '.join(REMAT_POLICIES)}, or " if name in kept else "choose "
+            levels = (
+                f"choose {', '.join(REMAT_POLICIES)}, or " if name in remat_names else "choose "
+            )
             key = (
                 f"train.remat={remat!r}"
-                if name in kept
+                if name in remat_names
                 else (f"memory.offload_activations={offload}")
             )
             raise ValueError(

@@ -143,7 +143,7 @@ def _check_adapters(
 
 
 def _paths_with(origin: str, origins: Mapping[Path, str]) -> list[Path]:
-    return sorted(path for path, found in origins.items() if found == origin)
+    return sorted(path for path, path_origin in origins.items() if path_origin == origin)
 
 
 def _report(origins: Mapping[Path, str]) -> None:
@@ -202,8 +202,8 @@ def _label_order(
     return None
 
 
-def _some(names: Sequence[str], most: int = 10) -> str:
-    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
+def _some(names: Sequence[str], max_names: int = 10) -> str:
+    return ", ".join([*names[:max_names], *(["…"] if len(names) > max_names else [])])
 
 
 def _check_patches(
@@ -284,8 +284,8 @@ def _norms(kernel: jax.Array, wanted: jax.ShapeDtypeStruct, *, is_stacked: bool)
     def make(kernel: jax.Array) -> jax.Array:
         return norms(to_device(kernel), num_inputs, num_layers=int(is_stacked)).astype(wanted.dtype)
 
-    found = jax.jit(make, out_shardings=in_device_memory(sharding))(kernel)
-    return jax.device_put(found, sharding)
+    kernel_norms = jax.jit(make, out_shardings=in_device_memory(sharding))(kernel)
+    return jax.device_put(kernel_norms, sharding)
 
 
 def _flat(params: Tree) -> dict[Path, Any]:

@@ -135,9 +135,9 @@ def _with_backward(function: Callable, num_inputs: int) -> Callable:
 
     def run(*args):
         inputs = args[:num_inputs]
-        rest = args[num_inputs:-1]
+        other_args = args[num_inputs:-1]
         dy = args[-1]
-        return jax.vjp(lambda *inputs: function(*inputs, *rest), *inputs)[1](dy)
+        return jax.vjp(lambda *inputs: function(*inputs, *other_args), *inputs)[1](dy)
 
     return run
 

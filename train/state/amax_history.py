@@ -94,8 +94,8 @@ def without_scaling(grads: Tree, history: History) -> tuple[Tree, History]:
     stacks = grads["stacks"]
     rows = len(float8.WITH_HISTORY)
     seen = {stack: stacks[stack]["scaling"][:, :, :rows] for stack in history}
-    own = {stack: stacks[stack]["layer"] for stack in history}
-    return grads | {"stacks": stacks | own}, seen
+    layer_grads = {stack: stacks[stack]["layer"] for stack in history}
+    return grads | {"stacks": stacks | layer_grads}, seen
 
 
 def with_scaling_specs(sharding: ParamSharding, functions: ModelFunctions) -> ParamSharding:

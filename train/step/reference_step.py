@@ -38,7 +38,7 @@ def make_reference_step(
 
     def reference_step(params: Any, batch: Batch) -> Batch:
         with axis_rules(rules), traced_for(config.hardware, config.attention):
-            found = teach(params, to_microbatches(batch, config))
-        return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in found.items()}
+            outputs = teach(params, to_microbatches(batch, config))
+        return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in outputs.items()}
 
     return reference_step

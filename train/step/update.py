@@ -172,8 +172,8 @@ class Update:
             pairs = zip(jax.tree.leaves(state), is_of_param, strict=True)
             return [leaf for leaf, of_param in pairs if of_param != shared]
 
-        def whole_state(own: list, shared: list) -> Tree:
-            own_leaves = iter(own)
+        def whole_state(param_leaves: list, shared: list) -> Tree:
+            own_leaves = iter(param_leaves)
             shared_leaves = iter(shared)
             return structure.unflatten(
                 [next(own_leaves if of_param else shared_leaves) for of_param in is_of_param]
@@ -181,17 +181,19 @@ class Update:
 
         def update(carry, arrays, old, constants):
             (grads, row_ids) = arrays
-            (params, own) = old
+            (params, param_leaves) = old
             (shared, outcome) = constants
-            params, state = self._updated(grads, whole_state(own, shared), params, row_ids, outcome)
+            params, state = self._updated(
+                grads, whole_state(param_leaves, shared), params, row_ids, outcome
+            )
             return carry, (params, leaves_of(state, shared=False))
 
-        own = leaves_of(opt_state, shared=False)
+        param_leaves = leaves_of(opt_state, shared=False)
         shared = leaves_of(opt_state, shared=True)
-        _, (params, own) = self._in_slices(
-            group, update, (), (grads, row_ids), (params, own), (shared, outcome)
+        _, (params, param_leaves) = self._in_slices(
+            group, update, (), (grads, row_ids), (params, param_leaves), (shared, outcome)
         )
-        return params, whole_state(own, shared)
+        return params, whole_state(param_leaves, shared)
 
     def _updated(
         self, grads: Tree, opt_state: Tree, params: Tree, row_ids: Tree, outcome: StepOutcome
@@ -332,11 +334,11 @@ def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:
     if any(param.sharding.mesh.shape[axis] > 1 for axis in axes):
         return 1, num_rows
     local = param.sharding.shard_shape(param.shape)
-    most = min(num_rows, max(1, _SLICE_SIZE // math.prod(local[1:])))
-    rows = max(n for n in range(1, most + 1) if num_rows % n == 0)
+    max_rows = min(num_rows, max(1, _SLICE_SIZE // math.prod(local[1:])))
+    rows = max(n for n in range(1, max_rows + 1) if num_rows % n == 0)
     # If the number of rows has no suitable divisor, e.g. a prime, many tiny slices would cost more
     # than they save.
-    return (num_rows // rows, rows) if 4 * rows >= most else (1, num_rows)
+    return (num_rows // rows, rows) if 4 * rows >= max_rows else (1, num_rows)
 
 
 def _chosen(tree: Tree, chosen: Tree) -> Tree:

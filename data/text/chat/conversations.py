@@ -96,10 +96,10 @@ class EncodedChats:
     @property
     def digest(self) -> str:
         """A hash of everything."""
-        found = hashlib.sha256(self.tokens.tobytes())
-        found.update(self.is_learned.tobytes())
-        found.update(self.ends.tobytes())
-        return found.hexdigest()
+        digest = hashlib.sha256(self.tokens.tobytes())
+        digest.update(self.is_learned.tobytes())
+        digest.update(self.ends.tobytes())
+        return digest.hexdigest()
 
 
 def open_chats(config: DataConfig) -> dict[str, ChatLines]:
@@ -145,8 +145,8 @@ def encode(
         marked = read_array(Path(f"{name}-tokens.npy"))
         ends = read_array(Path(f"{name}-ends.npy"))
         if marked is None or ends is None:
-            most = config.sequence_length // lines.num_dialogues + 1
-            parts = [*_encoded(lines, template, tokenizer, most)]
+            max_tokens = config.sequence_length // lines.num_dialogues + 1
+            parts = [*_encoded(lines, template, tokenizer, max_tokens)]
             marked = np.concatenate([np.zeros(0, np.int64), *parts])
             ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
             write_array(Path(f"{name}-tokens.npy"), marked)
@@ -194,45 +194,47 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     answer = "Answer."
     messages = [{"role": "user", "content": "A?"}, {"role": "assistant", "content": answer}]
     try:
-        found = template.learned(Dialogue(messages))
+        rendered = template.learned(Dialogue(messages))
     except ValueError:
         return None
-    places = (found.text.find(answer, start, stop) for start, stop in found.spans)
+    places = (rendered.text.find(answer, start, stop) for start, stop in rendered.spans)
     place = next((each for each in places if each >= 0), None)
     if place is None:
         return None
-    ids, offsets = tokenizer.encode_with_offsets(found.text)
+    ids, offsets = tokenizer.encode_with_offsets(rendered.text)
     # The token may be in another part than the content, if the template marks several parts.
     end = place + len(answer)
-    follows = _is_within(offsets, [(max(start, end), stop) for start, stop in found.spans])
+    follows = _is_within(offsets, [(max(start, end), stop) for start, stop in rendered.spans])
     ends = ids[follows & ~tokenizer.is_text()[ids]]
     return int(ends[0]) if len(ends) else None
 
 
 def _encoded(
-    lines: ChatLines, template: ChatTemplate, tokenizer: Tokenizer, most: int
+    lines: ChatLines, template: ChatTemplate, tokenizer: Tokenizer, max_tokens: int
 ) -> Iterator[np.ndarray]:
-    """Yield 2 × id + is_learned for the tokens of each conversation, at most `most`.
+    """Yield 2 × id + is_learned for the tokens of each conversation, at most `max_tokens`.
 
     The conversations of a line are empty if nothing is learned of one of them.
     """
     num_cut = 0
     for rendered in _rendered(lines, template):
-        found = []
+        arrays = []
         sizes = []
         for each in rendered:
             ids, offsets = tokenizer.encode_with_offsets(each.text)
             sizes.append(len(ids))
-            found.append(2 * ids[:most].astype(np.int64) + _is_within(offsets[:most], each.spans))
-        num_cut += max(sizes) > most
-        is_learned = all((marked[1:] & 1).any() for marked in found)
-        yield from found if is_learned else [np.zeros(0, np.int64)] * len(found)
+            arrays.append(
+                2 * ids[:max_tokens].astype(np.int64) + _is_within(offsets[:max_tokens], each.spans)
+            )
+        num_cut += max(sizes) > max_tokens
+        is_learned = all((marked[1:] & 1).any() for marked in arrays)
+        yield from arrays if is_learned else [np.zeros(0, np.int64)] * len(arrays)
     if num_cut:
         _log.warning(
             "%d of %d lines have conversations of more than %d tokens, which are cut",
             num_cut,
             len(lines),
-            most,
+            max_tokens,
         )
 
 
@@ -268,10 +270,10 @@ def _batches(lines: ChatLines) -> Iterator[range]:
 
 
 def _of_lines(
-    lines: ChatLines, numbers: range, found: Future[list[Rendered | ValueError]]
+    lines: ChatLines, numbers: range, future: Future[list[Rendered | ValueError]]
 ) -> Iterator[list[Rendered]]:
     """Yield the results for each line, or raise the error of the first one that has one."""
-    results = iter(found.result())
+    results = iter(future.result())
     for number in numbers:
         rendered = []
         for result in itertools.islice(results, lines.num_dialogues):
@@ -288,7 +290,7 @@ def _is_within(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
         offsets: int[n, 2], first character and end of each token.
         spans: parts.
     """
-    found = np.zeros(len(offsets), bool)
+    is_within = np.zeros(len(offsets), bool)
     for start, stop in spans:
-        found |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
-    return found
+        is_within |= (offsets[:, 0] < stop) & (offsets[:, 1] > start)
+    return is_within

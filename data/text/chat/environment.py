@@ -55,8 +55,8 @@ class _Namespace(jinja2.utils.Namespace):
     """A namespace without names that Python gives a meaning, such as `__class__`."""
 
     def __init__(*args: Any, **values: Any):
-        self, *given = args
-        values = dict(*given, **values)
+        self, *positional = args
+        values = dict(*positional, **values)
         for name in values:
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, values)

@@ -63,13 +63,13 @@ def render(request: dict[str, Any]) -> list[dict[str, Any]]:
     """
     conversations = request.pop("conversations")
     program = _Program(**request)
-    found = []
+    results = []
     for each in conversations:
         try:
-            found.append(program.rendered(**each))
+            results.append(program.rendered(**each))
         except _Refused as error:
-            found.append({"error": str(error)})
-    return found
+            results.append({"error": str(error)})
+    return results
 
 
 class _Program:
@@ -152,14 +152,14 @@ class _Program:
         num_given: int,
     ) -> list[Span]:
         """Return the parts of a text that are not in the given messages."""
-        given = messages[:num_given]
+        given_messages = messages[:num_given]
         for add_generation_prompt in (True, False):
-            start = self._run(given, tools, add_generation_prompt)
+            start = self._run(given_messages, tools, add_generation_prompt)
             if text.startswith(start):
                 first = len(start)
                 return [(max(begin, first), end) for begin, end in spans if end > first]
         if len(spans) == _num_answers(messages):
-            return spans[_num_answers(given) :]
+            return spans[_num_answers(given_messages) :]
         raise self._not_clear(
             f"renders the first {num_given} messages differently when others follow",
             remedy="put {% generation %} and {% endgeneration %} around each answer once",
@@ -169,7 +169,7 @@ class _Program:
         self, text: str, messages: list[Message], tools: list[Any] | None
     ) -> list[Span]:
         """Return the part that each answer adds to the text of the messages before it."""
-        found = []
+        spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -179,8 +179,8 @@ class _Program:
             until = self._run(messages[: number + 1], tools)
             if not (text.startswith(until) and until.startswith(prompt)):
                 raise self._not_clear(f"renders message {number} differently when others follow")
-            found.append((len(prompt), len(until)))
-        return found
+            spans.append((len(prompt), len(until)))
+        return spans
 
     def _not_clear(
         self,
@@ -248,11 +248,11 @@ def _normalized(message: Message) -> Message:
     Fields that are null are left out, since templates render them or ask whether they exist. The
     reasoning before an answer has all names that templates have for it.
     """
-    found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[key] for key in _REASONING if key in fields), None)
     if reasoning is None:
-        return found
-    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _reason(error: Exception, is_repeatable: bool) -> str:

@@ -145,10 +145,10 @@ class ChatTemplate:
             ValueError: The template refuses the messages, or exceeds the limits.
         """
         request = _request(messages, add_generation_prompt=add_generation_prompt)
-        (found,) = self._call([request | {"variables": dict(variables or {})}])
-        if "error" in found:
-            raise ValueError(found["error"])
-        return found["text"]
+        (result,) = self._call([request | {"variables": dict(variables or {})}])
+        if "error" in result:
+            raise ValueError(result["error"])
+        return result["text"]
 
     def learned(self, dialogue: Dialogue) -> Rendered:
         """Return the text of a conversation, and its learned parts.
@@ -158,10 +158,10 @@ class ChatTemplate:
                 and renders earlier messages differently when others follow, or the assistant
                 begins.
         """
-        (found,) = self.learned_of_all([dialogue])
-        if isinstance(found, ValueError):
-            raise found
-        return found
+        (result,) = self.learned_of_all([dialogue])
+        if isinstance(result, ValueError):
+            raise result
+        return result
 
     def learned_of_all(self, dialogues: Sequence[Dialogue]) -> list[Rendered | ValueError]:
         """Return the result of `learned` for each conversation, up to the first error.
@@ -174,23 +174,23 @@ class ChatTemplate:
         requests = [
             _request(each.messages, each.tools, num_given=each.num_given) for each in dialogues
         ]
-        found: list[Rendered | ValueError] = []
+        outcomes: list[Rendered | ValueError] = []
         try:
             results = self._call(requests)
         except ValueError as error:
             if len(dialogues) == 1:
                 return [error]
             for each in dialogues:
-                found += self.learned_of_all([each])
-                if isinstance(found[-1], ValueError):
+                outcomes += self.learned_of_all([each])
+                if isinstance(outcomes[-1], ValueError):
                     break
-            return found
+            return outcomes
         for each in results:
             if "error" in each:
-                return [*found, ValueError(each["error"])]
+                return [*outcomes, ValueError(each["error"])]
             spans = [(start, stop) for start, stop in each["spans"]]
-            found.append(Rendered(text=each["text"], spans=spans))
-        return found
+            outcomes.append(Rendered(text=each["text"], spans=spans))
+        return outcomes
 
     def _call(self, conversations: list[dict[str, Any]]) -> list[dict[str, Any]]:
         request = self._program | {"conversations": conversations}
@@ -223,14 +223,14 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
     Raises:
         ValueError: There is no template, or it cannot be read.
     """
-    found = find_template(setting, tokenizer, eos_token)
-    if found is None:
+    template = find_template(setting, tokenizer, eos_token)
+    if template is None:
         where = f" in {_directory_of(tokenizer)}" if tokenizer else ""
         raise ValueError(
             f"this data.objective needs a chat template, but data.tokenizer has none{where}; set "
             "data.chat_template to the path of a Jinja file, or to 'roles'"
         )
-    return found
+    return template
 
 
 def find_template(
@@ -285,10 +285,10 @@ def _texts_of(
         files = {"default": directory / TEMPLATE_FILE, "tool_use": directory / TOOLS_FILE}
         texts = {name: _read(file) for name, file in files.items() if file.is_file()}
         return texts, str(files["default"])
-    given = config.get("chat_template")
-    if not isinstance(given, list):
-        given = [{"name": "default", "template": given}]
-    named = {each.get("name"): each.get("template") for each in given if isinstance(each, dict)}
+    templates = config.get("chat_template")
+    if not isinstance(templates, list):
+        templates = [{"name": "default", "template": templates}]
+    named = {each.get("name"): each.get("template") for each in templates if isinstance(each, dict)}
     texts = {str(name): text for name, text in named.items() if isinstance(text, str)}
     return texts, f"{directory}/{CONFIG_FILE}"
 

@@ -125,8 +125,8 @@ class MaskedLMExamples(Examples):
         self._masking = TokenMasker(config, tokenizer)
         self._cls, self._sep = (special_id(tokenizer, use, config) for use in ("cls", "sep"))
         self._eos = tokenizer.eos_id if config.isolate_documents else None
-        whole, rest = divmod(len(self._tokens), self._room)
-        self._length = whole + int(keep_partial and whole > 0 and rest > 0)
+        whole, remainder = divmod(len(self._tokens), self._room)
+        self._length = whole + int(keep_partial and whole > 0 and remainder > 0)
 
     def __len__(self) -> int:
         return self._length

@@ -52,8 +52,8 @@ class MaskedLMPairExamples(Examples):
             )
         # Each document is cut into pieces that fit into a row; a rest of one token is dropped.
         # _last_pieces[i] is the number of pieces in documents 0 to i, for looking up a row.
-        whole, rest = np.divmod(self._ends - self._starts, self._room)
-        self._last_pieces = np.cumsum(whole + (rest > 1))
+        whole, remainder = np.divmod(self._ends - self._starts, self._room)
+        self._last_pieces = np.cumsum(whole + (remainder > 1))
 
     def __len__(self) -> int:
         return int(self._last_pieces[-1]) if len(self._last_pieces) else 0

@@ -53,9 +53,9 @@ class SpanCorruptionExamples(Examples):
         self._sentinels = np.array(sentinel_ids(tokenizer, num_spans, config), np.int32)
         self._pad = special_id(tokenizer, "pad", config)
         self._eos = tokenizer.eos_id
-        whole, rest = divmod(len(self._tokens), self._piece)
+        whole, remainder = divmod(len(self._tokens), self._piece)
         # From a single token no span can be removed.
-        self._length = whole + int(keep_partial and rest > 1)
+        self._length = whole + int(keep_partial and remainder > 1)
 
     def __len__(self) -> int:
         return self._length
@@ -66,11 +66,13 @@ class SpanCorruptionExamples(Examples):
         num_noise, num_spans = span_counts(len(piece), self._config)
         random = generator(key)
         noise = _lengths(num_noise, num_spans, random)
-        kept = _lengths(len(piece) - num_noise, num_spans, random)
-        # Kept parts and spans alternate. For example, kept=[2, 1] and noise=[1, 2] give
+        kept_lengths = _lengths(len(piece) - num_noise, num_spans, random)
+        # Kept parts and spans alternate. For example, kept_lengths=[2, 1] and noise=[1, 2] give
         # is_noise=[0, 0, 1, 0, 1, 1].
-        is_noise = np.repeat(np.arange(2 * num_spans) % 2 == 1, np.stack([kept, noise], 1).ravel())
-        starts = np.cumsum(kept + noise) - noise
+        is_noise = np.repeat(
+            np.arange(2 * num_spans) % 2 == 1, np.stack([kept_lengths, noise], 1).ravel()
+        )
+        starts = np.cumsum(kept_lengths + noise) - noise
         sentinels = self._sentinels[:num_spans]
         # In the encoder, the sentinel replaces the first token of its span.
         inputs = piece.astype(np.int32)

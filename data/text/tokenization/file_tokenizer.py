@@ -101,13 +101,13 @@ class FileTokenizer:
     def _usual_eos(self) -> int | None:
         """Return the id of the end-of-document token by its usual names; None without one."""
         token_to_id = self._tokenizer.token_to_id
-        found = [name for name in EOS_NAMES if token_to_id(name) is not None]
+        names = [name for name in EOS_NAMES if token_to_id(name) is not None]
         # RoBERTa and OPT have GPT-2's end-of-document token as an ordinary token, and a special
         # token of their own, so special tokens take precedence.
         added = self._tokenizer.get_added_tokens_decoder().values()
         special = {token.content for token in added if token.special}
-        found.sort(key=lambda name: name not in special)
-        return token_to_id(found[0]) if found else None
+        names.sort(key=lambda name: name not in special)
+        return token_to_id(names[0]) if names else None
 
     def _find_eos(self, named: Mapping[str, int], end_ids: Sequence[int], usual: int | None) -> int:
         """Return the id of the end-of-document token.
@@ -118,9 +118,9 @@ class FileTokenizer:
             usual: id by the usual names.
         """
         in_generation = [i for i in end_ids if self._tokenizer.id_to_token(i) is not None]
-        for found in (named.get("eos"), *in_generation, named.get("sep"), usual):
-            if found is not None:
-                return found
+        for candidate in (named.get("eos"), *in_generation, named.get("sep"), usual):
+            if candidate is not None:
+                return candidate
         raise ValueError(
             f"data.tokenizer={self.source!r} has none of the end-of-document tokens "
             f"{list(EOS_NAMES)}; name its own as eos_token in a tokenizer_config.json next to it"

@@ -148,13 +148,13 @@ def _named(
 ) -> tuple[str, int]:
     """Return a special token that the vocabulary must have, and its id."""
     token = settings.named[use].content if use in settings.named else f"[{use.upper()}]"
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
         raise ValueError(
             f"the vocabulary lacks the {use}_token {shortened(token)!r}; correct "
             "tokenizer_config.json"
         )
-    return token, found
+    return token, token_id
 
 
 def _check_class(kind: str, known: tuple[str, ...], files: str) -> None:

@@ -200,10 +200,10 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> 
     _check_total(added)
     tokenizer.add_tokens(added)
     for i, token in zip(missing, added, strict=True):
-        if (found := tokenizer.token_to_id(token.content)) != i:
+        if (actual_id := tokenizer.token_to_id(token.content)) != i:
             raise ValueError(
                 f"the added token {shortened(token.content)!r} has the id {i}, but would get "
-                f"{found}: ids of added tokens must follow those of the vocabulary"
+                f"{actual_id}: ids of added tokens must follow those of the vocabulary"
             )
     present |= {token.content for token in added}
     special = [

@@ -32,12 +32,12 @@ def find_special_ids(token_to_id: Callable[[str], int | None]) -> dict[str, int]
     Returns:
         Use -> id, for the uses in NAMES that the tokenizer has a token for.
     """
-    found = {}
+    ids = {}
     for use, names in NAMES.items():
         known = [i for i in map(token_to_id, names) if i is not None]
         if known:
-            found[use] = known[0]
-    return found
+            ids[use] = known[0]
+    return ids
 
 
 def find_sentinel_ids(token_to_id: Callable[[str], int | None]) -> tuple[int, ...]:
@@ -51,8 +51,8 @@ def find_sentinel_ids(token_to_id: Callable[[str], int | None]) -> tuple[int, ..
     """
     for name in _SENTINELS:
         ids = []
-        while (found := token_to_id(name.format(len(ids)))) is not None:
-            ids.append(found)
+        while (token_id := token_to_id(name.format(len(ids)))) is not None:
+            ids.append(token_id)
         if ids:
             return tuple(ids)
     return ()

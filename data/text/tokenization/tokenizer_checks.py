@@ -228,9 +228,9 @@ def _entries_of(charsmap: str) -> list[tuple[str, str]]:
                 continue
             seen[position] = True
             children = position ^ labels
-            found = units[children]
-            matches = (found & 0x800000FF) == labels
-            for child, unit in zip(children[matches], found[matches], strict=True):
+            child_units = units[children]
+            matches = (child_units & 0x800000FF) == labels
+            for child, unit in zip(children[matches], child_units[matches], strict=True):
                 name = key + bytes([int(child ^ position)])
                 place = int(child ^ (unit >> 10 << ((unit & 0x200) >> 6)))
                 frontier.append((name, place))

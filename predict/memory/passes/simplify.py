@@ -53,7 +53,7 @@ def simplified(program: Program) -> Program:
     """
     replaced: dict[Value, Value] = {}  # output of a removed operation -> the equal value kept
     identity: dict[Value, Hashable] = {}  # equal for values that are equal up to renames
-    made: dict[Hashable, list[Value]] = {}  # identity of an operation -> its outputs
+    known_outputs: dict[Hashable, list[Value]] = {}  # identity of an operation -> its outputs
     operations = []
 
     def identity_of(value: Value) -> Hashable:
@@ -79,16 +79,16 @@ def simplified(program: Program) -> Program:
             if op.name in _RESHAPES:
                 (output,) = op.outputs
                 key = ("view", identity[output])
-                if key in made:
-                    replaced[output] = made[key][0]
+                if key in known_outputs:
+                    replaced[output] = known_outputs[key][0]
                     continue
-                made[key] = op.outputs
+                known_outputs[key] = op.outputs
         elif not op.bodies and op.name not in _KEPT_APART:
             key = (op.name, _hashable(op.params), tuple(map(identity_of, inputs)))
-            if key[1] is not None and key in made:
-                replaced.update(zip(op.outputs, made[key], strict=True))
+            if key[1] is not None and key in known_outputs:
+                replaced.update(zip(op.outputs, known_outputs[key], strict=True))
                 continue
-            made[key] = op.outputs
+            known_outputs[key] = op.outputs
         operations.append(op)
     outputs = [replaced.get(value, value) for value in program.outputs]
     return Program(program.inputs, operations, outputs)

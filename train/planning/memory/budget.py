@@ -90,10 +90,12 @@ def target_budget(config: MemoryConfig, target: Target) -> Budget:
         config: may set the budgets.
         target: GPUs.
     """
-    given = config.device_budget, config.host_budget
+    budgets_gib = config.device_budget, config.host_budget
     return Budget(
-        device_bytes=SHARE * target.memory_bytes if given[0] is None else given[0] * 2**30,
-        host_bytes=math.inf if given[1] is None else given[1] * 2**30,
+        device_bytes=SHARE * target.memory_bytes
+        if budgets_gib[0] is None
+        else budgets_gib[0] * 2**30,
+        host_bytes=math.inf if budgets_gib[1] is None else budgets_gib[1] * 2**30,
         devices_per_host=target.gpus_per_host,
         device_kind=target.device_kind,
         limit_bytes=target.memory_bytes,
@@ -106,12 +108,12 @@ def pressure_of(run: Run, budget: Budget) -> str:
         return ""
     if NO_REMATERIALIZATION in run.compiler_options():
         return ""  # XLA kept to no limit, because the step fits
-    found = memory_pressure(
+    pressure = memory_pressure(
         run.compile_train_step(),
         device_bytes=int(budget.limit_bytes),
         is_described=run.target is not None,
     )
-    return str(found or "")
+    return str(pressure or "")
 
 
 def host_memory_bytes() -> int:

@@ -121,13 +121,13 @@ class MemoryPlanner:
         if compiled is not None:
             search.correction = max(1.0, compiled / needs.device_bytes)
             how = f", and {size(compiled)} a device as compiled"
-        found = search.single()
-        if not found:
-            found = list(itertools.islice(search.fitting(), 1))
-        if not found:
+        candidates = search.single()
+        if not candidates:
+            candidates = list(itertools.islice(search.fitting(), 1))
+        if not candidates:
             return self._nothing_fits(search)
         _log.warning("%s", table(needs, self._budget))
-        choices = "; ".join(self._describe(search, candidate) for candidate in found)
+        choices = "; ".join(self._describe(search, candidate) for candidate in candidates)
         return (
             f"a step takes more memory than there is, {self._compared(needs)}{how}; each of these "
             f"would fit: {choices}; memory.placement=auto chooses the fastest that fits, and "
@@ -142,12 +142,14 @@ class MemoryPlanner:
         is_host = leanest.needs.host_bytes > self._budget.host_bytes
         parts = leanest.needs.host if is_host else leanest.needs.device
         to_shrink = "images.size" if reads_images else "data.sequence_length"
-        most = f"{max(parts, key=lambda k: parts[k])} {'in host memory' if is_host else ''}".strip()
+        largest_part = (
+            f"{max(parts, key=lambda k: parts[k])} {'in host memory' if is_host else ''}".strip()
+        )
         _log.warning("%s", table(leanest.needs, self._budget))
         return (
             "no plan fits into memory; the leanest, "
             f"{_text(leanest.setting) or 'as configured'}, takes {self._compared(leanest.needs)}"
-            f"{corrected}; the largest part is {most}; use more devices (mesh.pipeline and "
+            f"{corrected}; the largest part is {largest_part}; use more devices (mesh.pipeline and "
             "mesh.model split the model, mesh.fsdp with memory.zero_stage=3 splits its state), a "
             f"smaller model, or a smaller {to_shrink} or data.global_batch_size"
         )

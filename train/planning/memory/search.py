@@ -96,14 +96,14 @@ class MemorySearch:
 
         A base plan that fits is included, if it differs from the configured run.
         """
-        found = [self.base] * (self._start != {} and self._fits(self.base))
+        candidates = [self.base] * (self._start != {} and self._fits(self.base))
         for i, lever in enumerate(self.levers):
             for level in range(1, len(lever) + 1):
                 candidate = self._at(self._step(i, level))
                 if candidate is not None and self._fits(candidate):
-                    found.append(candidate)
+                    candidates.append(candidate)
                     break
-        return sorted(found, key=lambda c: c.step_time_s)
+        return sorted(candidates, key=lambda c: c.step_time_s)
 
     def fitting(self) -> Iterator[Candidate]:
         """Yield plans that fit, first the base plan if it does.
