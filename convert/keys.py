@@ -50,7 +50,7 @@ class Key:
         if value is REQUIRED or (value is None and self.default is not None):
             raise ValueError(f"config.json has no {self.theirs!r}, which this model needs")
         if self.values is not None and value not in self.values:
-            raise ValueError(_unsupported(self.theirs, value, self.values))
+            raise ValueError(_unsupported_message(self.theirs, value, self.values))
         return {self.ours: value if self.values is None else self.values[value]}
 
     def write(self, fields: Config) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Only:
         value = hf.get(self.theirs, self.values[0])
         is_off = value is None and not self.values[0]
         if not is_off and value not in self.values:
-            raise ValueError(_unsupported(self.theirs, value, self.values) + self.why)
+            raise ValueError(_unsupported_message(self.theirs, value, self.values) + self.why)
         return {}
 
     def write(self, fields: Config) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _unsupported(name: str, value: Any, values: Any) -> str:
+def _unsupported_message(name: str, value: Any, values: Any) -> str:
     choices = ", ".join(repr(choice) for choice in values)
     return (
         f"config.json has {name}={value!r}, which is not supported; the supported values are "

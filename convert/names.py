@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from checkpoint.lazy import Index, LazyArray, blocks
-from data.checks import listed
+from data.checks import first_names
 
 #: How the shape of a tensor (left) becomes the shape of a parameter (right):
 #: linear: [prod(outputs), prod(inputs)] -> [*inputs, *outputs];
@@ -281,7 +281,7 @@ def check_names(
         what: beginning of the message.
     """
     descriptions = [
-        f"{problem} {len(names)} tensor(s): {listed(names, most=8)}"
+        f"{problem} {len(names)} tensor(s): {first_names(names, most=8)}"
         for problem, names in problems.items()
         if names
     ]
@@ -289,7 +289,7 @@ def check_names(
         raise ValueError(f"{what}: it {'; it '.join(descriptions)}; both must be of the same model")
 
 
-def assembled(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
+def assemble(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
     """Assemble a Hugging Face tensor from the chunks of a parameter on disk.
 
     Args:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from convert.adapters.merged import merged
+from convert.adapters.merged import without_adapters
 from convert.adapters.write_peft import base_of, write_adapter
 from convert.architecture import Architecture
 from convert.command import run
@@ -18,7 +18,7 @@ from convert.files.tokenizer_files import write_tokenizer
 from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
 from convert.model_on_disk import Source
-from convert.names import assembled
+from convert.names import assemble
 from convert.registry import architectures
 from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
@@ -90,7 +90,7 @@ def convert(
     step = newest_checkpoint(checkpoint)
     source = read_source(step, averaged=averaged, allow_import=allow_import)
     if merge:
-        source = merged(source)
+        source = without_adapters(source)
     with new_directory(dst) as directory:
         architecture, hf = describe(source.model, source.config, source)
         if source.hf_files is not None:
@@ -155,7 +155,7 @@ def _write_tensors(
     dtype_of = {name: dtype for name, dtype, _ in tensors}
     writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
     writer.write(
-        lambda name: assembled(
+        lambda name: assemble(
             tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
         )
     )

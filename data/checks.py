@@ -26,7 +26,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def listed(found: Sequence[str], most: int = 3) -> str:
+def first_names(found: Sequence[str], most: int = 3) -> str:
     """Join the first `most` strings with commas, and append how many more there are.
 
     For example, `listed(["a", "b", "c", "d", "e"])` is `"a, b, c and 2 more"`.

@@ -45,7 +45,7 @@ def imported_folders(folder: str) -> set[str]:
     return packages & set(FOLDERS) - {folder}
 
 
-def reduced(imports: dict[str, set[str]]) -> dict[str, set[str]]:
+def without_implied(imports: dict[str, set[str]]) -> dict[str, set[str]]:
     """Return an acyclic graph without the edges that longer paths imply."""
     reachable: dict[str, set[str]] = {}
     for folder in graphlib.TopologicalSorter(imports).static_order():
@@ -89,7 +89,7 @@ def box(folder: str, imported: set[str], x: int, y: int, width: int, height: int
 def draw() -> str:
     """Return the picture as SVG."""
     imports = {folder: imported_folders(folder) for folder in FOLDERS}
-    shown = reduced(imports)
+    shown = without_implied(imports)
     parts = []
     top = _GAP
     for row in rows_of(imports):

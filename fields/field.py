@@ -53,7 +53,7 @@ class Declaration:
         It completes the sentence "the value must be ...".
         """
         if self.choices:
-            return joined([*self.choices, *([None] if self.is_optional else [])])
+            return join_values([*self.choices, *([None] if self.is_optional else [])])
         rule = _bounds(self)
         if self.length is not None:
             rule = f"{self.length} numbers, each {rule}" if rule else f"{self.length} numbers"
@@ -62,7 +62,7 @@ class Declaration:
             count = self.length or "a tuple of"
             rule = f"{count} non-empty strings" if is_tuple else "a non-empty string"
         others = [*self.also, *([None] if self.is_optional else [])]
-        return f"{rule}, or {joined(others)}" if rule and others else rule
+        return f"{rule}, or {join_values(others)}" if rule and others else rule
 
     @property
     def summary(self) -> str:
@@ -186,7 +186,7 @@ def bound_of(field: dataclasses.Field) -> float | None:
     return field.metadata[_KEY].le if _KEY in field.metadata else None
 
 
-def joined(values: Sequence[Any]) -> str:
+def join_values(values: Sequence[Any]) -> str:
     """Join values for a message: `joined(["a", "b", None])` is "a, b or None"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last

@@ -47,7 +47,7 @@ def check_local(name: str, value: Any) -> None:
         ValueError: A path is a URL.
     """
     if problem := url_problem(value):
-        raise ValueError(f"{name}={_shown(value)} {problem}")
+        raise ValueError(f"{name}={_as_text(value)} {problem}")
 
 
 def local_name(text: str) -> str:
@@ -57,7 +57,7 @@ def local_name(text: str) -> str:
         argparse.ArgumentTypeError: It is a URL.
     """
     if problem := url_problem(text):
-        raise argparse.ArgumentTypeError(f"{_shown(text)} {problem}")
+        raise argparse.ArgumentTypeError(f"{_as_text(text)} {problem}")
     return text
 
 
@@ -66,7 +66,7 @@ def local_path(text: str) -> Path:
     return Path(local_name(text))
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return shown(str(value) if isinstance(value, Path) else value)
 
 

@@ -176,7 +176,7 @@ def _write_all(
     return sum(map(len, continuations))
 
 
-def _shown(prompt: Prompt, codec: TextCodec) -> str:
+def _text_of(prompt: Prompt, codec: TextCodec) -> str:
     return codec.decode(prompt.tokens) if prompt.text is None else prompt.text
 
 
@@ -186,7 +186,7 @@ def _print_stream(
     """Print a continuation while it grows; return the number of its tokens."""
     first = next(tokens)  # now it is certain that the model takes the prompt
     if follows_prompt:
-        print(_shown(prompt, codec), end="")
+        print(_text_of(prompt, codec), end="")
     stream = TextStream(codec, prompt.tokens if follows_prompt else ())
     count = 0
     for token in itertools.chain([first], tokens):

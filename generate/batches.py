@@ -35,7 +35,7 @@ def batches_of(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[
         yield order[start : start + batch_size]
 
 
-def padded(
+def pad_rows(
     rows: Sequence[Sequence[int]], num_replicas: int, batch_size: int, most: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a batch, int32[B, T], and the lengths of its rows, int32[B].

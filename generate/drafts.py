@@ -152,7 +152,7 @@ class NGrams:
         """See `Drafter`."""
         tokens_BT, lengths_B = memory
         drafts_BD = following(
-            _joined(tokens_BT, lengths_B, rows.new_BM),
+            _append(tokens_BT, lengths_B, rows.new_BM),
             lengths_B + rows.counts_B,
             num_tokens=self.num_tokens,
             max_ngram=self._max_ngram,
@@ -191,7 +191,7 @@ def following(
     return jnp.take_along_axis(text_BL, places_BD, axis=1)
 
 
-def _joined(tokens_BT: jax.Array, lengths_B: jax.Array, new_BM: jax.Array) -> jax.Array:
+def _append(tokens_BT: jax.Array, lengths_B: jax.Array, new_BM: jax.Array) -> jax.Array:
     """Return prompts with the new tokens after them, int32[B, L]."""
     num_prompt, num_new = tokens_BT.shape[1], new_BM.shape[1]
     places_L = jnp.arange(num_prompt + num_new, dtype=jnp.int32)
@@ -236,7 +236,7 @@ class ModelDrafts:
             logits_B1V, caches = self._decoder.decode(
                 params, self._known(newest_B)[:, None], positions_B, caches
             )
-            logits_BV = _resized(logits_B1V[:, 0], self._vocab_size)
+            logits_BV = _resize(logits_B1V[:, 0], self._vocab_size)
             newest_B = choose(sampling, logits_BV, seen_BV, rows.numbers_B, positions_B + 1)
             if seen_BV is not None:
                 seen_BV = seen_BV.at[each_B, newest_B].set(True)
@@ -254,7 +254,7 @@ class ModelDrafts:
         return jnp.minimum(tokens, self._own_vocab_size - 1)
 
 
-def _resized(logits_BV: jax.Array, vocab_size: int) -> jax.Array:
+def _resize(logits_BV: jax.Array, vocab_size: int) -> jax.Array:
     """Cut the logits to the size of a vocab, or pad them with -inf."""
     num_added = max(vocab_size - logits_BV.shape[1], 0)
     padded = jnp.pad(logits_BV, ((0, 0), (0, num_added)), constant_values=-jnp.inf)

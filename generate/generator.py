@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from generate.batches import batches_of, check_batch_size, padded
+from generate.batches import batches_of, check_batch_size, pad_rows
 from generate.beam_search import Beams, BeamSearch
 from generate.decoder import Caches, decoder_of
 from generate.drafts import Drafts, drafter_of
@@ -279,7 +279,7 @@ class Generator:
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         limits = self._decoder.max_positions, self._drafter.max_positions
         max_positions = min((limit for limit in limits if limit is not None), default=None)
-        return padded(rows, self._num_replicas, self._batch_size, max_positions)
+        return pad_rows(rows, self._num_replicas, self._batch_size, max_positions)
 
     def _first(
         self,

@@ -163,7 +163,7 @@ def evaluate_images(
     for batch in validation_batches(corpus, data, range(batch_size)):
         targets = order[batch["targets"]]
         predictions, ranks = map(
-            np.asarray, predict(params, _placed(batch["images"]), _placed(targets))
+            np.asarray, predict(params, _place(batch["images"]), _place(targets))
         )
         is_there = batch["weights"] > 0
         np.add.at(confusion, (targets[is_there], predictions[is_there]), 1)
@@ -171,7 +171,7 @@ def evaluate_images(
     return ImageScores(labels=known, confusion=confusion, num_in_top=num_in_top)
 
 
-def _placed(x: np.ndarray) -> jax.Array:
+def _place(x: np.ndarray) -> jax.Array:
     """Split the examples of an array over the replicas of the current mesh."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:

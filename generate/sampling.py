@@ -105,11 +105,11 @@ def choose(
         rows_B: int32, number of the row in the request.
         positions_B: int32, position that the token will have.
     """
-    logits_BV = adjusted(sampling, logits_BV, seen_BV)
+    logits_BV = adjust_logits(sampling, logits_BV, seen_BV)
     if sampling.is_greedy:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     seeds_B = jnp.full(rows_B.shape, sampling.seed, jnp.uint32)
-    return _drawn(seeds_B, rows_B, positions_B, logits_BV)
+    return _draw(seeds_B, rows_B, positions_B, logits_BV)
 
 
 @jax.tree_util.register_dataclass
@@ -179,11 +179,11 @@ def choose_each(rows: RowSampling, logits_BV: jax.Array, positions_B: jax.Array)
     warm_BV = jax.lax.cond(is_limited, limited, lambda warm_BV: warm_BV, warm_BV)
     least_B1 = jnp.max(warm_BV, axis=-1, keepdims=True) + jnp.log(rows.min_p_B)[:, None]
     warm_BV = jnp.where(warm_BV < least_B1, -jnp.inf, warm_BV)
-    drawn_B = _drawn(rows.seeds_B, rows.rows_B, positions_B, warm_BV)
+    drawn_B = _draw(rows.seeds_B, rows.rows_B, positions_B, warm_BV)
     return jnp.where(is_greedy_B, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
 
 
-def _drawn(seeds_B, rows_B, positions_B, logits_BV: jax.Array) -> jax.Array:
+def _draw(seeds_B, rows_B, positions_B, logits_BV: jax.Array) -> jax.Array:
     """Draw a token for each row, int32[B]."""
 
     def draw(seed, row, position, logits_V: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ def _drawn(seeds_B, rows_B, positions_B, logits_BV: jax.Array) -> jax.Array:
     return jax.vmap(draw)(seeds_B, rows_B, positions_B, logits_BV).astype(jnp.int32)
 
 
-def adjusted(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
+def adjust_logits(sampling: Sampling, logits_BV: jax.Array, seen_BV: jax.Array | None) -> jax.Array:
     """Return the logits that a token is drawn from: -inf for tokens that cannot be drawn.
 
     Takes the same arguments as `choose`.
@@ -224,7 +224,7 @@ def _top_k(logits_BV: jax.Array, k: ArrayLike) -> jax.Array:
     Args:
         k: int, or int32[B, 1].
     """
-    keys_BV = _ordered(logits_BV)
+    keys_BV = _sortable_bits(logits_BV)
 
     def are_few_above(key_B1: jax.Array) -> jax.Array:
         return jnp.sum(keys_BV > key_B1, axis=-1, keepdims=True) < k
@@ -239,7 +239,7 @@ def _top_p(logits_BV: jax.Array, left_out: ArrayLike) -> jax.Array:
     Args:
         left_out: 1 - top-p: a number, or `[B, 1]`.
     """
-    keys_BV = _ordered(logits_BV)
+    keys_BV = _sortable_bits(logits_BV)
     shares_BV = jax.nn.softmax(logits_BV, axis=-1)
 
     def is_too_much(key_B1: jax.Array) -> jax.Array:
@@ -252,7 +252,7 @@ def _top_p(logits_BV: jax.Array, left_out: ArrayLike) -> jax.Array:
     return jnp.where(keys_BV < least_B1, -jnp.inf, logits_BV)
 
 
-def _ordered(x: jax.Array) -> jax.Array:
+def _sortable_bits(x: jax.Array) -> jax.Array:
     """Return an unsigned integer for each float, in the order of the floats."""
     num_bits = 8 * x.dtype.itemsize
     dtype = jnp.dtype(f"uint{num_bits}")

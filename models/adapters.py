@@ -37,7 +37,7 @@ def add_adapters(model: nnx.Module, config: LoraConfig, *, seed: int) -> None:
     if config.rank is None:
         return
     base = jax.random.fold_in(jax.random.key(seed), _SEED_TAG)
-    for name, linear in targeted(model, config.targets).items():
+    for name, linear in matching_linears(model, config.targets).items():
         key = jax.random.fold_in(base, zlib.crc32(name.encode()))
         stack = getattr(model, name.partition(".")[0])
         if isinstance(stack, Stack):
@@ -58,7 +58,7 @@ def add_adapters(model: nnx.Module, config: LoraConfig, *, seed: int) -> None:
         )
 
 
-def targeted(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Linear]:
+def matching_linears(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Linear]:
     """Return the linear layers whose names match one of the patterns: name -> layer.
 
     Args:

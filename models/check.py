@@ -77,8 +77,8 @@ def _check_head(functions: ModelFunctions, non_stack_params: Tree, x: Tree, batc
     names, weight_names = (set(x) if isinstance(x, dict) else None for x in (loss, weight))
     if names != weight_names:
         raise ValueError(
-            f"head's sums of losses are {_described(loss)}, and its sums of weights "
-            f"{_described(weight)}; return a scalar for both, or dicts with the same keys"
+            f"head's sums of losses are {_describe(loss)}, and its sums of weights "
+            f"{_describe(weight)}; return a scalar for both, or dicts with the same keys"
         )
     for name in sorted(RESERVED_METRICS & {*metrics, *(names or ())}):
         raise ValueError(f"head's metric {name!r} has a name that the step itself uses; rename it")
@@ -136,7 +136,7 @@ def _check_weights(
             )
 
 
-def _described(sums: Sums) -> str:
+def _describe(sums: Sums) -> str:
     return f"{{{', '.join(sums)}}}" if isinstance(sums, dict) else "a scalar"
 
 

@@ -107,7 +107,7 @@ def chunked_vocab_loss(
         )
     chunks = _cutter(x_ND.shape[0], chunk_tokens)
     output = (table_VD, bias_V)
-    return _chunked(
+    return _sum_over_chunks(
         (vocab_size, token_loss), chunks(x_ND), output, chunks(targets_N), chunks(weights_N)
     )
 
@@ -181,7 +181,7 @@ def _logits_loss(spec, logits_CV, targets_C, weights_C):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(spec, x, output, targets, weights):
+def _sum_over_chunks(spec, x, output, targets, weights):
     def add(total, chunk):
         x_CD, targets_C, weights_C = chunk
         return total + _logits_loss(spec, _logits(x_CD, output), targets_C, weights_C), None
@@ -229,4 +229,4 @@ def _chunked_backward(spec, residuals, cotangent):
     return scale(x_grad), jax.tree.map(scale, output_grad), None, jnp.zeros_like(weights)
 
 
-_chunked.defvjp(_chunked_forward, _chunked_backward)
+_sum_over_chunks.defvjp(_chunked_forward, _chunked_backward)

@@ -66,7 +66,7 @@ def dot_general_flops(params: Mapping[str, Any], left: Sequence[int], output: Se
     return 2 * math.prod(output) * math.prod(left[dim] for dim in contracted)
 
 
-def inlined(function: Callable, *args: Any) -> ClosedJaxpr:
+def trace_inlined(function: Callable, *args: Any) -> ClosedJaxpr:
     """Trace `function` to a closed jaxpr with all calls inlined."""
     traced = jax.make_jaxpr(function)(*args)
     return jax.make_jaxpr(lambda *leaves: _evaluate_inlined(traced, leaves))(*jax.tree.leaves(args))

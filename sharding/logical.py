@@ -34,7 +34,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding.collectives import psum
 from sharding.mesh import REPLICA_AXES, check_automatic
-from sharding.spec import axes_of, restricted, spec_of
+from sharding.spec import axes_of, restrict, spec_of
 
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -71,7 +71,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if x.ndim != len(axes):
         raise ValueError(f"constrain{axes} names {len(axes)} axes, but x has shape {x.shape}")
     free = _automatic(mesh)
-    spec = restricted(to_spec(axes, rules), free)
+    spec = restrict(to_spec(axes, rules), free)
     if not axes_of(spec):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))

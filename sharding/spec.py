@@ -42,7 +42,7 @@ def spec_of(axes: Iterable[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(part if len(part) > 1 else next(iter(part), None) for part in axes))
 
 
-def restricted(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
+def restrict(spec: PartitionSpec, axes: Container[str]) -> PartitionSpec:
     """Return a spec that splits the same dims, but only over the given mesh axes."""
     parts = axes_by_dim(spec)
     return spec_of(tuple(axis for axis in part if axis in axes) for part in parts)

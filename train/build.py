@@ -27,7 +27,7 @@ from train.config.overrides import Override
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
-from train.planning.auto_plan import planned
+from train.planning.auto_plan import plan_config
 from train.planning.memory.budget import Budget, budget_of
 from train.planning.memory.planner import MemoryPlanner
 from train.planning.parallel_plan import open_config
@@ -116,7 +116,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     if config.mesh.auto:
         devices = _plan_devices(config, mesh, budget, assemble)
         saved = Exchange(LONGEST_START_S).on_all(lambda: workdir.saved_config(options.workdir))
-        config = planned(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
+        config = plan_config(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
         mesh = make_mesh(config.mesh, [*mesh.devices.flat])
     assemble = partial(assemble, mesh=mesh)
     planner = MemoryPlanner(assemble, budget)

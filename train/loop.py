@@ -180,7 +180,7 @@ class _TrainingLoop:
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
             if self.step % every_steps == 0 or self.step in (1, self._num_steps):
-                logged = _logged(metrics, self._meter, self._run)
+                logged = _values_to_log(metrics, self._meter, self._run)
                 self._writer.write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self.record.write(self.step)
@@ -318,7 +318,7 @@ class _TrainingLoop:
         return stop > 0
 
 
-def _logged(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:
+def _values_to_log(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:
     values = {name: value.item() for name, value in jax.device_get(metrics).items()}
     logged = values | meter.lap()
     peak = peak_flops_per_s(run.hardware.device_kind, run.config.precision.compute_dtype)

@@ -175,7 +175,7 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
         skip_absent_gpus()
         devices = jax.devices()
     else:
-        devices = _simulated(args.target)
+        devices = _simulated_devices(args.target)
     calibration = calibrate(devices, directory)
     rates = dataclasses.asdict(calibration)
     rows = [f"{name:22s} {rates[name]:.3g}" for name in rates if name.endswith("_s")]
@@ -205,7 +205,7 @@ def devices_of(target: str, config: RunConfig, network: float | None = None) -> 
         gpus = parse_target(target, network)
         return described_devices(gpus, target_budget(config.memory, gpus), run_for)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
-    devices = _simulated(target)
+    devices = _simulated_devices(target)
     budget = budget_of(config.memory, make_mesh(MeshConfig(data=-1), devices))
     sizes = sizes_without_data(config)
     assemble = partial(
@@ -224,7 +224,7 @@ def _num_devices(target: str, network: float | None) -> int:
     return parse_target(target, network).num_devices
 
 
-def _simulated(target: str) -> list[Any]:
+def _simulated_devices(target: str) -> list[Any]:
     """Return N devices that this machine's CPU simulates, for a target `cpu:1xN`.
 
     Raises:

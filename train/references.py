@@ -43,7 +43,7 @@ def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Pa
     splits = [corpus.train, corpus.validation]
     if run.functions.reference is None:
         return
-    reference = _of_initial(run, corpus, params, workdir) if step == 0 else _kept(workdir)
+    reference = _of_initial(run, corpus, params, workdir) if step == 0 else _read_kept(workdir)
     sizes = [len(split) for split in splits]
     if len(reference) != sum(sizes):
         raise ValueError(
@@ -75,7 +75,7 @@ def _of_initial(run: Run, corpus: Corpus, params: Any, workdir: Path) -> np.ndar
     return whole
 
 
-def _kept(workdir: Path) -> np.ndarray:
+def _read_kept(workdir: Path) -> np.ndarray:
     """Read the reference of a run that continues."""
     reference = Exchange().on_all(lambda: read_array(workdir / _FILE))
     if reference is None or reference.ndim != 3 or reference.dtype != np.float32:

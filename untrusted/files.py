@@ -41,8 +41,8 @@ def check_link(path: Path, directory: Path) -> None:
         ValueError: A link in `path` leads out of `directory`, or in a circle.
         OSError: A link cannot be read, so it is unknown where it leads.
     """
-    real = _resolved(path)
-    base = _resolved(directory)
+    real = _resolve(path)
+    base = _resolve(directory)
     roots = [base]
     if base.parent.name == "snapshots":
         roots.append(base.parent.parent / "blobs")
@@ -53,7 +53,7 @@ def check_link(path: Path, directory: Path) -> None:
         )
 
 
-def _resolved(path: Path) -> Path:
+def _resolve(path: Path) -> Path:
     """Return a path without links.
 
     `Path.resolve` returns a link that it cannot read unchanged, as if it were a file.

@@ -102,7 +102,7 @@ class LimitedProcesses:
         self._finalizer = weakref.finalize(self, _end, self._processes, os.getpid())
 
     def __reduce__(self) -> Any:
-        return _restored, (self._function, self._limits, self._num_processes)
+        return _restore_from_pickle, (self._function, self._limits, self._num_processes)
 
     def call(self, argument: Any, subject: str) -> Any:
         """Call the function.
@@ -177,7 +177,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _restored(function: Callable[[Any], Any], limits: Limits, count: int) -> LimitedProcesses:
+def _restore_from_pickle(
+    function: Callable[[Any], Any], limits: Limits, count: int
+) -> LimitedProcesses:
     return LimitedProcesses(function, limits, num_processes=count)
 
 

@@ -31,7 +31,7 @@ from benchmarks.harness.timing import NUM_WARM_UP_STEPS
 from pipeline.runtime.gather import ParamGatherer, ParamSharding
 from pipeline.runtime.layers import Layers
 from pipeline.runtime.tick_plan import Slots
-from pipeline.runtime.trees import add, total_of, wide, zeros
+from pipeline.runtime.trees import add, total_of, wide_types, zeros
 from pipeline.stack_layout import StackLayout
 from predict.program.flops import matmul_flops
 from sharding.gather_modes import all_once
@@ -134,7 +134,7 @@ class StageParts:
             return add(grads, gradient), (loss, dx)
 
         body = {"embed": embed, "embed_gradient": embed_gradient, "head_gradient": head_gradient}
-        carry = {} if name == "embed" else zeros(wide(self._non_stack_params))
+        carry = {} if name == "embed" else zeros(wide_types(self._non_stack_params))
         fixed = (self._non_stack_params, *self._inputs)
         return self._compile((name,), self._scanned(body[name]), carry, fixed), carry, fixed
 
@@ -158,7 +158,7 @@ class StageParts:
         first = jax.tree.map(lambda x: x[0], params)
         make_layers = self._make_layers(num_layers, splits=splits)
         residuals = self._copied(make_layers(first).residuals(num_slots))
-        carry = (zeros(wide(params)), residuals)
+        carry = (zeros(wide_types(params)), residuals)
         # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
         for earlier in before.get(name, ["forward"]):

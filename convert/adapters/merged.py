@@ -11,7 +11,7 @@ from convert.model_on_disk import NO_ADAPTERS, Shapes, Source
 from models.layers.lora import LoraConfig
 
 
-def merged(source: Source) -> Source:
+def without_adapters(source: Source) -> Source:
     """Return the same model without adapters: they are merged into its kernels.
 
     Args:

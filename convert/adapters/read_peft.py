@@ -160,7 +160,7 @@ def _check_layers(
     heads = [name for name in tensors if any(name.startswith(f"{module}.") for module in tied)]
     linear = {module_of(m) for m in mappings if m.ours.endswith(".kernel") and m.kind != "conv2d"}
     others = {module_of(m) for m in mappings} - linear
-    not_linear = [name for name in tensors if _adapted(name) in others]
+    not_linear = [name for name in tensors if _adapted_module(name) in others]
     problems = [
         *(f"{module_of(m)} has no adapter, but other layers have such adapters" for m in without),
         *(f"{name} belongs to an adapter of an embedding" for name in embeddings),
@@ -247,13 +247,15 @@ def _tensors(
         name = module_name(architecture, tensor.name.removeprefix(PREFIX))
         candidates = (name, prefix + name, name.removeprefix(prefix))
         known = (
-            each for each in candidates if (_adapted(each) or each.rpartition(".")[0]) in modules
+            each
+            for each in candidates
+            if (_adapted_module(each) or each.rpartition(".")[0]) in modules
         )
         by_name[next(known, name)] = tensor
     return by_name
 
 
-def _adapted(name: str) -> str:
+def _adapted_module(name: str) -> str:
     """Return the module that a part of an adapter belongs to; "" for other tensors."""
     end = next((f".{part}" for part in PARTS.values() if name.endswith(f".{part}")), "")
     return name.removesuffix(end) if end else ""

@@ -21,7 +21,7 @@ from convert.adapters.peft_format import (
 )
 from convert.architecture import Architecture
 from convert.model_on_disk import Shapes, Source
-from convert.names import TensorMapping, assembled
+from convert.names import TensorMapping, assemble
 from convert.tensor_files import ShardWriter
 from untrusted.files import write_text
 
@@ -103,7 +103,7 @@ def write_adapter(
     dtypes = {name: dtype or arrays[m.ours].dtype for name, m in places.items()}
     tensors = [(name, dtypes[name], m.their_shape) for name, m in places.items()]
     writer = ShardWriter(directory, tensors, max_shard_bytes=None, single=TENSORS_FILE)
-    writer.write(lambda name: assembled(places[name], arrays[places[name].ours], dtypes[name]))
+    writer.write(lambda name: assemble(places[name], arrays[places[name].ours], dtypes[name]))
     config = _config(source, architecture, mappings, of_adapters, trained)
     config["base_model_name_or_path"] = str(base.path) if base else source.init_from or None
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data.checks import listed
+from data.checks import first_names
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
-from data.images.tables import unpacked
+from data.images.tables import unpack_tables
 from data.images.transforms.crops import open_image
 from untrusted.files import digest_of, read_bytes, version_of
 
@@ -84,7 +84,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
             folders; or `images.on_broken` is 'refuse', and there are broken files, classes without
             images, or validation classes that do not occur in training.
     """
-    roots = _split_folders(unpacked(config))
+    roots = _split_folders(unpack_tables(config))
     has_labels = config.objective == "image_classification"
     if has_labels:
         _check_classes(roots[0], subfolders(roots[0]))
@@ -127,9 +127,9 @@ def _split_folders(paths: Sequence[str]) -> list[Path]:
     if others:
         splits = sorted(set(names.values()).difference(others))
         raise ValueError(
-            f"data.paths: {roots[0]} contains both the splits {listed([*map(repr, splits)])} and "
-            f"the other folders {listed([*map(repr, others)])}; move these elsewhere, or set "
-            "data.paths to the training folder and the validation folder"
+            f"data.paths: {roots[0]} contains both the splits {first_names([*map(repr, splits)])} "
+            f"and the other folders {first_names([*map(repr, others)])}; move these elsewhere, or "
+            "set data.paths to the training folder and the validation folder"
         )
     split_names = [names[key] for key in (_TRAIN, *_VALIDATION) if key in names]
     return [roots[0] / name for name in split_names[:2]]

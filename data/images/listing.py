@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.checks import listed
+from data.checks import first_names
 from data.image_config import ImageConfig
 from data.images.readability import leave_out
 
@@ -108,7 +108,7 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         some = ", ".join(sorted(others)[:3])
         logger.info("%d file(s) in %s have no image suffix: %s", len(others), root, some)
     if walk.repeated:
-        some = listed(sorted(walk.repeated))
+        some = first_names(sorted(walk.repeated))
         logger.info(
             "%d link(s) in %s lead to images that are listed anyway: %s",
             len(walk.repeated),
@@ -187,10 +187,10 @@ class _Walk:
 def subfolders(root: Path) -> tuple[str, ...]:
     """Return the sorted names of the immediate subfolders that are not hidden."""
     with os.scandir(root) as entries:
-        return tuple(sorted(_shown([entry.name for entry in entries if entry.is_dir()])))
+        return tuple(sorted(_without_hidden([entry.name for entry in entries if entry.is_dir()])))
 
 
-def _shown(names: Sequence[str]) -> list[str]:
+def _without_hidden(names: Sequence[str]) -> list[str]:
     return [name for name in names if not name.startswith(".")]
 
 

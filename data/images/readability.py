@@ -15,7 +15,7 @@ import numpy as np
 from PIL import UnidentifiedImageError
 
 from data.array_cache import read_array, write_array
-from data.checks import listed
+from data.checks import first_names
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.transforms.crops import open_image
@@ -122,7 +122,7 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
     """
     if not found:
         return
-    message = f"{len(found)} {what}: {listed(found)}"
+    message = f"{len(found)} {what}: {first_names(found)}"
     if images.on_broken == "refuse":
         raise ValueError(f"{message}; {remedy}, or set images.on_broken='skip' to leave them out")
     logger.warning("%s; left out", message)

@@ -20,7 +20,7 @@ from typing import Any
 
 from PIL import Image
 
-from data.checks import files_key, listed, matches_of
+from data.checks import files_key, first_names, matches_of
 from data.config import DataConfig
 from data.locks import locked
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
@@ -37,7 +37,7 @@ _SUFFIX_OF_FORMAT = {"PNG": ".png", "WEBP": ".webp", "BMP": ".bmp", "TIFF": ".ti
 _log = logging.getLogger(__name__)
 
 
-def unpacked(config: DataConfig) -> tuple[str, ...]:
+def unpack_tables(config: DataConfig) -> tuple[str, ...]:
     """Return `data.paths`, with folders in the cache in place of tables.
 
     Args:
@@ -46,10 +46,10 @@ def unpacked(config: DataConfig) -> tuple[str, ...]:
     Raises:
         ValueError: A table cannot be read, or has no images or labels.
     """
-    return tuple(_unpacked(path, config) for path in config.paths)
+    return tuple(_unpack(path, config) for path in config.paths)
 
 
-def _unpacked(path: str, config: DataConfig) -> str:
+def _unpack(path: str, config: DataConfig) -> str:
     files = _files_of(path)
     if not files:
         return path
@@ -142,15 +142,15 @@ class _Columns:
         images = [field.name for field in schema if _is_image(field.type)]
         if "image" not in images and len(images) != 1:
             raise ValueError(
-                f"data.paths: {file} has the columns {listed(schema.names)}, of which "
-                f"{listed(images) or 'none'} can be images; it needs one, or one named 'image'"
+                f"data.paths: {file} has the columns {first_names(schema.names)}, of which "
+                f"{first_names(images) or 'none'} can be images; it needs one, or one named 'image'"
             )
         folders = None
         if label is not None:
             if label not in schema.names:
                 raise ValueError(
-                    f"data.label_field={label!r} is not among the columns {listed(schema.names)} "
-                    f"of {file}; set it to the column of labels"
+                    f"data.label_field={label!r} is not among the columns "
+                    f"{first_names(schema.names)} of {file}; set it to the column of labels"
                 )
             kind = schema.field(label).type
             if types.is_integer(kind):

@@ -74,7 +74,7 @@ def load_text(config: DataConfig) -> TextCorpus:
         _make_corpus(store, each, tokenizer)
         for store, each in zip(stores, sources(config), strict=True)
     ]
-    return parts[0] if config.name != "mixture" else _mixed(parts, config)
+    return parts[0] if config.name != "mixture" else _mix(parts, config)
 
 
 def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
@@ -124,7 +124,7 @@ def _make_corpus(store: TokenStore, config: DataConfig, tokenizer: Tokenizer) ->
     )
 
 
-def _mixed(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
+def _mix(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
     shares = [share for share, _ in parse_mixture(config.mixture)]
     keyed = " ".join(map(str, [*shares, *(part.fingerprint for part in parts)]))
     return TextCorpus(

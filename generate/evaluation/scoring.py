@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from generate.batches import batches_of, check_batch_size, padded
+from generate.batches import batches_of, check_batch_size, pad_rows
 from sharding.logical import axis_rules
 from sharding.rules import rules_on
 
@@ -86,8 +86,8 @@ class Scorer:
         scores: list[Score | None] = [None] * len(texts)
         for numbers in batches_of(texts, self._batch_size):
             sizes = self._num_replicas, self._batch_size, self._most
-            inputs_BT, _ = padded([texts[number][:-1] for number in numbers], *sizes)
-            targets_BT, _ = padded([texts[number][1:] for number in numbers], *sizes)
+            inputs_BT, _ = pad_rows([texts[number][:-1] for number in numbers], *sizes)
+            targets_BT, _ = pad_rows([texts[number][1:] for number in numbers], *sizes)
             log_probs_BT, is_likeliest_BT = map(
                 np.asarray, self._scored(self._params, inputs_BT, targets_BT)
             )

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(args: argparse.Namespace) -> None:
     """Load the model, and answer requests until the process is stopped."""
     # Listen first: loading takes a while, after which a port in use would be a late surprise.
-    with listen(args.host, args.port) as listening, opened(args) as (served, engine):
+    with listen(args.host, args.port) as listening, open_model(args) as (served, engine):
         logging.getLogger(__package__).setLevel(logging.INFO)
         for each in listening:
             address, port = each.getsockname()[:2]
@@ -131,7 +131,7 @@ def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
 
 
 @contextlib.contextmanager
-def opened(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
+def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield the served model and its engine; close the engine at the end.
 
     Args:

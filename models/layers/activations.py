@@ -18,7 +18,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415).
     """
-    wide = _wide(x)
+    wide = _as_float32(x)
     return (0.5 * wide * (1 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
@@ -29,12 +29,12 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
     """
-    wide = _wide(x)
+    wide = _as_float32(x)
     double_z = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
     return (wide * jax.nn.sigmoid(double_z)).astype(x.dtype)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def _as_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 

@@ -82,14 +82,14 @@ def attend(
     if bias_BNTS is not None:
         groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
         bias_BKGTS = bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
-    y_BKGTH: Any = _batched(
+    y_BKGTH: Any = _attend_batched(
         mask_options, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
     )
     return y_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _attend_batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
     The backward pass recomputes the weights from their maxima and sums, so no array of size
@@ -160,7 +160,7 @@ def _batched_backward(mask_options, residuals, dy_BKGTH):
     return dq_BKGTH, dk_BKSH.astype(dtype), dv_BKSH.astype(dtype), dbias_BKGTS, None
 
 
-_batched.defvjp(_batched_forward, _batched_backward)
+_attend_batched.defvjp(_batched_forward, _batched_backward)
 
 
 def _logits(

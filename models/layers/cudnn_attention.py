@@ -67,7 +67,7 @@ def attend(
     sizes = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     is_plain = segments is None and bias_BNTS is None
     q_BTNH, k_BSKH, v_BSKH = (
-        _padded(x, {3: 8} if is_plain else {1: 2, 3: 8}) for x in (q_BTNH, k_BSKH, v_BSKH)
+        _pad(x, {3: 8} if is_plain else {1: 2, 3: 8}) for x in (q_BTNH, k_BSKH, v_BSKH)
     )
     options = Options(
         scale=scale, is_causal=is_causal, window=window, has_bias_gradient=bias_BNTS is not None
@@ -75,19 +75,19 @@ def attend(
     is_packed = segments is not None and bias_BNTS is None and can_pack
     if is_packed and segments is not None:
         # Padding becomes a document of its own, with id -1.
-        q_ids_BT, k_ids_BS = (_padded(ids, {1: 2}, value=-1) for ids in segments)
+        q_ids_BT, k_ids_BS = (_pad(ids, {1: 2}, value=-1) for ids in segments)
         y_BTNH: Any = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, q_ids_BT, k_ids_BS)
     else:
         bias_BNTS = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
         if bias_BNTS is not None:
             bias_BNTS = jnp.broadcast_to(bias_BNTS, (*bias_BNTS.shape[:2], *sizes[:2]))
-            bias_BNTS = _padded(bias_BNTS, {2: 2})
-            bias_BNTS = _padded(bias_BNTS, {3: 2}, value=_hidden(q_BTNH.dtype))
+            bias_BNTS = _pad(bias_BNTS, {2: 2})
+            bias_BNTS = _pad(bias_BNTS, {3: 2}, value=_hidden(q_BTNH.dtype))
         y_BTNH = _attend(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS)
     return y_BTNH[:, : sizes[0], :, : sizes[2]]
 
 
-def _padded(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:
+def _pad(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:
     """Pad dims of `x` to multiples.
 
     Args:
@@ -122,7 +122,7 @@ def _attend(options: Options, q, k, v, bias) -> jax.Array:
 
 
 def _attend_forward(options, q, k, v, bias):
-    y, stats = _named(*cudnn_kernel.forward(q, k, v, bias, None, options))
+    y, stats = _name_residuals(*cudnn_kernel.forward(q, k, v, bias, None, options))
     return y, (q, k, v, bias, stats, y)
 
 
@@ -134,7 +134,7 @@ def _attend_backward(options, residuals, dy):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _named(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def _name_residuals(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Name the residuals of the kernel, so that a config can save them."""
     return tuple(checkpoint_name(array, "attention") for array in arrays)
 
@@ -274,7 +274,7 @@ def _documents_forward(options, q, k, v, q_ids, k_ids):
     start = (jnp.int32(0), jnp.zeros_like(q), stats)
     num_calls = _num_calls(q_ids)
     _, y, stats = jax.lax.while_loop(lambda state: state[0] < num_calls, call, start)
-    y, stats = _named(y, stats)
+    y, stats = _name_residuals(y, stats)
     return y, (q, k, v, q_ids, k_ids, stats, y)
 
 

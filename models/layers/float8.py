@@ -94,8 +94,8 @@ def _forward(x, kernel, scaling, num_inputs):
     x8 = _narrow(x, scales, "input")
     kernel8 = _narrow(kernel, scales, "kernel")
     y = jax.lax.dot_general(
-        _wide(x8, scales, "input", x.dtype),
-        _wide(kernel8, scales, "kernel", x.dtype),
+        _dequantize(x8, scales, "input", x.dtype),
+        _dequantize(kernel8, scales, "kernel", x.dtype),
         (dims, ((), ())),
     )
     # The backward rounds x and kernel again: they are mostly saved or recomputed for other reasons,
@@ -112,7 +112,7 @@ def _backward(num_inputs, residuals, dy):
         scales = _given_scales(scaling)
     tensors = {"input": x, "kernel": kernel, "gradient": dy}
     narrow = {name: _narrow(tensor, scales, name) for name, tensor in tensors.items()}
-    wide = {name: _wide(tensor, scales, name, dy.dtype) for name, tensor in narrow.items()}
+    wide = {name: _dequantize(tensor, scales, name, dy.dtype) for name, tensor in narrow.items()}
     outputs = tuple(range(num_inputs, kernel.ndim))
     dims = (tuple(range(1, dy.ndim)), outputs)
     dx = jax.lax.dot_general(wide["gradient"], wide["kernel"], (dims, ((), ())))
@@ -220,7 +220,9 @@ def _narrow(x: jax.Array, scales: dict[str, jax.Array], name: str) -> jax.Array:
     return clipped.astype(dtype)
 
 
-def _wide(narrow: jax.Array, scales: dict[str, jax.Array], name: str, dtype: Any) -> jax.Array:
+def _dequantize(
+    narrow: jax.Array, scales: dict[str, jax.Array], name: str, dtype: Any
+) -> jax.Array:
     """Return narrow · scale. XLA recognizes this, and passes `narrow` to the product."""
     return narrow.astype(dtype) * scales[name].astype(dtype)
 

@@ -179,7 +179,7 @@ def filling(lengths_B: jax.Array, num_slots: int, num_spare: int) -> Iterator[li
     Yields:
         A list that gets a cache for each attention.
     """
-    with _used(_Filling(lengths_B, num_slots, num_spare)) as caches:
+    with _use(_Filling(lengths_B, num_slots, num_spare)) as caches:
         yield caches
 
 
@@ -196,12 +196,12 @@ def reading(caches: Sequence[KVCache], positions_BT: jax.Array) -> Iterator[list
     Yields:
         A list that gets a cache for each attention, with the tokens added.
     """
-    with _used(_Reading(caches, positions_BT)) as caches:
+    with _use(_Reading(caches, positions_BT)) as caches:
         yield caches
 
 
 @contextlib.contextmanager
-def _used(context: _Filling | _Reading) -> Iterator[list[KVCache]]:
+def _use(context: _Filling | _Reading) -> Iterator[list[KVCache]]:
     token = _current.set(context)
     try:
         yield context.caches

@@ -44,9 +44,9 @@ from pipeline.runtime.min_cut import cheapest_cut
 from sharding.jaxprs import (
     environment,
     evaluate,
-    inlined,
     inner_jaxprs,
     needed_equations,
+    trace_inlined,
     value_of,
     variables_of,
     walk,
@@ -92,7 +92,7 @@ class BlockVJP:
         self._microbatch = _abstract(microbatch)
         self._number = _abstract(number)
         inputs = (self._params, self._x, self._microbatch, self._number)
-        self._forward = inlined(self._with_residuals, *inputs)
+        self._forward = trace_inlined(self._with_residuals, *inputs)
         num_inputs = [len(jax.tree.leaves(tree)) for tree in inputs]
         jaxpr = self._forward.jaxpr
         num_y = num_inputs[1]
@@ -218,7 +218,7 @@ class BlockVJP:
     @cached_property
     def _cut(self) -> "_Cut":
         example = (self._params, self._microbatch, self._number, self.saved, self._x)
-        flat = inlined(self.backward, *example)
+        flat = trace_inlined(self.backward, *example)
         return _Cut.of(flat, [len(jax.tree.leaves(tree)) for tree in example])
 
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from pipeline.runtime.packed_activations import PackedActivations
 from pipeline.runtime.pipeline_functions import PipelineFunctions
 from pipeline.runtime.tick_plan import Operation, TickPlan
-from pipeline.runtime.trees import add, read, total_of, where, wide, without, write, zeros
+from pipeline.runtime.trees import add, read, total_of, where, wide_types, without, write, zeros
 from sharding.collectives import psum
 from sharding.logical import on_whole_tokens
 
@@ -99,7 +99,7 @@ class EmbedAndHead:
         """Return zero gradients of the non-stack parameters; None for frozen ones."""
         frozen = self._functions.frozen
         marks = None if frozen is None else frozen["non_stack"]
-        return zeros(without(wide(self._non_stack_params), marks))
+        return zeros(without(wide_types(self._non_stack_params), marks))
 
     def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
         x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))

@@ -20,7 +20,7 @@ from sharding.gather_modes import GatherMode
 from sharding.labels import counted_as
 from sharding.memory import is_on_host, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
-from sharding.spec import axes_by_dim, axes_of, is_spec, restricted, spec_of
+from sharding.spec import axes_by_dim, axes_of, is_spec, restrict, spec_of
 
 #: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
 MANUAL_AXES = ("pipeline", "data", "fsdp")
@@ -95,7 +95,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
 
 def manual_specs(specs: Tree) -> Tree:
     """Return the specs restricted to the manual axes."""
-    return jax.tree.map(lambda spec: restricted(spec, MANUAL_AXES), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: restrict(spec, MANUAL_AXES), specs, is_leaf=is_spec)
 
 
 class ParamGatherer:
@@ -257,7 +257,7 @@ class ParamGatherer:
         """
         dims = {dim for dim, _ in self._dims(spec)}
         free = {a for a, n in self._mesh.shape.items() if n > 1 and a not in MANUAL_AXES}
-        parts = axes_by_dim(restricted(spec, free))
+        parts = axes_by_dim(restrict(spec, free))
         if not dims:
             return x
         if not any(parts) or any(parts[dim] for dim in dims):

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from pipeline.runtime.block_vjp import BlockVJP
 from pipeline.runtime.gather import ParamGatherer
 from pipeline.runtime.tick_plan import Slots
-from pipeline.runtime.trees import is_none, wide, without
+from pipeline.runtime.trees import is_none, wide_types, without
 from pipeline.stack_layout import StackLayout
 from sharding.logical import automatic_axes
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
@@ -126,7 +126,7 @@ class Layers:
             make = zeros_on_host if is_on_host(param) else jnp.zeros
             return make(shape.shape, shape.dtype)
 
-        gradients = without(wide(gradients, len(self._numbers)), self._frozen)
+        gradients = without(wide_types(gradients, len(self._numbers)), self._frozen)
         return jax.tree.map(empty, gradients, without(self._params, self._frozen))
 
     def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
@@ -273,7 +273,7 @@ class Layers:
 
         values = jax.tree.map(converted, grads, values, is_leaf=is_none)
         values = self._gatherer.scattered(values)
-        add = _added if self._accumulates else _written
+        add = _add_to_slot if self._accumulates else _written
 
         def accumulated(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
             return g if g is None or value is None else add(g, param_slot, value)
@@ -313,7 +313,7 @@ class Layers:
             return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 
 
-def _added(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
+def _add_to_slot(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
     """Return `g`, on the device or in host memory, with `value` added to one parameter slot."""
     if not is_on_host(g):
         return g.at[param_slot].add(value)

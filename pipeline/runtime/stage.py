@@ -18,7 +18,7 @@ from pipeline.runtime.layers import Layers
 from pipeline.runtime.packed_activations import PackedActivations
 from pipeline.runtime.pipeline_functions import PipelineFunctions, stacks_with_backward
 from pipeline.runtime.tick_plan import TICKS, Channel, TickPlan
-from pipeline.runtime.trees import Flag, add, read, wide, write, zeros
+from pipeline.runtime.trees import Flag, add, read, wide_types, write, zeros
 from pipeline.schedules.table import FORWARD
 from pipeline.stack_layout import StackLayout
 from sharding.labels import counted_as
@@ -121,7 +121,9 @@ class Stage:
     @property
     def _sums_type(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the head's sums."""
-        return wide(jax.eval_shape(self._embed_and_head.sums, self._x_type, self._first_microbatch))
+        return wide_types(
+            jax.eval_shape(self._embed_and_head.sums, self._x_type, self._first_microbatch)
+        )
 
     # Evaluation.
 

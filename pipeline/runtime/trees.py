@@ -60,7 +60,7 @@ def zeros(tree: Tree, *leading: int) -> Tree:
     return jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), tree)
 
 
-def wide(tree: Tree, *leading: int) -> Tree:
+def wide_types(tree: Tree, *leading: int) -> Tree:
     """Return ShapeDtypeStructs with floats widened to at least float32 and `leading` dims added."""
 
     def shape(x):

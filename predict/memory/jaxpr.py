@@ -93,7 +93,7 @@ class _Builder:
                 for value, output in zip(operation.inputs, operation.outputs, strict=True):
                     if value.shape == output.shape:
                         join([value], [output])
-        return Program(inputs, _needed(operations, outputs), outputs)
+        return Program(inputs, _needed_operations(operations, outputs), outputs)
 
     def run(self, closed: Any, inputs: Sequence[Value], operations: list) -> list:
         """Append the operations of a jaxpr, and return the values of its outputs."""
@@ -128,8 +128,8 @@ class _Builder:
                 operation = self._while(eqn, inputs)
             case "cond":
                 operation = self._cond(eqn, inputs)
-            case _ if _called(eqn) is not None:
-                return self.run(_called(eqn), inputs, operations)
+            case _ if _called_jaxpr(eqn) is not None:
+                return self.run(_called_jaxpr(eqn), inputs, operations)
             case _:
                 outputs = [_value(v.aval) for v in eqn.outvars]
                 operation = Operation(name, inputs, outputs, eqn.params)
@@ -196,13 +196,13 @@ class _Builder:
             _value(v.aval, value.axes[len(value.shape) - v.aval.ndim :])
             for v, value in zip(jaxpr.invars, inputs, strict=True)
         ]
-        operations += _renamed(inputs, like)
+        operations += _split_by_value(inputs, like)
         body_outputs = self.run(eqn.params["jaxpr"], like, operations)
         outputs = []
         for v, value in zip(eqn.outvars, body_outputs, strict=True):
             axes = ((),) * (v.aval.ndim - len(value.shape)) + value.axes
             outputs.append(_value(v.aval, axes))
-        operations += _renamed(body_outputs, outputs)
+        operations += _split_by_value(body_outputs, outputs)
         return outputs
 
     def _while(self, eqn: Any, inputs: list) -> Loop:
@@ -269,13 +269,15 @@ def _literal(constant: Any) -> str | None:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
 
-def _renamed(values: Sequence[Value], others: Sequence[Value]) -> list[Operation]:
+def _split_by_value(values: Sequence[Value], others: Sequence[Value]) -> list[Operation]:
     """Return one operation per value, so that none of them waits for another."""
     pairs = zip(values, others, strict=True)
     return [Operation("once", [value], [other], {}) for value, other in pairs]
 
 
-def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+def _needed_operations(
+    operations: Sequence[Operation], outputs: Sequence[Value]
+) -> list[Operation]:
     """Return the operations that the outputs depend on."""
     wanted = set(outputs)
     needed = []
@@ -286,7 +288,7 @@ def _needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[O
     return needed[::-1]
 
 
-def _called(eqn: Any) -> Any:
+def _called_jaxpr(eqn: Any) -> Any:
     """Return the jaxpr that an equation merely calls, as `jit` does, or None."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         jaxpr = _bare(eqn.params.get(key))

@@ -36,7 +36,7 @@ from predict.memory.interpreter import Interpreter
 from predict.memory.operations import Program
 from predict.memory.packing import most_bytes_at_once, packed_bytes
 from predict.memory.passes.counted_slices import counted_slices
-from predict.memory.passes.simplify import simplified
+from predict.memory.passes.simplify import simplify
 from predict.memory.step_cost import StepCost
 from sharding.labels import GAPS, TEMPORARIES
 
@@ -91,7 +91,7 @@ def estimate(
         platform: platform of the devices, such as "cpu" or "gpu".
     """
     if platform != "cpu":
-        program = simplified(program)
+        program = simplify(program)
     run = Interpreter(mesh_shape, platform, counted_slices(program, mesh_shape))
     inputs = []
     for value, label in zip(program.inputs, labels, strict=True):
@@ -107,7 +107,7 @@ def estimate(
         buffer.num_bytes for buffer in run.memory.at_peak[False] if not buffer.is_input
     ]
     # While a copied input's own memory is free, temporaries use it: count only the rest.
-    at_peak[False][TEMPORARIES] += _unused(run.copied, non_input_bytes)
+    at_peak[False][TEMPORARIES] += _unused_bytes(run.copied, non_input_bytes)
     if platform == "cpu":
         gaps = GAPS_SHARE * sum(non_input_bytes)
     else:
@@ -119,7 +119,7 @@ def estimate(
     return Estimate(device=at_peak[False], host=at_peak[True], work=run.work)
 
 
-def _unused(rooms: Sequence[int], guests: Sequence[int]) -> int:
+def _unused_bytes(rooms: Sequence[int], guests: Sequence[int]) -> int:
     """Return the bytes of rooms that stay empty when guests move in.
 
     Rooms are filled in order of size, the largest first; each takes the largest guest that fits.

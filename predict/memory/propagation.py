@@ -85,7 +85,7 @@ def split_on(operations: Sequence[Operation]) -> bool:
             for output, body_output in zip(
                 op.outputs[op.num_carry :], body.outputs[op.num_carry :], strict=True
             ):
-                output.axes = _merged(output.axes, ((), *body_output.axes))
+                output.axes = _merge_axes(output.axes, ((), *body_output.axes))
         elif op.name == "cond":
             for body in op.bodies:
                 join(body.inputs, op.inputs[1:])
@@ -93,7 +93,7 @@ def split_on(operations: Sequence[Operation]) -> bool:
                 join(op.outputs, body.outputs)
         elif op.name not in ("shard_map", "sharding_constraint", "once"):
             for output in op.outputs:
-                output.axes = _merged(output.axes, passed_on(op, output, frozenset()))
+                output.axes = _merge_axes(output.axes, passed_on(op, output, frozenset()))
         has_changed |= before != [value.axes for value in op.outputs]
     return has_changed
 
@@ -108,10 +108,10 @@ def _alike(op: Operation) -> list[tuple[Value, Value]]:
 def join(values: Sequence[Value], others: Sequence[Value]) -> None:
     """Split the unsplit dims of `values` like the corresponding dims of `others`, in place."""
     for value, other in zip(values, others, strict=True):
-        value.axes = _merged(value.axes, other.axes)
+        value.axes = _merge_axes(value.axes, other.axes)
 
 
-def _merged(axes: Axes, others: Axes) -> Axes:
+def _merge_axes(axes: Axes, others: Axes) -> Axes:
     """Return `axes` with unsplit dims taken from `others`; an axis never splits two dims."""
     taken = {axis for dim in axes for axis in dim}
     merged = []
@@ -133,7 +133,7 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
     params = operation.params
     rank = len(output.shape)
     if operation.name == "sharding_constraint":
-        return _constrained(params, inputs[0], manual)
+        return _axes_of_constraint(params, inputs[0], manual)
     if not any(any(value.axes) for value in inputs):
         return output.axes
     first = inputs[0]
@@ -149,7 +149,7 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
         case "transpose":
             return tuple(first.axes[dim] for dim in params["permutation"])
         case "reshape" | "squeeze" | "expand_dims":
-            return _reshaped(first, output.shape)
+            return _axes_after_reshape(first, output.shape)
         case "gather":
             return _by_size(inputs, output)
         case "scatter-add" | "scatter":
@@ -159,7 +159,7 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
     return _by_position(inputs, output)
 
 
-def _constrained(params: Mapping, value: Value, manual: frozenset[str]) -> Axes:
+def _axes_of_constraint(params: Mapping, value: Value, manual: frozenset[str]) -> Axes:
     spec = getattr(params["sharding"], "spec", None)
     if spec is None:
         return value.axes
@@ -187,7 +187,7 @@ def _of_product(dimension_numbers: Any, left: Value, right: Value) -> Axes:
     return tuple(axes)
 
 
-def _reshaped(value: Value, shape: tuple[int, ...]) -> Axes:
+def _axes_after_reshape(value: Value, shape: tuple[int, ...]) -> Axes:
     """Return the axes after a reshape.
 
     A dim keeps its axes if the dims before it have the same number of elements before and after.
@@ -222,7 +222,7 @@ def _of_scatter(dimension_numbers: Any, operand: Value, _indices: Value, updates
     for dim, place in zip(window, numbers.update_window_dims, strict=True):
         if operand.shape[dim] == updates.shape[place]:
             axes[dim] = updates.axes[place]
-    return _merged(operand.axes, tuple(axes))
+    return _merge_axes(operand.axes, tuple(axes))
 
 
 def _by_position(inputs: Sequence[Value], output: Value) -> Axes:

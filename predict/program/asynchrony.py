@@ -150,7 +150,7 @@ def host_copy(instruction: Instruction) -> HostTransfer | None:
     return None
 
 
-def overlapped(module: Module) -> set[str]:
+def overlapped_starts(module: Module) -> set[str]:
     """Return the names of all starts that overlap with a kernel or a loop before their done."""
     return {name for body in module.computations.values() for name in _overlapped_in(body)}
 

@@ -111,7 +111,7 @@ def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collec
             f"the program spans {module.num_partitions} devices but the mesh {dict(mesh_shape)}"
             f" has {num_devices}; pass the mesh that the program was compiled for"
         )
-    overlapped = asynchrony.overlapped(module)
+    overlapped = asynchrony.overlapped_starts(module)
     wrapper = {
         inner.name: start.name
         for body in module.computations.values()
@@ -151,7 +151,7 @@ def host_copies_in_text(text: str) -> list[HostCopy]:
     """Like `host_copies`, from a program's text."""
     copies = []
     for module in parse_modules(text):
-        overlapped = asynchrony.overlapped(module)
+        overlapped = asynchrony.overlapped_starts(module)
         # A fusion counts as one copy, so the computation that it calls is not searched.
         for instruction, loops in module.under_loops(
             lambda i: asynchrony.host_copy(i) is not None or i.opcode == "fusion"

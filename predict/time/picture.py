@@ -144,14 +144,16 @@ def _draw_lane(label: str, lane: str, top: float, columns: _Columns) -> Iterator
                 outline.append((column, base, tall))
         boxes = "".join(
             f"M{_LEFT + column} {base:g}h{width}v{-tall:g}h{-width}z"
-            for column, width, base, tall in _merged(outline)
+            for column, width, base, tall in _merge_columns(outline)
         )
         if boxes:
             _, colour = _style(category)
             yield f'<path d="{boxes}" fill="{colour}" shape-rendering="crispEdges"/>'
 
 
-def _merged(outline: list[tuple[int, float, float]]) -> Iterator[tuple[int, int, float, float]]:
+def _merge_columns(
+    outline: list[tuple[int, float, float]],
+) -> Iterator[tuple[int, int, float, float]]:
     """Yield (first column, number of columns, base, height) of runs of equal columns."""
     run: tuple[int, int, float, float] | None = None
     for column, base, tall in outline:

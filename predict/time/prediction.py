@@ -135,11 +135,11 @@ def predict(
     program_collectives = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     if ticks is None or not machine.shares_cores:
-        prediction = _predicted(costs, program_collectives, ticks)
+        prediction = _predict_stage(costs, program_collectives, ticks)
     else:
         stages = range(len(ticks.stages[0]))
         prediction = _mean(
-            [_predicted(costs, program_collectives, ticks.of_stage(stage)) for stage in stages]
+            [_predict_stage(costs, program_collectives, ticks.of_stage(stage)) for stage in stages]
         )
     allocation_s = temp_bytes * machine.allocation_s_per_byte
     return dataclasses.replace(
@@ -149,12 +149,12 @@ def predict(
     )
 
 
-def _predicted(
+def _predict_stage(
     costs: Costs, program_collectives: list[Collective], ticks: Ticks | None
 ) -> Prediction:
     run = Simulator(costs.module, costs, ticks).step()
     totals = run.totals
-    collectives = _grouped(run, program_collectives)
+    collectives = _group_collectives(run, program_collectives)
     of_category = totals.by_category
     exposed = sum(use.exposed_s for use in totals.collectives.values())
     known_s = sum(of_category[name] for name in ("matmul", "attention", "other", BUBBLE))
@@ -222,7 +222,9 @@ def format_prediction(prediction: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _grouped(run: Execution, program_collectives: list[Collective]) -> tuple[CollectiveTime, ...]:
+def _group_collectives(
+    run: Execution, program_collectives: list[Collective]
+) -> tuple[CollectiveTime, ...]:
     """Return the collectives that ran, grouped by kind, mesh axes and loop."""
     groups: dict[tuple[str, tuple[str, ...], str], list[Collective]] = {}
     for collective in {collective.name: collective for collective in program_collectives}.values():

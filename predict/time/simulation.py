@@ -78,7 +78,7 @@ class Simulator:
         self.costs = costs
         self.ticks = ticks
         self._runs: dict[tuple[str, Busy, Operations | None], Execution] = {}
-        self._overlapped = asynchrony.overlapped(module)
+        self._overlapped = asynchrony.overlapped_starts(module)
 
     def step(self) -> Execution:
         """Simulate the whole program, including work left on streams after the last kernel."""

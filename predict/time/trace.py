@@ -59,7 +59,7 @@ def trace(prediction: Prediction) -> dict[str, Any]:
     iterations that it stands for.
     """
     for spelled_out in (_SPELLED_OUT, 2, 1, 0):
-        placed = list(_spelled(prediction.run, 0.0, spelled_out, _MOST_EVENTS))
+        placed = list(_write_out(prediction.run, 0.0, spelled_out, _MOST_EVENTS))
         if len(placed) <= _MOST_EVENTS:
             break
     placed = placed[:_MOST_EVENTS]
@@ -86,7 +86,7 @@ def trace(prediction: Prediction) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _spelled(
+def _write_out(
     run: Execution, start_s: float, spelled_out: int, max_events: int
 ) -> Iterator[_Placed]:
     """Yield the events of an execution, writing out `spelled_out` iterations of each loop.
@@ -116,7 +116,7 @@ def _spelled_item(
         return
     count = item.count if not item.label else min(item.count, spelled_out)
     for _ in range(count):
-        yield from _spelled(item.run, start_s, spelled_out, max_events)
+        yield from _write_out(item.run, start_s, spelled_out, max_events)
         start_s += item.run.duration_s
     if item.count > count:
         yield from _summed_up(item, start_s, item.count - count)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from fields.field import Declaration, declarations, field, joined
+from fields.field import Declaration, declarations, field, join_values
 
 
 def declared(default, **rules) -> Declaration:
@@ -90,5 +90,5 @@ def test_required_field_has_a_default_for_configs_only():
 
 
 def test_joined_puts_or_before_the_last():
-    assert joined(["a"]) == "a"
-    assert joined(["a", 1, None]) == "a, 1 or None"
+    assert join_values(["a"]) == "a"
+    assert join_values(["a", 1, None]) == "a, 1 or None"

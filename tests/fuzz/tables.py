@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from data.config import DataConfig
-from data.images.tables import unpacked
+from data.images.tables import unpack_tables
 from data.text.tables import as_lines
 from data.text.text_files import find_files
 from tests.fuzz.mutations import damaged_bytes, damaged_json
@@ -105,7 +105,7 @@ def _read_images(path: str) -> Callable[[Path], Any]:
             cache_dir=str(cache),
         )
         try:
-            unpacked(config)
+            unpack_tables(config)
         finally:
             left = [*(cache / "image_tables").glob(".*.tmp-*")]
             shutil.rmtree(cache, ignore_errors=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as hf
 
-from generate.sampling import RowSampling, Sampling, adjusted, choose, choose_each
+from generate.sampling import RowSampling, Sampling, adjust_logits, choose, choose_each
 
 LOGITS = np.random.default_rng(0).normal(scale=3, size=(5, 50)).astype(np.float32)
 
@@ -36,7 +36,7 @@ def test_logits_are_adjusted_as_in_transformers(sampling, warpers):
     expected = torch.from_numpy(LOGITS)
     for warper in warpers:
         expected = warper(torch.zeros((5, 1), dtype=torch.long), expected)
-    found = np.asarray(adjusted(sampling, jnp.asarray(LOGITS), None))
+    found = np.asarray(adjust_logits(sampling, jnp.asarray(LOGITS), None))
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
 
@@ -52,13 +52,13 @@ def test_limits_are_those_of_a_sorted_vocabulary(dtype):
         least_B1 = falling_BV[:, [min(k, len(logits)) - 1]]
         expected = np.where(logits_BV < least_B1, -np.inf, logits_BV)
         with jax.enable_x64(dtype == "float64"):
-            found = adjusted(Sampling(top_k=k), jnp.asarray(logits_BV), None)
+            found = adjust_logits(Sampling(top_k=k), jnp.asarray(logits_BV), None)
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, expected)
     shares = np.exp(logits_BV) / np.exp(logits_BV).sum(axis=1, keepdims=True)
     for p in (0.05, 0.31, 0.77, 0.98):
         with jax.enable_x64(dtype == "float64"):
-            kept = np.isfinite(adjusted(Sampling(top_p=p), jnp.asarray(logits_BV), None))
+            kept = np.isfinite(adjust_logits(Sampling(top_p=p), jnp.asarray(logits_BV), None))
         for row, is_kept in enumerate(kept):
             least = logits_BV[row][is_kept].min()
             np.testing.assert_array_equal(is_kept, logits_BV[row] >= least)
@@ -82,7 +82,7 @@ def test_tokens_are_drawn_with_their_probabilities():
     count = 20_000
     sampling = Sampling(temperature=0.8, top_k=4, seed=5)
     logits = jnp.asarray(LOGITS[:1])
-    wanted = np.asarray(jax.nn.softmax(adjusted(sampling, logits, None)))[0]
+    wanted = np.asarray(jax.nn.softmax(adjust_logits(sampling, logits, None)))[0]
     rows = jnp.arange(count, dtype=jnp.int32)
     drawn = choose(sampling, jnp.tile(logits, (count, 1)), None, rows, jnp.zeros_like(rows))
     shares = np.bincount(np.asarray(drawn), minlength=50) / count

@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from sharding.spec import axes_by_dim, axes_of, is_spec, restricted, spec_of, without
+from sharding.spec import axes_by_dim, axes_of, is_spec, restrict, spec_of, without
 
 MIXED = P("pipeline", None, ("data", "fsdp"))
 
@@ -40,9 +40,9 @@ def test_spec_of_spells_single_axes_as_names():
 
 
 def test_restricted_keeps_the_rank_and_the_order_of_axes():
-    assert restricted(MIXED, {"fsdp"}) == P(None, None, "fsdp")
-    assert restricted(MIXED, ("fsdp", "data")) == P(None, None, ("data", "fsdp"))
-    assert len(restricted(MIXED, ())) == len(MIXED)
+    assert restrict(MIXED, {"fsdp"}) == P(None, None, "fsdp")
+    assert restrict(MIXED, ("fsdp", "data")) == P(None, None, ("data", "fsdp"))
+    assert len(restrict(MIXED, ())) == len(MIXED)
 
 
 def test_without_leaves_axes_out_of_every_dim():

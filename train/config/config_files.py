@@ -53,7 +53,7 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     if is_data:
         tree = load_data(Path(file))
         record_received(tree, Path(file))
-        config = completed(tree)
+        config = complete(tree)
     else:
         config = _load_python(file, argument)
         allow_imports_in(config.to_dict())
@@ -81,7 +81,7 @@ def _split(path: str) -> tuple[str, str]:
     return next(iter(existing or splits), (path, ""))
 
 
-def completed(tree: Mapping[str, Any]) -> ConfigDict:
+def complete(tree: Mapping[str, Any]) -> ConfigDict:
     """Return a config in which missing keys have their defaults.
 
     Args:
@@ -208,7 +208,7 @@ def _load_python(file: str, argument: str) -> ConfigDict:
         )
     is_whole = isinstance(config, ConfigDict)
     _check_sections(config.to_dict() if is_whole else config, f"--config={file}: get_config()")
-    return config if is_whole else completed(config)
+    return config if is_whole else complete(config)
 
 
 @contextlib.contextmanager

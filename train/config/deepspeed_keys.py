@@ -376,7 +376,7 @@ def parse_values(values: dict[str, Any], problems: list[str]) -> None:
         parsed = value
         problem = number_problem(value, is_float=True)
         if problem is None and kind is not None:
-            parsed = _parsed(value, kind, is_lax=is_lax)
+            parsed = _parse_value(value, kind, is_lax=is_lax)
             problem = f"must be {kind.description}" if parsed is None else None
         if problem is None:
             values[key] = parsed
@@ -385,7 +385,7 @@ def parse_values(values: dict[str, Any], problems: list[str]) -> None:
             del values[key]
 
 
-def _parsed(value: Any, kind: Kind, *, is_lax: bool) -> Any:
+def _parse_value(value: Any, kind: Kind, *, is_lax: bool) -> Any:
     """Return a value with the type of a key, or None if it has another type or is out of range.
 
     Args:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fields.field import Declaration, declarations, joined
+from fields.field import Declaration, declarations, join_values
 from train.config.schema import SECTIONS, RunConfig
 from untrusted.commands import command_parser, run_command
 
@@ -57,7 +57,7 @@ class Key:
         declaration = self.declaration
         if declaration.choices:
             shown = [f"`{choice}`" for choice in declaration.choices]
-            return joined([*shown, *(["None"] if declaration.is_optional else [])])
+            return join_values([*shown, *(["None"] if declaration.is_optional else [])])
         kind = _kind(self.annotation)
         rule = declaration.rule
         if declaration.length is not None or declaration.nonempty:
@@ -102,12 +102,12 @@ def page() -> str:
     for title, introduction, keys in groups():
         rows = [
             f"| `{key.name}` | {_cell(key.values)} | {_default_cell(key)} "
-            f"| {_cell(_linked(key.declaration.doc))} |"
+            f"| {_cell(_link_pages(key.declaration.doc))} |"
             for key in keys
         ]
         parts.append(f"## {title}\n")
         if introduction:
-            parts.append(f"{_linked(introduction)}\n")
+            parts.append(f"{_link_pages(introduction)}\n")
         parts.append("| key | values | default | meaning |\n|---|---|---|---|")
         parts.append("\n".join(rows) + "\n")
     return "\n".join(parts)
@@ -148,7 +148,7 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def _linked(text: str) -> str:
+def _link_pages(text: str) -> str:
     """Turn names of pages, such as docs/meshes.md, into links from a page in docs/."""
     return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
 

@@ -61,13 +61,13 @@ def restore_or_initialize(
     """
     checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
     try:
-        return _restored(run, corpus, workdir, source, checkpoints)
+        return _restore(run, corpus, workdir, source, checkpoints)
     except BaseException:
         checkpoints.close()
         raise
 
 
-def _restored(
+def _restore(
     run: Run, corpus: Corpus, workdir: Path, source: Source | None, checkpoints: Checkpoints
 ) -> RestoredRun:
     batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)

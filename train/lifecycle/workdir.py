@@ -85,7 +85,7 @@ def check(workdir: Path, run: Run) -> None:
             f"{workdir} is a converted model, not a run; start from it with "
             f"--config.init_from={workdir}, and choose another --workdir"
         )
-    lines = differences(_completed(saved, run), full_config(run), FIXED)
+    lines = differences(_complete(saved, run), full_config(run), FIXED)
     lines = [line for line in lines if line.partition(":")[0] not in FREE]
     if lines:
         raise ValueError(
@@ -141,7 +141,7 @@ def write_run_files(
     hf = workdir / HF_FILES
     hf.mkdir(parents=True, exist_ok=True)
     saved = saved_config(workdir)
-    write_config(workdir, full_config(run), saved, partial(_completed, run=run))
+    write_config(workdir, full_config(run), saved, partial(_complete, run=run))
     write_text(workdir / "memory.txt", report + "\n")
     if source is not None:
         keep_hf_files(source, workdir)
@@ -222,7 +222,7 @@ def _load(file: Path) -> dict[str, Any]:
     return read_patiently(file, lambda: load_data(file))
 
 
-def _completed(saved: Mapping[str, Any], run: Run) -> dict[str, Any]:
+def _complete(saved: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """Return a saved config with defaults for keys that were added to the code later."""
     completed = {"init_from": "", **saved}
     for name, section in [*SECTIONS.items(), ("model", type(run.model_config))]:

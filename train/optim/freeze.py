@@ -32,9 +32,9 @@ def frozen_params(params: Tree, patterns: Sequence[str], lora: LoraConfig) -> Tr
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     paths = [[str(key.key) for key in path] for path, _ in leaves]
     names = [".".join(path) for path in paths]
-    are_frozen = _matched(names, patterns, "optimizer.frozen")
+    are_frozen = _matches(names, patterns, "optimizer.frozen")
     if lora.rank is not None:
-        also_trained = _matched(names, lora.also_trained, "lora.also_trained")
+        also_trained = _matches(names, lora.also_trained, "lora.also_trained")
         are_frozen = [
             frozen or not (trained or is_adapter(path))
             for frozen, trained, path in zip(are_frozen, also_trained, paths, strict=True)
@@ -47,7 +47,7 @@ def frozen_params(params: Tree, patterns: Sequence[str], lora: LoraConfig) -> Tr
     return jax.tree.unflatten(structure, are_frozen) if any(are_frozen) else None
 
 
-def _matched(names: Sequence[str], patterns: Sequence[str], key: str) -> list[bool]:
+def _matches(names: Sequence[str], patterns: Sequence[str], key: str) -> list[bool]:
     """Return whether a pattern matches, for each name; each pattern must match one."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

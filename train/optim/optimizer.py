@@ -215,7 +215,7 @@ def make_optimizer(
         ValueError: `config.name` is neither an optimizer nor an import path.
     """
     mask = partial(decay_mask, stacks=stacks, not_decayed=not_decayed)
-    optimizer = _named(config, learning_rate_schedule, stacks, mask)
+    optimizer = _make_named(config, learning_rate_schedule, stacks, mask)
     if config.layer_decay != 1:
         assert depths is not None
         optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
@@ -227,7 +227,7 @@ def make_optimizer(
     return optax.chain(*parts)
 
 
-def _named(
+def _make_named(
     config: OptimizerConfig,
     learning_rate_schedule: optax.Schedule,
     stacks: Collection[str],
@@ -254,10 +254,10 @@ def _named(
         return optax.chain(decay, ratio, rate, momentum)
     if config.name == "sgd":
         return optax.chain(decay, momentum, rate)
-    return _imported(config, learning_rate_schedule)
+    return _make_imported(config, learning_rate_schedule)
 
 
-def _imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedule) -> Any:
+def _make_imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedule) -> Any:
     make = import_object(config.name, "optimizer.name", OPTIMIZERS)
     if not callable(make):
         raise ValueError(

@@ -27,7 +27,7 @@ from train.planning.plan_search import PlanSearch
 _log = logging.getLogger(__name__)
 
 
-def planned(
+def plan_config(
     config: RunConfig,
     fixed: Collection[str],
     devices: PlanDevices,

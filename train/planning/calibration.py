@@ -90,7 +90,7 @@ class Calibration:
         )
 
 
-def calibrated(machine: Machine, devices: Sequence[Any], directory: Path) -> Machine:
+def use_calibration(machine: Machine, devices: Sequence[Any], directory: Path) -> Machine:
     """Return a machine with the rates that were measured on its devices, if they were.
 
     Args:
@@ -134,7 +134,7 @@ def measure(devices: Sequence[Any]) -> Calibration:
     streamed = _STREAMED[platform]
     reduced = _REDUCED[platform]
     product_s = _chain_s(mesh, _product, (width, width))
-    stream_s = _chain_s(mesh, _streamed, (streamed,))
+    stream_s = _chain_s(mesh, _stream, (streamed,))
     kernel_s = _chain_s(mesh, _product, (2, 2))
     latency_s = 0.0
     reduce_s = 0.0
@@ -161,7 +161,7 @@ def _product(x: jax.Array) -> jax.Array:
     return x @ x / x.shape[0]
 
 
-def _streamed(x: jax.Array) -> jax.Array:
+def _stream(x: jax.Array) -> jax.Array:
     """Read and write an array once; the barrier keeps XLA from merging repetitions."""
     return jax.lax.optimization_barrier(x * 0.999)
 
@@ -226,7 +226,7 @@ def _allocation_s(mesh: Mesh) -> float:
     sharding = NamedSharding(mesh, PartitionSpec("all"))
     seconds = []
     for donated in ((0,), ()):
-        program = jax.jit(_streamed, donate_argnums=donated, out_shardings=sharding)
+        program = jax.jit(_stream, donate_argnums=donated, out_shardings=sharding)
         x = jax.device_put(jnp.ones((mesh.size, _ALLOCATED), jnp.float32), sharding)
         times = []
         for _ in range(1 + _REPEATS):  # the first call compiles

@@ -80,8 +80,8 @@ class CompiledStep:
                 "compiled_bytes": compiled,
                 "estimated_bytes": estimated,
                 "ratio": estimated / compiled if compiled else None,
-                "device_bytes": _known(self.budget.limit_bytes),
-                "budget_bytes": _known(self.budget.device_bytes),
+                "device_bytes": _known_bytes(self.budget.limit_bytes),
+                "budget_bytes": _known_bytes(self.budget.device_bytes),
                 "warning": pressure_of(run, self.budget),
                 "fits": compiled is not None and compiled <= self.budget.device_bytes,
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
@@ -174,6 +174,6 @@ def _ticks(run: Run) -> Ticks | None:
     return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline), run.layouts)
 
 
-def _known(num_bytes: float) -> int | None:
+def _known_bytes(num_bytes: float) -> int | None:
     """Return a number of bytes; None if it is unlimited."""
     return None if math.isinf(num_bytes) else int(num_bytes)

@@ -224,12 +224,10 @@ def why_slower(
         return each.exposed_s - known.get((each.kind, each.axes, each.loop), 0.0)
 
     collective = max(other.collectives, key=increase)
-    return f"{reason}; {_described(collective, mesh_shape, gpus_per_host)}"
+    return f"{reason}; {_describe(collective, mesh_shape, gpus_per_host)}"
 
 
-def _described(
-    collective: CollectiveTime, mesh_shape: Mapping[str, int], gpus_per_host: int
-) -> str:
+def _describe(collective: CollectiveTime, mesh_shape: Mapping[str, int], gpus_per_host: int) -> str:
     where = " and ".join(collective.axes) or "all axes"
     each = size(collective.bytes // max(1, collective.count))
     crosses = crosses_hosts(mesh_shape, collective.axes, gpus_per_host)

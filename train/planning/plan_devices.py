@@ -18,7 +18,7 @@ from predict.machines.targets import Target
 from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config.schema import RunConfig
-from train.planning.calibration import calibrated
+from train.planning.calibration import use_calibration
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import Budget
 from train.planning.parallel_plan import with_values
@@ -138,7 +138,7 @@ def present_devices(
         return assemble_part(config, len(devices))
 
     machine = machine_of_devices(devices, budget.devices_per_host)
-    machine = calibrated(machine, devices, cache_path)
+    machine = use_calibration(machine, devices, cache_path)
     return PlanDevices(
         name=f"{len(devices)} × {machine.device_kind}",
         count=len(devices),

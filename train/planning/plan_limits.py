@@ -141,11 +141,11 @@ def no_division(
         nearest = f"leave out {' or '.join(freed)}" if freed else "set fewer values"
     return (
         f"no plan divides the model and data.global_batch_size={batch} over {num_devices} devices "
-        f"({_listed(fixed)} fixed); {nearest}"
+        f"({_list_keys(fixed)} fixed); {nearest}"
     )
 
 
-def _listed(keys: Sequence[str]) -> str:
+def _list_keys(keys: Sequence[str]) -> str:
     """Return the beginning of a statement about keys: "nothing is", "a is", or "a and b are"."""
     if len(keys) < 2:
         return f"{keys[0] if keys else 'nothing'} is"

@@ -251,7 +251,7 @@ class ScaledTimes:
             splits = assumed, assumed
         recomputed = self._recomputed.get(part.remat)
         if recomputed is None:
-            recomputed = _recomputed(part.remat) - _recomputed(self.base.remat)
+            recomputed = _recomputed_share(part.remat) - _recomputed_share(self.base.remat)
         backward_s = whole.backward_s + recomputed * whole.forward_s
         return LayerTimes(
             forward_s=splits[0] * whole.forward_s,
@@ -328,7 +328,7 @@ class ScaledTimes:
         return split * part.batch / self.base.batch
 
 
-def _recomputed(remat: str) -> float:
+def _recomputed_share(remat: str) -> float:
     return _RECOMPUTED.get(remat, _RECOMPUTED_BY_NAMES)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from convert.adapters.merged import merged
+from convert.adapters.merged import without_adapters
 from convert.source import Source, load_params
 from distributed.messages import LONGEST_START_S, Exchange
 from models.adapters import is_adapter
@@ -54,7 +54,7 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
         OSError: a file of it cannot be read.
     """
     if run.config.lora.rank is None:
-        source = merged(source)
+        source = without_adapters(source)
     _check_windows(run, source)
     wanted = _flat(run.state_layout.portable.params)
     stored = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
@@ -79,9 +79,9 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     )
     params = _flat(loaded)
     for path in _paths_with(_RESIZED, origins):
-        params[path] = _resized(params[path], wanted[path])
+        params[path] = _resize(params[path], wanted[path])
     for path in _paths_with(_REORDERED, origins):
-        params[path] = _reordered(params[path], wanted[path], order)
+        params[path] = _reorder(params[path], wanted[path], order)
     if new := _paths_with(_NEW, origins):
         params |= _newly_initialized(run, new)
     for path in _paths_with(_NORMS, origins):
@@ -237,7 +237,7 @@ def _check_windows(run: Run, source: Source) -> None:
     )
 
 
-def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _resize(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     """Resize a table of position embeddings `[1, 1 + T, D]`, class token first, to another T."""
     side = round((wanted.shape[1] - 1) ** 0.5)
     sharding: Any = wanted.sharding
@@ -250,9 +250,7 @@ def _resized(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(resized, sharding)
 
 
-def _reordered(
-    leaf: jax.Array, wanted: jax.ShapeDtypeStruct, order: np.ndarray | None
-) -> jax.Array:
+def _reorder(leaf: jax.Array, wanted: jax.ShapeDtypeStruct, order: np.ndarray | None) -> jax.Array:
     """Reorder the labels, the last dimension, of a classifier's parameter."""
     sharding: Any = wanted.sharding
     leaf = jax.device_put(leaf, in_device_memory(sharding))

@@ -108,7 +108,7 @@ def with_scaling_specs(sharding: ParamSharding, functions: ModelFunctions) -> Pa
     )
 
 
-def updated(history: History, seen: History, length: int, finite: jax.Array) -> History:
+def update_history(history: History, seen: History, length: int, finite: jax.Array) -> History:
     """Return the history after a step; see models.layers.float8.updated_history.
 
     Args:

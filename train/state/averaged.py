@@ -3,12 +3,12 @@
 from typing import Any
 
 from train.optim.ema import find_average
-from train.state.train_state import TrainState, merged
+from train.state.train_state import TrainState, merge
 
 Tree = Any
 
 
-def averaged(state: TrainState) -> Tree:
+def average_of(state: TrainState) -> Tree:
     """Return the average of the parameters, or the parameters if the run keeps no average.
 
     The average has the shapes and shardings of the parameters and is float32 or wider, so a model
@@ -18,7 +18,7 @@ def averaged(state: TrainState) -> Tree:
         state: state in the form that the step takes; arrays or ShapeDtypeStructs.
     """
     average = find_average(state.opt_state)
-    return state.params if average is None else merged(average, state.params)
+    return state.params if average is None else merge(average, state.params)
 
 
 def params_to_evaluate(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
@@ -30,5 +30,5 @@ def params_to_evaluate(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree 
         state: as for `averaged`.
         teaches: whether the model has `teach`; see models/stack.py.
     """
-    average = averaged(state)
+    average = average_of(state)
     return (state.params, average) if teaches else (average, None)

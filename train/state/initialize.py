@@ -32,7 +32,7 @@ from train.state.train_state import (
     TrainState,
     copy_of,
     is_for_host,
-    merged,
+    merge,
     shardings_of,
     zeros_of,
 )
@@ -130,7 +130,7 @@ class StateInit:
         """Return the initial state with newly initialized parameters."""
         state = self.initialize_at_once()
         streamed = {name: self._initialize_on_host(name) for name in self._layouts}
-        stacks = {name: merged(state.params[name], part) for name, part in streamed.items()}
+        stacks = {name: merge(state.params[name], part) for name, part in streamed.items()}
         return self._with_moments(dataclasses.replace(state, params={**state.params, **stacks}))
 
     def from_params(self, params: Tree) -> TrainState:
@@ -162,7 +162,7 @@ class StateInit:
                 params,
                 self._layout_of.params,
             )
-            return dataclasses.replace(layers, params=merged(unchanged, layers.params))
+            return dataclasses.replace(layers, params=merge(unchanged, layers.params))
 
         return self._jitted(make, jax.tree.map(_false, self._abstract.params))
 
@@ -213,9 +213,9 @@ class StateInit:
         targets = self._abstract.opt_state
         params = self._spec.trained(state.params)
         without = with_average(targets, lambda average: jax.tree.map(lambda _: None, average))
-        moments = merged(state.opt_state, jax.tree.map(zeros, without))
+        moments = merge(state.opt_state, jax.tree.map(zeros, without))
         average = with_average(targets, lambda average: jax.tree.map(copied, params, average))
-        return dataclasses.replace(state, opt_state=merged(moments, average))
+        return dataclasses.replace(state, opt_state=merge(moments, average))
 
     def _initialize_on_host(self, stack: str) -> Tree:
         """Create a stack's parameters in host memory, with None for parameters on the device.

@@ -43,7 +43,7 @@ class TrainState:
     amax_history: dict[str, Any] | None
 
 
-def merged(tree: Tree, other: Tree) -> Tree:
+def merge(tree: Tree, other: Tree) -> Tree:
     """Return `tree` with its None leaves replaced by the leaves of `other`."""
 
     def is_none(x):

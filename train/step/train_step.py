@@ -34,13 +34,13 @@ from train.optim.logged_rate import rate_of_update
 from train.precision import PrecisionConfig
 from train.state.amax_history import (
     misfit_metrics,
-    updated,
+    update_history,
     with_scaled_blocks,
     with_scaling,
     with_scaling_specs,
     without_scaling,
 )
-from train.state.averaged import averaged
+from train.state.averaged import average_of
 from train.state.train_state import TrainState
 from train.step.means import gradient_weight, means_of, nonzero
 from train.step.spikes import detect_spike
@@ -111,7 +111,7 @@ def make_train_step(
         with axis_rules(rules), traced_for(config.hardware, config.attention):
             microbatches = to_microbatches(batch, config)
             if teach is not None:
-                microbatches |= teach(averaged(state), microbatches)
+                microbatches |= teach(average_of(state), microbatches)
             microbatches |= to_microbatches({"dropout_keys": keys}, config)
             sums, grads, seen = loss_and_grad(state, microbatches)
         metrics = means_of(sums, lambda value, weight: value / nonzero(weight))
@@ -246,7 +246,7 @@ def _apply_gradients(
         loss_scale = loss_scale.after(finite, config.precision)
     history = state.amax_history
     if history is not None and seen is not None:
-        history = updated(history, seen, config.precision.float8_history, finite)
+        history = update_history(history, seen, config.precision.float8_history, finite)
     in_a_row = state.num_nonfinite_in_a_row + jnp.where(finite, 0, 1)
     outcome = StepOutcome(step=state.step, weight=weight, norm=grad_norm, accepted=accepted)
     params, opt_state = update(state.params, state.opt_state, grads, outcome)

@@ -29,7 +29,7 @@ from sharding.mesh import AnyMesh
 from sharding.spec import axes_of
 from train.precision import rounded_at_random
 from train.state.state_layout import StateLayout
-from train.state.train_state import merged
+from train.state.train_state import merge
 
 Tree = Any
 
@@ -142,9 +142,9 @@ class Update:
             group_params, group_state = self._update_offloaded(
                 group, params, opt_state, grads, outcome
             )
-            new_params = merged(new_params, group_params)
-            new_state = merged(new_state, group_state)
-        return merged(new_params, params), new_state
+            new_params = merge(new_params, group_params)
+            new_state = merge(new_state, group_state)
+        return merge(new_params, params), new_state
 
     def _update_offloaded(
         self, group: _Group, params: Tree, opt_state: Tree, grads: Tree, outcome: StepOutcome

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from data.image_config import ImageConfig
-from data.images.transforms.colors import blurred, jitter, solarized, without_color
+from data.images.transforms.colors import blur, jitter, solarize, without_color
 from data.images.transforms.crops import central_crop, crop, random_box
 from data.images.transforms.rand_augment import rand_augment
 
@@ -47,9 +47,9 @@ def augment(
     if config.grayscale and random.random() < config.grayscale:
         changed = without_color(changed)
     if config.blur[view] and random.random() < config.blur[view]:
-        changed = blurred(changed, random)
+        changed = blur(changed, random)
     if config.solarize[view] and random.random() < config.solarize[view]:
-        changed = solarized(changed)
+        changed = solarize(changed)
     if config.randaugment_num:
         magnitude = config.randaugment_magnitude
         changed = rand_augment(changed, config.randaugment_num, magnitude, random)

@@ -50,11 +50,11 @@ def without_color(image: Image.Image) -> Image.Image:
     return image.convert("L").convert(image.mode)
 
 
-def blurred(image: Image.Image, random: np.random.Generator) -> Image.Image:
+def blur(image: Image.Image, random: np.random.Generator) -> Image.Image:
     """Blur an image with a Gaussian whose standard deviation is 0.1 to 2 pixels."""
     return image.filter(ImageFilter.GaussianBlur(random.uniform(_MIN_SIGMA, _MAX_SIGMA)))
 
 
-def solarized(image: Image.Image) -> Image.Image:
+def solarize(image: Image.Image) -> Image.Image:
     """Invert the pixel values from 128 on."""
     return ImageOps.solarize(image, 128)

@@ -146,7 +146,7 @@ def encode(
         ends = read_array(Path(f"{name}-ends.npy"))
         if marked is None or ends is None:
             max_tokens = config.sequence_length // lines.num_dialogues + 1
-            parts = [*_encoded(lines, template, tokenizer, max_tokens)]
+            parts = [*_encode_lines(lines, template, tokenizer, max_tokens)]
             marked = np.concatenate([np.zeros(0, np.int64), *parts])
             ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
             write_array(Path(f"{name}-tokens.npy"), marked)
@@ -209,7 +209,7 @@ def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     return int(ends[0]) if len(ends) else None
 
 
-def _encoded(
+def _encode_lines(
     lines: ChatLines, template: ChatTemplate, tokenizer: Tokenizer, max_tokens: int
 ) -> Iterator[np.ndarray]:
     """Yield 2 × id + is_learned for the tokens of each conversation, at most `max_tokens`.
@@ -217,7 +217,7 @@ def _encoded(
     The conversations of a line are empty if nothing is learned of one of them.
     """
     num_cut = 0
-    for rendered in _rendered(lines, template):
+    for rendered in _render_lines(lines, template):
         arrays = []
         sizes = []
         for each in rendered:
@@ -238,7 +238,7 @@ def _encoded(
         )
 
 
-def _rendered(lines: ChatLines, template: ChatTemplate) -> Iterator[list[Rendered]]:
+def _render_lines(lines: ChatLines, template: ChatTemplate) -> Iterator[list[Rendered]]:
     """Yield the texts of each line, while a thread has the next lines rendered.
 
     Raises:

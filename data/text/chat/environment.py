@@ -77,7 +77,7 @@ class _Dict:
 
 
 @functools.lru_cache(maxsize=4)
-def compiled(text: str, is_repeatable: bool) -> jinja2.Template:
+def compile_template(text: str, is_repeatable: bool) -> jinja2.Template:
     """Compile a template.
 
     Args:

@@ -24,7 +24,7 @@ from data.text.chat.environment import (
     NOT_REPEATABLE,
     Generation,
     Marks,
-    compiled,
+    compile_template,
     has_marks,
 )
 from untrusted.messages import shortened
@@ -95,8 +95,8 @@ class _Program:
         self._source = source
         self._tokens = tokens
         try:
-            self._template = compiled(text, is_repeatable)
-            self._for_tools = compiled(for_tools or text, is_repeatable)
+            self._template = compile_template(text, is_repeatable)
+            self._for_tools = compile_template(for_tools or text, is_repeatable)
         except Exception as error:  # MemoryError and RecursionError, too
             raise ValueError(
                 f"{source} is not a chat template ({_reason(error, is_repeatable)})"
@@ -134,7 +134,7 @@ class _Program:
             return text, spans[_num_answers(messages[:num_given]) :]
         nonce = secrets.token_hex(16)
         marks = Marks(f"({nonce}", f"{nonce})")
-        unmarked, spans = _unmarked(self._run(messages, tools, marks=marks), marks)
+        unmarked, spans = _remove_marks(self._run(messages, tools, marks=marks), marks)
         if unmarked != text:
             raise self._not_clear(
                 "changes the text of {% generation %} after its end", remedy="print it as it is"
@@ -206,7 +206,7 @@ class _Program:
             return (self._for_tools if tools else self._template).render(
                 {
                     **variables,
-                    "messages": [_normalized(message) for message in messages],
+                    "messages": [_normalize(message) for message in messages],
                     "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
@@ -220,7 +220,7 @@ class _Program:
             raise _Refused(f"{self._source} refuses messages: {reason}") from None
 
 
-def _unmarked(marked: str, marks: Marks) -> tuple[str, list[Span]]:
+def _remove_marks(marked: str, marks: Marks) -> tuple[str, list[Span]]:
     """Remove marks from a text; return it and the parts within them, which may be nested."""
     text = ""
     spans = []
@@ -242,7 +242,7 @@ def _num_answers(messages: Sequence[Message]) -> int:
     return sum(message["role"] == "assistant" for message in messages)
 
 
-def _normalized(message: Message) -> Message:
+def _normalize(message: Message) -> Message:
     """Return a message as templates expect it, which is as `transformers` gives it to them.
 
     Fields that are null are left out, since templates render them or ask whether they exist. The

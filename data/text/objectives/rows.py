@@ -168,7 +168,7 @@ class RowPacker:
             text = text[: self.room(is_pair=False)]
             ids = np.concatenate([[self.cls], text, [self.sep]])
         else:
-            text, pair = shortened(text, pair, self.room(is_pair=True))
+            text, pair = truncate_pair(text, pair, self.room(is_pair=True))
             between = [self.sep] * (1 if self._has_types else 2)
             ids = np.concatenate([[self.cls], text, between, pair, [self.sep]])
         index = np.arange(self.length)
@@ -182,7 +182,7 @@ class RowPacker:
         return row
 
 
-def shortened(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+def truncate_pair(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
     """Truncate both texts, the longer one first, until together they fit.
 
     For example, texts of 10 and 3 tokens become 5 and 3 tokens if `room` is 8.

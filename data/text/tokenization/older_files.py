@@ -84,7 +84,7 @@ def _byte_level_bpe(directory: Path, settings: TokenizerSettings) -> tokenizers.
     tokenizer.decoder = decoders.ByteLevel()
     add_tokens(tokenizer, settings)
     if kind in _ROBERTA:
-        ends = [_named(tokenizer, settings, use) for use in ("sep", "cls")]
+        ends = [_special_token(tokenizer, settings, use) for use in ("sep", "cls")]
         trims = settings.flag("trim_offsets", default=True)
         tokenizer.post_processor = processors.RobertaProcessing(
             *ends, trim_offsets=trims, add_prefix_space=has_space
@@ -97,7 +97,7 @@ def _byte_level_bpe(directory: Path, settings: TokenizerSettings) -> tokenizers.
 def _add_template(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
     """Let texts begin and end with special tokens if `add_bos_token` and `add_eos_token` say so."""
     ends = {
-        use: _named(tokenizer, settings, use)
+        use: _special_token(tokenizer, settings, use)
         for use in ("bos", "eos")
         if use in settings.named and settings.flag(f"add_{use}_token", default=False)
     }
@@ -133,8 +133,8 @@ def _word_piece(directory: Path, settings: TokenizerSettings) -> tokenizers.Toke
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
     add_tokens(tokenizer, settings)
-    cls = _named(tokenizer, settings, "cls")
-    sep = _named(tokenizer, settings, "sep")
+    cls = _special_token(tokenizer, settings, "cls")
+    sep = _special_token(tokenizer, settings, "sep")
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls[0]}:0 $A:0 {sep[0]}:0",
         pair=f"{cls[0]}:0 $A:0 {sep[0]}:0 $B:1 {sep[0]}:1",
@@ -143,7 +143,7 @@ def _word_piece(directory: Path, settings: TokenizerSettings) -> tokenizers.Toke
     return tokenizer
 
 
-def _named(
+def _special_token(
     tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings, use: str
 ) -> tuple[str, int]:
     """Return a special token that the vocabulary must have, and its id."""

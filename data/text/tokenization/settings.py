@@ -156,12 +156,12 @@ def read_settings(
     else:
         where = f"{directory / CONFIG_FILE}: added_tokens_decoder"
         check(numbered, dict[str, dict[str, Any]], where)
-        added = {_number(i, where): _described(token, where) for i, token in numbered.items()}
+        added = {_number(i, where): _token_of(token, where) for i, token in numbered.items()}
     known = {token.content: token for token in added.values()}
     named = {use: _token(name) for use, name in _IMPLIED.get(tokenizer_class, {}).items()}
     for use in USES:
         if f"{use}_token" in config:
-            token = _named(config[f"{use}_token"], f"{directory}: {use}_token")
+            token = _special_token(config[f"{use}_token"], f"{directory}: {use}_token")
             named.pop(use, None)
             if token is not None:
                 named[use] = token
@@ -248,12 +248,12 @@ def _end_ids(
     return ()
 
 
-def _named(value: Any, where: str) -> tokenizers.AddedToken | None:
+def _special_token(value: Any, where: str) -> tokenizers.AddedToken | None:
     """Return a special token that a file names by its content or describes; None for null."""
     if value is None:
         return None
     check(value, str | dict[str, Any], where)
-    return _token(value) if isinstance(value, str) else _described(value, where)
+    return _token(value) if isinstance(value, str) else _token_of(value, where)
 
 
 def _token(content: str, *, is_special: bool = True) -> tokenizers.AddedToken:
@@ -261,7 +261,7 @@ def _token(content: str, *, is_special: bool = True) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(content, special=is_special, normalized=not is_special)
 
 
-def _described(value: Mapping[str, Any], where: str) -> tokenizers.AddedToken:
+def _token_of(value: Mapping[str, Any], where: str) -> tokenizers.AddedToken:
     """Return a token that a file describes with its properties."""
     content = value.get("content")
     check(content, str, f"{where}: content")

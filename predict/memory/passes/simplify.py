@@ -46,7 +46,7 @@ class Constant:
     itemsize: int
 
 
-def simplified(program: Program) -> Program:
+def simplify(program: Program) -> Program:
     """Remove repeated operations and writes of whole buffers, also in loops and branches.
 
     The given program is not modified; the result shares its unchanged parts.
@@ -63,7 +63,7 @@ def simplified(program: Program) -> Program:
 
     for op in program.operations:
         inputs = [replaced.get(value, value) for value in op.inputs]
-        op = _with(op, inputs=inputs, bodies=[simplified(body) for body in op.bodies])
+        op = _with(op, inputs=inputs, bodies=[simplify(body) for body in op.bodies])
         source = _source(op)
         constants = _constants(op, identity_of)
         if constants is not None:
@@ -75,7 +75,9 @@ def simplified(program: Program) -> Program:
             if op.name == "broadcast_in_dim":  # it only adds dims of size 1
                 op = Operation("expand_dims", op.inputs, op.outputs, {})
             for value, output in zip(op.inputs, op.outputs, strict=True):
-                identity[output] = _reshaped(identity_of(value), value.shape, output.shape)
+                identity[output] = _identity_of_reshaped(
+                    identity_of(value), value.shape, output.shape
+                )
             if op.name in _RESHAPES:
                 (output,) = op.outputs
                 key = ("view", identity[output])
@@ -117,7 +119,9 @@ def _is_view(op: Operation) -> bool:
     return is_one_to_one and all(math.prod(a.shape) == math.prod(b.shape) for a, b in pairs)
 
 
-def _reshaped(identity: Hashable, before: tuple[int, ...], after: tuple[int, ...]) -> Hashable:
+def _identity_of_reshaped(
+    identity: Hashable, before: tuple[int, ...], after: tuple[int, ...]
+) -> Hashable:
     """Return the identity of a reshaped array, which depends on its final shape only."""
     original = identity
     shape = before

@@ -23,7 +23,7 @@ from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.generator import Generator
 from generate.prompts import TextCodec
 from generate.sampling import Sampling
-from generate.serve.__main__ import _parser, opened
+from generate.serve.__main__ import _parser, open_model
 from generate.serve.app import make_app
 from generate.serve.connections import ConnectionLimits, listen, make_server
 
@@ -70,7 +70,7 @@ def serving(directory, *options: str) -> Iterator[str]:
     args: argparse.Namespace = _parser().parse_args([f"--model={directory}", *options])
     with listen("127.0.0.1", 0) as listening:
         address = f"http://127.0.0.1:{listening[0].getsockname()[1]}"
-        with opened(args) as (served, engine):
+        with open_model(args) as (served, engine):
             server = make_server(make_app(served, engine), LIMITS, "error")
             thread = threading.Thread(target=server.run, args=(listening,))
             thread.start()

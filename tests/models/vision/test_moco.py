@@ -16,7 +16,7 @@ from models.vision.moco import MoCo, MoCoConfig
 from sharding.batches import place_batch
 from tests.runs import FLOAT64, ROOT, make_run
 from tests.train.meshes.models_on_meshes import MODELS, SHARED, losses_on
-from train.state.averaged import averaged
+from train.state.averaged import average_of
 
 SIZES = {
     **{"image_size": 4, "num_channels": 1, "patch_size": 2, "num_layers": 2, "num_heads": 2},
@@ -149,7 +149,7 @@ def test_step_computes_keys_with_the_average():
         for _ in range(2):
             batch = next(batches)
             plain = {name: jnp.asarray(value) for name, value in batch.items() if name != "index"}
-            student, teacher = (jax.device_get(p) for p in (state.params, averaged(state)))
+            student, teacher = (jax.device_get(p) for p in (state.params, average_of(state)))
             keys = outputs(teacher, plain, "teach")
             loss, weight, _ = outputs(student, plain | keys, "head")
             placed = place_batch(batch, run.rows, run.batch_sharding, 8)

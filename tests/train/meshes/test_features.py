@@ -8,7 +8,7 @@ import pytest
 
 from data.batches import train_batches
 from tests.runs import FLOAT64, TINY, make_run
-from train.state.averaged import averaged
+from train.state.averaged import average_of
 
 NUM_STEPS = 4
 ALL = ("optimizer.layer_decay=0.7", "train.ema_decay=0.6", "optimizer.frozen=*.bias,*.mlp.down.*")
@@ -66,7 +66,7 @@ def trained(overrides) -> tuple[list[float], list[np.ndarray]]:
         batch = run.place_batch(next(batches))
         state, metrics = run.compile_train_step()(state, batch)
         losses.append(float(metrics["loss"]))
-    return losses, jax.device_get(jax.tree.leaves(averaged(run.state_layout.to_portable(state))))
+    return losses, jax.device_get(jax.tree.leaves(average_of(run.state_layout.to_portable(state))))
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from train.lifecycle.phases import Phases
 from train.lifecycle.restore import RestoredRun, restore_or_initialize
 from train.lifecycle.workdir import write_run_files
 from train.optim.ema import average_params
-from train.state.averaged import averaged
+from train.state.averaged import average_of
 from train.state.train_state import shardings_of
 
 EMA = ("train.ema_decay=0.6", "train.ema_schedule=cosine")
@@ -69,17 +69,17 @@ def test_average_of_a_run_equals_the_average_of_its_parameters(corpus_overrides)
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)
         state = run.state_layout.initial()
         expected = jax.device_get(state.params)
-        assert digest(averaged(state)) == digest(state.params)
+        assert digest(average_of(state)) == digest(state.params)
         for step in range(3):
             state, _ = run.compile_train_step()(state, placed_batch(run, corpus))
             d = decay_of("cosine", step)
             expected = jax.tree.map(lambda a, p, d=d: d * a + (1 - d) * p, expected, state.params)
-        found = jax.device_get(averaged(state))
+        found = jax.device_get(average_of(state))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), found, expected)
         nan = np.full((16, 16), np.nan, np.float32)
         state, _ = run.compile_train_step()(state, placed_batch(run, corpus, weights=nan))
         assert int(state.num_skipped) == 1
-        jax.tree.map(np.testing.assert_array_equal, averaged(state), found)
+        jax.tree.map(np.testing.assert_array_equal, average_of(state), found)
     averages = jax.tree_util.tree_leaves_with_path(found)
     params = jax.device_get(state.params)
     for (path, average), param in zip(averages, jax.tree.leaves(params), strict=True):
@@ -100,8 +100,8 @@ def test_average_is_initialized_to_the_parameters_in_host_memory_too(given, corp
         params = jax.device_put(params, shardings_of(run.state_layout.portable.params))
     state = run.state_layout.initial(params)
     assert shardings_of(run.state_layout.abstract) == jax.tree.map(lambda x: x.sharding, state)
-    average = averaged(state)
-    frozen = averaged(run.state_layout.abstract)["token_embedding"]
+    average = average_of(state)
+    frozen = average_of(run.state_layout.abstract)["token_embedding"]
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), state.params)
     assert digest(jax.tree.map(lambda x: np.asarray(x, np.float32), average)) == digest(wide)
     assert average["decoder"]["layers"]["attention"]["qkv"]["kernel"].dtype == jnp.float32
@@ -121,7 +121,7 @@ def test_evaluation_uses_the_average(corpus_overrides):
             there = dataclasses.replace(state, params=params, opt_state=())
             return evaluate(plain, corpus, there, Phases())
 
-        assert scores == of(averaged(state)) != of(state.params)
+        assert scores == of(average_of(state)) != of(state.params)
 
 
 def steps(run, start: RestoredRun, count: int, *, save_after: int = 0) -> tuple[list, Any]:
@@ -152,7 +152,7 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
         assert again == losses[2:] and digest(state) == digest(whole)
         other, _ = make_run((*base, "mesh.fsdp=2", "memory.zero_stage=2"))
         start = restore_or_initialize(other, corpus, tmp_path)
-        restored = averaged(other.state_layout.to_portable(start.state))
+        restored = average_of(other.state_layout.to_portable(start.state))
         # Starting from the run, or converting it, uses the average.
         for is_averaged in (True, False):
             source = read_source(tmp_path, averaged=is_averaged)
@@ -160,7 +160,7 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
             assert (digest(read) == digest(restored)) == is_averaged
         again, state = steps(other, start, 2)
         np.testing.assert_allclose(again, losses[2:], rtol=1e-9, atol=0)
-        pairs = (jax.tree.leaves(averaged(each)) for each in (state, whole))
+        pairs = (jax.tree.leaves(average_of(each)) for each in (state, whole))
         for found, wanted in zip(*pairs, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
     names = stored_arrays(tmp_path / "checkpoints" / "2").keys()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning import auto_plan
-from train.planning.auto_plan import planned, saved_settings
+from train.planning.auto_plan import plan_config, saved_settings
 
 SAVED = {
     "mesh": {"auto": True, "data": 4, "model": 2, "pipeline": 1, "fsdp": 1, "context": 1}
@@ -25,7 +25,7 @@ def plan(monkeypatch, *overrides: str, saved=SAVED, num_devices: int = 8):
     config = config_of("mesh.auto=True", *overrides)
     fixed = {override.partition("=")[0] for override in overrides}
     devices: auto_plan.PlanDevices = types.SimpleNamespace(count=num_devices)  # pyright: ignore
-    return planned(config, fixed, devices, saved, timeout_s=1)
+    return plan_config(config, fixed, devices, saved, timeout_s=1)
 
 
 def test_run_keeps_the_plan_of_its_workdir(monkeypatch):

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from train.planning import calibration
-from train.planning.calibration import Calibration, calibrate, calibrated
+from train.planning.calibration import Calibration, calibrate, use_calibration
 from train.planning.step_time import machine_of_devices
 
 RATES = Calibration(
@@ -43,13 +43,13 @@ def test_measured_rates_are_stored_and_used_for_the_same_devices(tmp_path, machi
     monkeypatch.setattr(calibration, "_ALLOCATED", 2**12)
     monkeypatch.setattr(calibration, "_TURNS", 3)
     devices = jax.devices()[:8]
-    assert calibrated(machine, devices, tmp_path) == machine  # nothing is stored yet
+    assert use_calibration(machine, devices, tmp_path) == machine  # nothing is stored yet
     found = calibrate(devices, tmp_path / "cache")
     assert all(0 < v < math.inf for k, v in vars(found).items() if k.endswith("_s"))
-    used = calibrated(machine, devices, tmp_path / "cache")
+    used = use_calibration(machine, devices, tmp_path / "cache")
     assert used == found.applied(machine)
     assert used.kernel_s == found.kernel_s
-    assert calibrated(machine, devices[:4], tmp_path / "cache") == machine
+    assert use_calibration(machine, devices[:4], tmp_path / "cache") == machine
 
 
 def test_products_of_all_types_are_as_much_faster_as_those_of_float32(machine):
@@ -73,4 +73,4 @@ def test_products_of_all_types_are_as_much_faster_as_those_of_float32(machine):
 def test_damaged_rates_are_refused(change, message, tmp_path, machine):
     stored(tmp_path, dataclasses.asdict(RATES) | change)
     with pytest.raises(ValueError, match=message):
-        calibrated(machine, jax.devices()[:8], tmp_path)
+        use_calibration(machine, jax.devices()[:8], tmp_path)

@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from data.images.transforms.colors import jitter, shift_hue, solarized, without_color
+from data.images.transforms.colors import jitter, shift_hue, solarize, without_color
 from tests.data.images.transforms.noise import NOISE, assert_same, noise, rng
 
 
@@ -27,4 +27,4 @@ def test_grey_and_inverted_images():
     grey = np.asarray(without_color(noise()))
     assert (grey == grey[:, :, :1]).all()
     assert_same(grey[:, :, 0], noise("L"))
-    assert_same(solarized(noise()), np.where(NOISE < 128, NOISE, 255 - NOISE))
+    assert_same(solarize(noise()), np.where(NOISE < 128, NOISE, 255 - NOISE))
