@@ -101,6 +101,32 @@ class EmbedAndHead:
         marks = None if frozen is None else frozen["non_stack"]
         return zeros(without(wide_types(self._non_stack_params), marks))
 
+    # What a class below leaves out does nothing.
+
+    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+        """Return the buffer of inputs, into which an embedding may have been written."""
+        return inputs
+
+    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+        """Return the input of a chunk; `x` arrived, or is in the buffer of inputs."""
+        return x
+
+    def head_ahead(
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+    ) -> tuple[Tree, Tree, Tree]:
+        """Return (sums, gradients, gradient of the head's input, or None), after the head."""
+        return sums, non_stack_grads, None
+
+    def add_embed_gradient(
+        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+    ) -> Tree:
+        """Return the gradients of non-stack parameters, in a backward whose result is `dx`."""
+        return non_stack_grads
+
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+        """Return the gradients of non-stack parameters, after a backward whose result is `dx`."""
+        return non_stack_grads
+
     def _embed(self, non_stack_params: Tree, microbatch: Tree) -> Tree:
         x = on_whole_tokens(lambda: self._functions.embed(non_stack_params, microbatch))
         return self._packed.pack(x)
@@ -116,10 +142,6 @@ class EmbedAndHead:
 class OnOneStage(EmbedAndHead):
     """The first stage embeds, and the last stage runs the head."""
 
-    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
-        """Return the buffer of inputs unchanged: `chunk_input` embeds."""
-        return inputs
-
     def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return a chunk's input: the embedding on the first chunk, else `x`, which arrived."""
 
@@ -127,12 +149,6 @@ class OnOneStage(EmbedAndHead):
             return self.embed(microbatch)
 
         return operation.if_first(embedded, x)
-
-    def head_ahead(
-        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return sums and gradients unchanged: `loss_and_output_cotangent` runs the head."""
-        return sums, non_stack_grads, None
 
     def loss_and_output_cotangent(
         self,
@@ -172,10 +188,6 @@ class OnOneStage(EmbedAndHead):
             return add(non_stack_grads, self.embed_gradient(dx, microbatch))
 
         return operation.if_first(embedded, non_stack_grads)
-
-    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
-        """Return the gradients unchanged: `add_embed_gradient` has added the embedding's."""
-        return non_stack_grads
 
     def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
@@ -224,10 +236,6 @@ class OnAllStages(EmbedAndHead):
 
         return tick_plan.embed.if_runs(embed, inputs)
 
-    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
-        """Return the value in the buffer of inputs, where `embed_ahead` wrote the embedding."""
-        return x
-
     def head_ahead(
         self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
     ) -> tuple[Tree, Tree, Tree]:
@@ -256,12 +264,6 @@ class OnAllStages(EmbedAndHead):
     ) -> tuple[Tree, Tree, Tree]:
         """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
         return sums, non_stack_grads, operation.if_last(lambda dy: dy_from_head, dy)
-
-    def add_embed_gradient(
-        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
-    ) -> Tree:
-        """Return the gradients unchanged: `embed_gradient_after` adds the embedding's."""
-        return non_stack_grads
 
     def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""

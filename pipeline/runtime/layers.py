@@ -18,7 +18,7 @@ With L = `max_layers_per_chunk`:
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -164,7 +164,7 @@ class Layers:
     def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
         """Return x after the chunk's layers, without saving anything for a backward."""
 
-        def body(x, i, param_slot, number):
+        def body(i, param_slot, number, x):
             return self._block(self._layer(param_slot), x, microbatch, number)
 
         return self._loop(chunk, body, x)
@@ -174,7 +174,7 @@ class Layers:
     ) -> tuple[Tree, Residuals]:
         """Return x after the chunk's layers, and the buffers with the saved residuals."""
 
-        def body(carry, i, param_slot, number):
+        def body(i, param_slot, number, carry):
             x, residuals = carry
             x, values = self._vjp.forward(self._layer(param_slot), x, microbatch, number)
             saved, for_weights = self._parted(values)
@@ -198,7 +198,7 @@ class Layers:
     ) -> tuple[Tree, Tree]:
         """Return the gradient of the chunk's input, and `grads` plus the layers' gradients."""
 
-        def body(carry, i, param_slot, number):
+        def body(i, param_slot, number, carry):
             dy, grads = carry
             saved = _read(residuals.saved, slots.saved, i)
             gradients, dx = self._vjp.backward(
@@ -224,7 +224,7 @@ class Layers:
             buffer `handed` with the values that `weight_gradient` reads).
         """
 
-        def body(carry, i, param_slot, number):
+        def body(i, param_slot, number, carry):
             dy, grads, handed = carry
             saved = self._joined(
                 _read(residuals.saved, slots.saved, i),
@@ -243,7 +243,7 @@ class Layers:
     ) -> Tree:
         """Return `grads` plus the gradients that `input_gradient` left out."""
 
-        def body(grads, i, param_slot, number):
+        def body(i, param_slot, number, grads):
             late = self._vjp.weight_gradient(
                 self._layer(param_slot),
                 microbatch,
@@ -293,7 +293,7 @@ class Layers:
         return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
 
     def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
-        """Scan `body(carry, i, param_slot, number)` over the chunk's layers, skipping padding."""
+        """Scan `body(i, param_slot, number, carry)` over the chunk's layers, skipping padding."""
 
         # The loop counts in its carry. XLA does not recognize a counter that is read from an array,
         # and would neither pipeline collectives nor read weights where they are stored.
@@ -302,10 +302,9 @@ class Layers:
             i = self._max_layers_per_chunk - 1 - count if reverse else count
             param_slot = chunk * self._max_layers_per_chunk + i
             number = self._numbers[param_slot]
-            is_layer = None if self._has_padding else True
-            after = update_if(
-                is_layer, number >= 0, lambda carry: body(carry, i, param_slot, number), carry
-            )
+            is_layer = number >= 0
+            run = partial(body, i, param_slot, number)
+            after = update_if(None, is_layer, run, carry) if self._has_padding else run(carry)
             return (count + 1, after), None
 
         with jax.named_scope(LAYERS):

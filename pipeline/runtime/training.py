@@ -12,6 +12,7 @@ executor.py draws a tick. Between two ticks everything that waits is in the carr
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -131,9 +132,7 @@ class TrainingStage(Stage):
         # Read ahead of the loop that runs the forward at most once, so that it does not read the
         # whole buffer.
         x = read_or_none(carry.inputs, tick_plan.forward.slots.input)
-        return tick_plan.forward.if_runs(
-            lambda state: self._forward(state[1], tick_plan.forward, x), (y, carry)
-        )
+        return tick_plan.forward.if_runs(partial(self._forward, tick_plan.forward, x), (y, carry))
 
     def _backward_phase(
         self, carry: TrainingCarry, tick_plan: TickPlan
@@ -149,7 +148,7 @@ class TrainingStage(Stage):
         )
         carry = dataclasses.replace(carry, sums=sums, non_stack_grads=non_stack_grads)
         dx, carry = tick_plan.backward.if_runs(
-            lambda state: self._backward(state[1], tick_plan.backward, x, dy, dy_from_head),
+            partial(self._backward, tick_plan.backward, x, dy, dy_from_head),
             (zeros(self._x_type), carry),
         )
         non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick_plan)
@@ -157,7 +156,7 @@ class TrainingStage(Stage):
         # Without split backwards there are no weight gradients.
         if tick_plan.weight_gradient.always is not False:
             carry = tick_plan.weight_gradient.if_runs(
-                lambda carry: self._weight_gradient(carry, tick_plan.weight_gradient), carry
+                partial(self._weight_gradient, tick_plan.weight_gradient), carry
             )
         return dx, carry
 
@@ -166,13 +165,18 @@ class TrainingStage(Stage):
         return self._send(BACKWARD, dx) if self._chunks.has_backward else {}
 
     def _forward(
-        self, carry: TrainingCarry, operation: Operation, x: Tree
+        self, operation: Operation, x: Tree, state: tuple[Tree, TrainingCarry]
     ) -> tuple[Tree, TrainingCarry]:
-        """Run a chunk's forward; return (output, carry).
+        """Run a chunk's forward; the residuals are not kept if the backward recomputes them.
 
-        `x` is the chunk's input, if it arrived from another chunk. The residuals are not kept if
-        the backward recomputes them.
+        Args:
+            x: chunk's input, if it arrived from another chunk.
+            state: (output of the last forward, carry).
+
+        Returns:
+            (output, carry).
         """
+        carry = state[1]
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
         x = self._embed_and_head.chunk_input(operation, x, microbatch)
@@ -192,11 +196,11 @@ class TrainingStage(Stage):
 
     def _backward(
         self,
-        carry: TrainingCarry,
         operation: Operation,
         x: Tree,
         dy: Tree,
         dy_from_head: Tree,
+        state: tuple[Tree, TrainingCarry],
     ) -> tuple[Tree, TrainingCarry]:
         """Run a chunk's backward.
 
@@ -205,10 +209,12 @@ class TrainingStage(Stage):
             x: chunk's input, if it arrived from another chunk.
             dy: gradient of the chunk's output, if it arrived from another chunk.
             dy_from_head: gradient of the head's input, if all stages have just computed it.
+            state: (zeros like the result, carry).
 
         Returns:
             (gradient of the chunk's input, the carry with new totals and residuals).
         """
+        carry = state[1]
         chunk = operation.chunk
         microbatch = self._microbatch(operation.microbatch)
         residuals = carry.residuals
@@ -255,7 +261,7 @@ class TrainingStage(Stage):
             for name, stack_residuals in residuals.items()
         }
 
-    def _weight_gradient(self, carry: TrainingCarry, operation: Operation) -> TrainingCarry:
+    def _weight_gradient(self, operation: Operation, carry: TrainingCarry) -> TrainingCarry:
         """Return the carry with the weight gradients of a chunk added."""
         microbatch = self._microbatch(operation.microbatch)
         stacks_grads = self._chunks.weight_gradient(
