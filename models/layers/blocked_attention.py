@@ -15,7 +15,6 @@ sequence length. Matrix products are batched over leading dims (B, K), which is 
 B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
 """
 
-import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -24,41 +23,41 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from models.layers.masks import Mask, Segments
+
 #: Number of queries per block of causal attention, and maximum number of blocks. n blocks compute
 #: (n + 1) / 2n of the full products, but matrix products with few rows are slow.
 _BLOCK_QUERIES = 128
 _MAX_BLOCKS = 8
 
-Segments = tuple[jax.Array, jax.Array]
+
+def _blocks(mask: Mask, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
+    """Return (queries, keys that they can see) for each block."""
+    count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if mask.is_causal else 1
+    bounds = [num_queries * i // count for i in range(count + 1)]
+    return [(slice(*rows), _keys(mask, *rows, num_keys)) for rows in itertools.pairwise(bounds)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _MaskOptions:
-    """Determines which keys a query can see, from their positions."""
+def _keys(mask: Mask, start: int, stop: int, num_keys: int) -> slice:
+    """Return the keys that queries start..stop - 1 can see, at least one key."""
+    if not mask.is_causal:
+        return slice(0, num_keys)
+    first = 0
+    if mask.window is not None:
+        first = max(0, start + mask.offset - mask.window + 1)
+    first = min(first, num_keys - 1)
+    return slice(first, max(first + 1, min(stop + mask.offset, num_keys)))
 
-    is_causal: bool
-    window: int | None
 
-    def blocks(self, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
-        """Return (queries, keys that they can see) for each block."""
-        count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if self.is_causal else 1
-        bounds = [num_queries * i // count for i in range(count + 1)]
-        return [(slice(*rows), self._keys(*rows, num_keys)) for rows in itertools.pairwise(bounds)]
-
-    def _keys(self, start: int, stop: int, num_keys: int) -> slice:
-        if not self.is_causal:
-            return slice(0, num_keys)
-        first = 0 if self.window is None else max(0, start - self.window + 1)
-        return slice(min(first, num_keys - 1), min(stop, num_keys))
-
-    def visible(self, rows: slice, keys: slice) -> jax.Array | None:
-        """Return bool[T, S] for a block, or None if every query sees every key of the block."""
-        if not self.is_causal:
-            return None
-        distance_TS = jnp.arange(rows.start, rows.stop)[:, None] - jnp.arange(keys.start, keys.stop)
-        if self.window is None:
-            return distance_TS >= 0
-        return (distance_TS >= 0) & (distance_TS < self.window)
+def _visible(mask: Mask, rows: slice, keys: slice) -> jax.Array | None:
+    """Return bool[T, S] for a block, or None if every query sees every key of the block."""
+    if not mask.is_causal:
+        return None
+    rows_T = mask.offset + jnp.arange(rows.start, rows.stop)
+    distance_TS = rows_T[:, None] - jnp.arange(keys.start, keys.stop)
+    if mask.window is None:
+        return distance_TS >= 0
+    return (distance_TS >= 0) & (distance_TS < mask.window)
 
 
 def attend(
@@ -73,23 +72,100 @@ def attend(
     scale: float,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
-    mask_options = _MaskOptions(is_causal, window)
-    q_BTNH = q_BTNH * scale
-    batch, length, num_heads, head_dim = q_BTNH.shape
+    mask = Mask(is_causal=is_causal, window=window)
+    num_heads = q_BTNH.shape[2]
     num_kv_heads = k_BSKH.shape[2]
-    q_BKGTH = q_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    bias_BKGTS = None
-    if bias_BNTS is not None:
-        groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
-        bias_BKGTS = bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
     y_BKGTH: Any = _attend_batched(
-        mask_options, q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
+        mask,
+        _grouped(q_BTNH * scale, num_kv_heads),
+        k_BSKH.swapaxes(1, 2),
+        v_BSKH.swapaxes(1, 2),
+        _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
+        segments,
     )
-    return y_BKGTH.transpose(0, 3, 1, 2, 4).reshape(q_BTNH.shape)
+    return _ungrouped(y_BKGTH)
+
+
+def forward(
+    q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None, mask: Mask, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return output and log-sum-exp of attention to one block of keys; see `BlockKernel`."""
+    num_heads = q_BTNH.shape[2]
+    num_kv_heads = k_BSKH.shape[2]
+    _, residuals = _batched_forward(
+        mask,
+        _grouped(q_BTNH * scale, num_kv_heads),
+        k_BSKH.swapaxes(1, 2),
+        v_BSKH.swapaxes(1, 2),
+        _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
+        segments,
+    )
+    y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals[-3:]
+    lse_BKGT1 = largest_BKGT1 - jnp.log(scale_BKGT1)
+    sees_none = largest_BKGT1 == jnp.finfo(largest_BKGT1.dtype).min
+    lse_BKGT1 = jnp.where(sees_none, -jnp.inf, lse_BKGT1)
+    return _ungrouped(jnp.where(sees_none, 0, y_BKGTH)), lse_BKGT1.reshape(
+        q_BTNH.shape[0], num_heads, q_BTNH.shape[1]
+    )
+
+
+def backward(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    bias_BNTS,
+    segments: Segments | None,
+    mask: Mask,
+    scale: float,
+    lse_BNT,
+    y_BTNH,
+    dy_BTNH,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of q, k, v and bias for one block of keys; see `BlockKernel`."""
+    num_heads = q_BTNH.shape[2]
+    num_kv_heads = k_BSKH.shape[2]
+    q_BKGTH = _grouped(q_BTNH * scale, num_kv_heads)
+    lse_BKGT1 = lse_BNT.reshape(*q_BKGTH.shape[:-1], 1)
+    # Of a query that sees no key at all, the logits minus any finite number have weights of 0.
+    lse_BKGT1 = jnp.where(jnp.isfinite(lse_BKGT1), lse_BKGT1, 0)
+    bias_BKGTS = _grouped_bias(bias_BNTS, num_heads, num_kv_heads)
+    arrays = q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
+    statistics = _grouped(y_BTNH, num_kv_heads), lse_BKGT1, jnp.ones_like(lse_BKGT1)
+    dq_BKGTH, dk_BKSH, dv_BKSH, dbias_BKGTS, _ = _batched_backward(
+        mask, (*arrays, *statistics), _grouped(dy_BTNH, num_kv_heads)
+    )
+    dbias_BNTS = None
+    if bias_BNTS is not None and dbias_BKGTS is not None:
+        dbias_BNTS = dbias_BKGTS.reshape(bias_BNTS.shape)
+    dq_BTNH = _ungrouped(dq_BKGTH) * scale
+    return dq_BTNH, dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), dbias_BNTS
+
+
+def _grouped(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Return [B, K, G, T, H]: the queries of each key-value head."""
+    batch, length, _, head_dim = x_BTNH.shape
+    x_BTKGH = x_BTNH.reshape(batch, length, num_kv_heads, -1, head_dim)
+    return x_BTKGH.transpose(0, 2, 3, 1, 4)
+
+
+def _ungrouped(x_BKGTH: jax.Array) -> jax.Array:
+    """Return [B, T, N, H], the inverse of `_grouped`."""
+    batch, _, _, length, head_dim = x_BKGTH.shape
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, head_dim)
+
+
+def _grouped_bias(
+    bias_BNTS: jax.Array | None, num_heads: int, num_kv_heads: int
+) -> jax.Array | None:
+    """Return the bias as [B, K, G, T, S], whose dims of size 1 stay."""
+    if bias_BNTS is None:
+        return None
+    groups = (num_kv_heads, -1) if bias_BNTS.shape[1] == num_heads else (1, 1)
+    return bias_BNTS.reshape(bias_BNTS.shape[0], *groups, *bias_BNTS.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _attend_batched(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
     The backward pass recomputes the weights from their maxima and sums, so no array of size
@@ -97,15 +173,15 @@ def _attend_batched(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """
-    return _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
+    return _batched_forward(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
 
 
-def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _batched_forward(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     outputs = []
     largest = []
     scales = []
-    for rows, keys in mask_options.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
-        logits_BKGTS = _logits(mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+    for rows, keys in _blocks(mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
+        logits_BKGTS = _logits(mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
         weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
         sum_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
@@ -123,7 +199,7 @@ def _batched_forward(mask_options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments
     return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
 
 
-def _batched_backward(mask_options, residuals, dy_BKGTH):
+def _batched_backward(mask, residuals, dy_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
     dtype = q_BKGTH.dtype
     wide = scale_BKGT1.dtype
@@ -133,10 +209,10 @@ def _batched_backward(mask_options, residuals, dy_BKGTH):
     dk_BKSH = jnp.zeros(k_BKSH.shape, wide)
     dv_BKSH = jnp.zeros(v_BKSH.shape, wide)
     dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
-    for rows, keys in mask_options.blocks(q_BKGTH.shape[3], k_BKSH.shape[2]):
+    for rows, keys in _blocks(mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
         q = q_BKGTH[:, :, :, rows]
         dy = dy_BKGTH[:, :, :, rows]
-        logits_BKGTS = _logits(mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+        logits_BKGTS = _logits(mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
         weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
         weights_BKGTS *= scale_BKGT1[:, :, :, rows]
         dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
@@ -164,13 +240,13 @@ _attend_batched.defvjp(_batched_forward, _batched_backward)
 
 
 def _logits(
-    mask_options, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice
+    mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice
 ) -> jax.Array:
     logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
     if bias_BKGTS is not None:
         logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]
     hidden = jnp.finfo(logits_BKGTS.dtype).min
-    visible_TS = mask_options.visible(rows, keys)
+    visible_TS = _visible(mask, rows, keys)
     if visible_TS is not None:
         logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
     if segments is not None:

@@ -1,0 +1,114 @@
+"""Attention over a sequence that is split over the devices of a ring, against one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from models.layers import blocked_attention
+from models.layers.masks import Mask
+from models.layers.ring_attention import BlockKernel, Ring, RingOptions, attend_on_ring
+from sharding.mesh import MeshConfig, make_mesh
+
+KERNEL = BlockKernel(forward=blocked_attention.forward, backward=blocked_attention.backward)
+LENGTH = 48
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def arrays(num_kv_heads: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shape = (2, LENGTH, 4, 8)
+    kv_shape = (2, LENGTH, num_kv_heads, 8)
+    return {
+        "q": jax.random.normal(keys[0], shape, jnp.float64),
+        "k": jax.random.normal(keys[1], kv_shape, jnp.float64),
+        "v": jax.random.normal(keys[2], kv_shape, jnp.float64),
+        "table": jax.random.normal(keys[3], (16, 4), jnp.float64),
+    }
+
+
+def segment_ids() -> jax.Array:
+    lengths = [[7, 20, 13, 8], [30, 1, 10, 7]]
+    return jnp.asarray([np.repeat([1, 2, 3, 0], row) for row in lengths], jnp.int32)
+
+
+def bias_of(table, q_positions, k_positions):
+    distances = jnp.abs(q_positions[:, None] - k_positions[None])
+    return table[jnp.minimum(distances, len(table) - 1)].transpose(2, 0, 1)[None]
+
+
+def order_of(ring: Ring) -> np.ndarray:
+    """Return int[T], the positions of the tokens, device by device."""
+    length = LENGTH // ring.size
+    return np.concatenate([ring.positions(i, length) for i in range(ring.size)])
+
+
+def on_ring(options: RingOptions, q, k, v, ids, table):
+    order = order_of(options.ring)
+    spec = PartitionSpec(None, "context")
+
+    def local(q, k, v, ids, table):
+        return attend_on_ring(options, q, k, v, None if ids is None else (ids, ids), table)
+
+    ids_spec = None if ids is None else spec
+    attend = jax.shard_map(
+        local,
+        in_specs=(spec, spec, spec, ids_spec, PartitionSpec()),
+        out_specs=spec,
+        axis_names={"context"},
+        check_vma=False,
+    )
+    parts = [x[:, order] for x in (q, k, v)]
+    ids = None if ids is None else ids[:, order]
+    return attend(*parts, ids, table)[:, np.argsort(order)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+@pytest.mark.parametrize(
+    ("is_causal", "window"), [(True, None), (False, None), (True, 5), (True, 13), (True, 40)]
+)
+@pytest.mark.parametrize("has_segments", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_output_and_gradients_equal_one_device(size, is_causal, window, has_segments, has_bias):
+    mask = Mask(is_causal=is_causal, window=window)
+    ring = Ring(axis="context", size=size, is_zigzag=is_causal)
+    options = RingOptions(
+        ring=ring, mask=mask, scale=0.3, kernel=KERNEL, bias_of=bias_of if has_bias else None
+    )
+    ids = segment_ids() if has_segments else None
+    inputs = arrays(num_kv_heads=2)
+    cotangent = jax.random.normal(jax.random.key(9), inputs["q"].shape, jnp.float64)
+
+    def plain(q, k, v, table):
+        places = jnp.arange(LENGTH)
+        return blocked_attention.attend(
+            q,
+            k,
+            v,
+            is_causal=is_causal,
+            window=window,
+            segments=None if ids is None else (ids, ids),
+            bias_BNTS=bias_of(table, places, places) if has_bias else None,
+            scale=0.3,
+        )
+
+    def split(q, k, v, table):
+        return on_ring(options, q, k, v, ids, table if has_bias else None)
+
+    def results(function):
+        y, pullback = jax.vjp(function, *inputs.values())
+        return y, *pullback(cotangent)
+
+    expected = results(plain)
+    with jax.set_mesh(make_mesh(MeshConfig(context=size), jax.devices())):
+        actual = jax.jit(functools.partial(results, split))()
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
