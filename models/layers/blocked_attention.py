@@ -239,9 +239,7 @@ def _batched_backward(mask, residuals, dy_BKGTH):
 _attend_batched.defvjp(_batched_forward, _batched_backward)
 
 
-def _logits(
-    mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice
-) -> jax.Array:
+def _logits(mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice) -> jax.Array:
     logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
     if bias_BKGTS is not None:
         logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]

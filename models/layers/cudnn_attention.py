@@ -32,11 +32,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.layers import cudnn_kernel
 from models.layers.cudnn_kernel import Lengths, Options
+from models.layers.masks import Mask, Segments
 
 #: Number of documents of each row that one call of the kernel processes.
 DOCUMENTS_PER_CALL = 8
-
-Segments = tuple[jax.Array, jax.Array]
 
 
 def attend(
@@ -64,27 +63,271 @@ def attend(
         scale: factor of the products.
         can_pack: whether the hardware supports the kernel's layout for packed documents.
     """
-    sizes = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
-    is_plain = segments is None and bias_BNTS is None
-    q_BTNH, k_BSKH, v_BSKH = (
-        _pad(x, {3: 8} if is_plain else {1: 2, 3: 8}) for x in (q_BTNH, k_BSKH, v_BSKH)
-    )
     options = Options(
         scale=scale, is_causal=is_causal, window=window, has_bias_gradient=bias_BNTS is not None
     )
-    is_packed = segments is not None and bias_BNTS is None and can_pack
-    if is_packed and segments is not None:
-        # Padding becomes a document of its own, with id -1.
-        q_ids_BT, k_ids_BS = (_pad(ids, {1: 2}, value=-1) for ids in segments)
-        y_BTNH: Any = _attend_documents(options, q_BTNH, k_BSKH, v_BSKH, q_ids_BT, k_ids_BS)
+    inputs = _Inputs.of(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments, can_pack=can_pack)
+    qkv = inputs.q, inputs.k, inputs.v
+    if inputs.ids is None:
+        y_BTNH: Any = _attend(options, *qkv, inputs.bias)
     else:
-        bias_BNTS = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
-        if bias_BNTS is not None:
-            bias_BNTS = jnp.broadcast_to(bias_BNTS, (*bias_BNTS.shape[:2], *sizes[:2]))
-            bias_BNTS = _pad(bias_BNTS, {2: 2})
-            bias_BNTS = _pad(bias_BNTS, {3: 2}, value=_hidden(q_BTNH.dtype))
-        y_BTNH = _attend(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS)
-    return y_BTNH[:, : sizes[0], :, : sizes[2]]
+        y_BTNH = _attend_documents(options, *qkv, *inputs.ids)
+    return y_BTNH[:, : q_BTNH.shape[1], :, : v_BSKH.shape[3]]
+
+
+def forward(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    bias_BNTS,
+    segments: Segments | None,
+    mask: Mask,
+    scale: float,
+    *,
+    can_pack: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Return output and log-sum-exp of attention to one block of keys.
+
+    Args:
+        q_BTNH: queries, float16 or bfloat16.
+        k_BSKH: as for `models.layers.ring_attention.BlockKernel`.
+        v_BSKH: as there.
+        bias_BNTS: as there; not with a `mask.offset`.
+        segments: as there.
+        mask: as there; S is T if it has an offset.
+        scale: as there.
+        can_pack: whether the hardware supports the kernel's layout for packed documents.
+    """
+    if mask.offset:
+        triangle = _Triangle.of(mask, q_BTNH.shape[1], segments)
+        y_BTNH, stats_BNT = forward(
+            triangle.queries(q_BTNH),
+            triangle.keys(k_BSKH),
+            triangle.keys(v_BSKH),
+            None,
+            triangle.segments,
+            _CAUSAL,
+            scale,
+            can_pack=can_pack,
+        )
+        y_BTNH = triangle.from_queries(y_BTNH, hidden=0)
+        return y_BTNH, triangle.from_queries(stats_BNT, hidden=-jnp.inf, dim=2)
+    options = Options(scale=scale, is_causal=mask.is_causal, window=mask.window)
+    inputs = _Inputs.of(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments, can_pack=can_pack)
+    qkv = inputs.q, inputs.k, inputs.v
+    if inputs.ids is None:
+        y_BTNH, stats_BNT = cudnn_kernel.forward(*qkv, inputs.bias, None, options)
+        sees_none = stats_BNT < _hidden(q_BTNH.dtype) / 2
+        stats_BNT = jnp.where(sees_none, -jnp.inf, stats_BNT)
+        y_BTNH = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, y_BTNH)
+    else:
+        y_BTNH, stats_BNT = _over_documents(options, *qkv, *inputs.ids, -jnp.inf)
+    length = q_BTNH.shape[1]
+    return y_BTNH[:, :length, :, : v_BSKH.shape[3]], stats_BNT[:, :, :length]
+
+
+def backward(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    bias_BNTS,
+    segments: Segments | None,
+    mask: Mask,
+    scale: float,
+    stats_BNT,
+    y_BTNH,
+    dy_BTNH,
+    *,
+    can_pack: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Return the gradients of q, k, v and bias for one block of keys; arguments as for `forward`.
+
+    Args:
+        q_BTNH: as for `forward`.
+        k_BSKH: as for `forward`.
+        v_BSKH: as for `forward`.
+        bias_BNTS: as for `forward`.
+        segments: as for `forward`.
+        mask: as for `forward`.
+        scale: as for `forward`.
+        stats_BNT: log-sum-exp over all blocks.
+        y_BTNH: output over all blocks.
+        dy_BTNH: cotangent of the output.
+        can_pack: as for `forward`.
+    """
+    if mask.offset:
+        triangle = _Triangle.of(mask, q_BTNH.shape[1], segments)
+        dq, dk, dv, _ = backward(
+            triangle.queries(q_BTNH),
+            triangle.keys(k_BSKH),
+            triangle.keys(v_BSKH),
+            None,
+            triangle.segments,
+            _CAUSAL,
+            scale,
+            # Queries of other segments get weights of 0 by a large log-sum-exp.
+            triangle.queries(triangle.only_members(stats_BNT, 2.0**100, dim=2), dim=2),
+            triangle.queries(y_BTNH),
+            triangle.queries(triangle.only_members(dy_BTNH)),
+            can_pack=can_pack,
+        )
+        dq = triangle.from_queries(dq, hidden=0)
+        return dq, triangle.from_keys(dk), triangle.from_keys(dv), None
+    options = Options(
+        scale=scale,
+        is_causal=mask.is_causal,
+        window=mask.window,
+        has_bias_gradient=bias_BNTS is not None,
+    )
+    inputs = _Inputs.of(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments, can_pack=can_pack)
+    qkv = inputs.q, inputs.k, inputs.v
+    # The logits of a query that sees no key at all are far below 0, and so get weights of 0.
+    stats_BNT = jnp.where(jnp.isfinite(stats_BNT), stats_BNT, 0)
+    padding = [
+        (0, padded - size) for padded, size in zip(inputs.q.shape, q_BTNH.shape, strict=True)
+    ]
+    stats_BNT = jnp.pad(stats_BNT, [(0, 0), (0, 0), padding[1]])
+    y_BTNH, dy_BTNH = (jnp.pad(x, padding) for x in (y_BTNH, dy_BTNH))
+    dbias = None
+    if inputs.ids is None:
+        dq, dk, dv, dbias = cudnn_kernel.backward(
+            *qkv, inputs.bias, None, options, stats_BNT, y_BTNH, dy_BTNH
+        )
+    else:
+        residuals = (*qkv, *inputs.ids, stats_BNT, y_BTNH)
+        dq, dk, dv, *_ = _documents_backward(options, residuals, dy_BTNH)
+
+    def like(x: jax.Array, target: jax.Array) -> jax.Array:
+        return x[tuple(slice(size) for size in target.shape)]
+
+    if dbias is not None and bias_BNTS is not None:
+        # The mask of segments differs between examples, the bias may not.
+        broadcast = [d for d in (0, 1) if bias_BNTS.shape[d] == 1]
+        dbias = like(jnp.sum(dbias, axis=broadcast, keepdims=True), bias_BNTS)
+    return like(dq, q_BTNH), like(dk, k_BSKH), like(dv, v_BSKH), dbias
+
+
+_CAUSAL = Mask(is_causal=True, window=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Inputs:
+    """Inputs of the kernel, padded where they have to be.
+
+    Attributes:
+        q: queries.
+        k: keys.
+        v: values.
+        bias: bias with the mask of segments, or None.
+        ids: segment ids of queries and keys, if the kernel gets documents instead of a mask.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    ids: Segments | None
+
+    @classmethod
+    def of(
+        cls, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None, *, can_pack: bool
+    ) -> "_Inputs":
+        """Return the inputs for arguments of `attend`."""
+        lengths = q_BTNH.shape[1], k_BSKH.shape[1]
+        is_plain = segments is None and bias_BNTS is None
+        multiples = {3: 8} if is_plain else {1: 2, 3: 8}
+        q, k, v = (_pad(x, multiples) for x in (q_BTNH, k_BSKH, v_BSKH))
+        if segments is not None and bias_BNTS is None and can_pack:
+            # Padding becomes a document of its own, with id -1.
+            q_ids_BT, k_ids_BS = (_pad(ids, {1: 2}, value=-1) for ids in segments)
+            return cls(q=q, k=k, v=v, bias=None, ids=(q_ids_BT, k_ids_BS))
+        bias = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
+        if bias is not None:
+            bias = jnp.broadcast_to(bias, (*bias.shape[:2], *lengths))
+            bias = _pad(bias, {2: 2})
+            bias = _pad(bias, {3: 2}, value=_hidden(q_BTNH.dtype))
+        return cls(q=q, k=k, v=v, bias=bias, ids=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Triangle:
+    """Turns a window that reaches into an earlier chunk of keys into a causal mask.
+
+    The kernel's masks begin at the first query and the first key. But if the keys are `offset`
+    before the queries, a query sees the *last* keys, and a later query fewer of them:
+
+        offset 4, window 3       keys            in reverse order
+                               . . x x           . . . .
+        queries                . . . x           . . . .
+                               . . . .           x . . .
+                               . . . .           x x . .
+
+    With queries and keys in reverse order, the visible pairs are a causal mask whose diagonal is
+    `num_hidden` further down. Dropping so many queries, or adding some in front if the number is
+    negative, moves it to the first query.
+
+    Attributes:
+        num_hidden: number of queries, the last ones, that see no key; negative if even the last
+            query sees several.
+        is_member_BT: bool[B, T], whether a query belongs to the only segment that both have, that
+            of the first query; None without segments.
+        segments: segment ids for the kernel, in reverse order.
+    """
+
+    num_hidden: int
+    is_member_BT: jax.Array | None
+    segments: Segments | None
+
+    @classmethod
+    def of(cls, mask: Mask, length: int, segments: Segments | None) -> "_Triangle":
+        """Return the conversion for T = S = length."""
+        assert mask.window is not None
+        num_hidden = mask.offset - mask.window + 1
+        if segments is None:
+            return cls(num_hidden=num_hidden, is_member_BT=None, segments=None)
+        q_ids_BT, k_ids_BS = segments
+        first_B1 = q_ids_BT[:, :1]
+        shape = cls(num_hidden=num_hidden, is_member_BT=None, segments=None)
+        # All queries are one document for the kernel, or the diagonal would begin elsewhere.
+        one_BT = jnp.ones_like(shape.queries(q_ids_BT))
+        k_ids_BS = jnp.where(shape.keys(k_ids_BS) == first_B1, 1, -1)
+        return cls(
+            num_hidden=num_hidden,
+            is_member_BT=q_ids_BT == first_B1,
+            segments=(one_BT, k_ids_BS),
+        )
+
+    def queries(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """Return an array of all queries as the kernel gets it."""
+        x = jnp.flip(x, dim)
+        if self.num_hidden > 0:
+            return jax.lax.slice_in_dim(x, self.num_hidden, None, axis=dim)
+        return jnp.pad(x, [(-self.num_hidden * (d == dim), 0) for d in range(x.ndim)])
+
+    def keys(self, x_BSKH: jax.Array) -> jax.Array:
+        """Return an array of all keys as the kernel gets it."""
+        x_BSKH = jnp.flip(x_BSKH, 1)
+        return x_BSKH[:, : x_BSKH.shape[1] - max(0, self.num_hidden)]
+
+    def from_queries(self, x: jax.Array, hidden: float, dim: int = 1) -> jax.Array:
+        """Return the kernel's array of queries for all queries; `hidden` for those without keys."""
+        if self.num_hidden > 0:
+            widths = [(self.num_hidden * (d == dim), 0) for d in range(x.ndim)]
+            x = jnp.pad(x, widths, constant_values=hidden)
+        else:
+            x = jax.lax.slice_in_dim(x, -self.num_hidden, None, axis=dim)
+        return self.only_members(jnp.flip(x, dim), hidden, dim)
+
+    def from_keys(self, x_BSKH: jax.Array) -> jax.Array:
+        """Return the kernel's gradients of keys for all keys."""
+        return jnp.flip(jnp.pad(x_BSKH, [(0, 0), (0, max(0, self.num_hidden)), (0, 0), (0, 0)]), 1)
+
+    def only_members(self, x: jax.Array, hidden: float = 0, dim: int = 1) -> jax.Array:
+        """Replace the values of queries that belong to no segment of the keys."""
+        if self.is_member_BT is None:
+            return x
+        others = tuple(d for d in range(1, x.ndim) if d != dim)
+        return jnp.where(jnp.expand_dims(self.is_member_BT, others), x, hidden)
 
 
 def _pad(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:
@@ -258,6 +501,12 @@ def _attend_documents(options: Options, q, k, v, q_ids, k_ids) -> jax.Array:
 
 
 def _documents_forward(options, q, k, v, q_ids, k_ids):
+    y, stats = _name_residuals(*_over_documents(options, q, k, v, q_ids, k_ids, 0.0))
+    return y, (q, k, v, q_ids, k_ids, stats, y)
+
+
+def _over_documents(options, q, k, v, q_ids, k_ids, hidden: float) -> tuple[jax.Array, jax.Array]:
+    """Return output and statistics; 0 and `hidden` for queries that see no key."""
     per_token = math.prod(q.shape[2:]), math.prod(k.shape[2:])
 
     def call(state):
@@ -270,12 +519,12 @@ def _documents_forward(options, q, k, v, q_ids, k_ids):
         return number + 1, y, stats_BNT
 
     batch, length, num_heads, _ = q.shape
-    stats = jnp.zeros((batch, num_heads, length), jnp.promote_types(q.dtype, jnp.float32))
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    stats = jnp.full((batch, num_heads, length), hidden, wide)
     start = (jnp.int32(0), jnp.zeros_like(q), stats)
     num_calls = _num_calls(q_ids)
     _, y, stats = jax.lax.while_loop(lambda state: state[0] < num_calls, call, start)
-    y, stats = _name_residuals(y, stats)
-    return y, (q, k, v, q_ids, k_ids, stats, y)
+    return y, stats
 
 
 def _documents_backward(options, residuals, dy):

@@ -339,9 +339,7 @@ class _Passing:
         Keys and values are one array on the way: by default XLA has one permutation in flight.
         """
         kv = jnp.concatenate((self.k_BSKH, self.v_BSKH), axis=-1)
-        kv, ids_BS = shift(
-            (kv, self.ids_BS), ring.axis, distance=distance, ring_size=ring.size
-        )
+        kv, ids_BS = shift((kv, self.ids_BS), ring.axis, distance=distance, ring_size=ring.size)
         k_BSKH, v_BSKH = jnp.split(kv, [self.k_BSKH.shape[-1]], axis=-1)
         return _Passing(k_BSKH=k_BSKH, v_BSKH=v_BSKH, ids_BS=ids_BS)
 
@@ -427,7 +425,14 @@ class _Attention:
                 lambda x: jnp.zeros(x.shape, self.wide), (*arrays, self._bias_params)
             )
 
-            def attend(mask: Mask, block=block, segments=segments, arrays=arrays, bias=bias):
+            def attend(
+                mask: Mask,
+                block=block,
+                segments=segments,
+                arrays=arrays,
+                bias=bias,
+                bias_gradient=bias_gradient,
+            ):
                 *own, dbias = self.options.kernel.backward(
                     *arrays,
                     bias,

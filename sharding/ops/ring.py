@@ -35,9 +35,7 @@ def shift(tree: Any, axis: str, *, distance: int, ring_size: int) -> Any:
         ring_size: devices of a ring; it divides the size of the axis.
     """
     num_rings = jax.lax.axis_size(axis) // ring_size
-    rings = [
-        [ring + num_rings * index for index in range(ring_size)] for ring in range(num_rings)
-    ]
+    rings = [[ring + num_rings * index for index in range(ring_size)] for ring in range(num_rings)]
     if not hardware.current().runs_on_cpu:
         pairs = [(ring[i - distance], device) for ring in rings for i, device in enumerate(ring)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)

@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from models.layers import blocked_attention
+from models.layers import blocked_attention, cudnn_attention
 from models.layers.masks import Mask
 from models.layers.ring_attention import BlockKernel, Ring, RingOptions, attend_on_ring
 from sharding.mesh import MeshConfig, make_mesh
+from tests.models.layers import cudnn_stand_in
 
-KERNEL = BlockKernel(forward=blocked_attention.forward, backward=blocked_attention.backward)
+KERNELS = {
+    "blocked": BlockKernel(forward=blocked_attention.forward, backward=blocked_attention.backward),
+    "cudnn": BlockKernel(
+        forward=functools.partial(cudnn_attention.forward, can_pack=True),
+        backward=functools.partial(cudnn_attention.backward, can_pack=True),
+    ),
+}
 LENGTH = 48
 
 
@@ -71,17 +78,40 @@ def on_ring(options: RingOptions, q, k, v, ids, table):
     return attend(*parts, ids, table)[:, np.argsort(order)]
 
 
-@pytest.mark.parametrize("size", [2, 4, 6])
-@pytest.mark.parametrize(
-    ("is_causal", "window"), [(True, None), (False, None), (True, 5), (True, 13), (True, 40)]
-)
-@pytest.mark.parametrize("has_segments", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_output_and_gradients_equal_one_device(size, is_causal, window, has_segments, has_bias):
+CASES = {
+    "causal on 2": (2, True, None, ""),
+    "causal on 6": (6, True, None, ""),
+    "causal, documents": (4, True, None, "documents"),
+    "causal, bias": (2, True, None, "bias"),
+    "causal, documents and bias": (4, True, None, "documents bias"),
+    "full": (4, False, None, ""),
+    "full, documents and bias": (6, False, None, "documents bias"),
+    "window of less than a chunk": (4, True, 5, ""),
+    "window of a chunk, documents": (4, True, 6, "documents"),
+    "window of two chunks, documents": (4, True, 13, "documents"),
+    "window of all but a few": (6, True, 40, ""),
+    "window, documents and bias": (4, True, 13, "documents bias"),
+}
+
+
+@pytest.mark.parametrize("kernel", ["blocked", "cudnn"])
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
+    size, is_causal, window, extras = CASES[case]
+    has_segments = "documents" in extras
+    has_bias = "bias" in extras
+    if kernel == "cudnn":
+        if has_bias and window:
+            pytest.skip("no model has a bias and a window")
+        cudnn_stand_in.install(monkeypatch)
     mask = Mask(is_causal=is_causal, window=window)
     ring = Ring(axis="context", size=size, is_zigzag=is_causal)
     options = RingOptions(
-        ring=ring, mask=mask, scale=0.3, kernel=KERNEL, bias_of=bias_of if has_bias else None
+        ring=ring,
+        mask=mask,
+        scale=0.3,
+        kernel=KERNELS[kernel],
+        bias_of=bias_of if has_bias else None,
     )
     ids = segment_ids() if has_segments else None
     inputs = arrays(num_kv_heads=2)
