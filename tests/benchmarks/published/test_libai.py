@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from benchmarks import libai
-from benchmarks.harness import libai_fit, ranks
-from benchmarks.harness.libai_fit import Constants, Parts
-from benchmarks.harness.libai_rows import COLUMNS, MODELS, jobs_of, parse_rows
+from benchmarks.harness import ranks
+from benchmarks.published import libai, libai_fit
+from benchmarks.published.libai_fit import Constants, Parts
+from benchmarks.published.libai_rows import COLUMNS, MODELS, jobs_of, parse_rows
 from predict.machines.targets import parse_target
 from predict.time.prediction import CollectiveTime, Prediction
 from train.config.config_files import load

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.harness import ranks
-from benchmarks.harness.libai_rows import Row, jobs_of
+from benchmarks.published.libai_rows import Row, jobs_of
 from predict.time.prediction import Prediction
 from predict.time.transfer import crosses_hosts
 
