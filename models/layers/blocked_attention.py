@@ -61,7 +61,7 @@ class _MaskOptions:
         return (distance_TS >= 0) & (distance_TS < self.window)
 
 
-def attend(
+def attend_in_blocks(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,

@@ -39,7 +39,7 @@ DOCUMENTS_PER_CALL = 8
 Segments = tuple[jax.Array, jax.Array]
 
 
-def attend(
+def attend_with_cudnn(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,

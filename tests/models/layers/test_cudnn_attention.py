@@ -1,5 +1,6 @@
 """Tests of the wrapper around cuDNN's kernel, with a stand-in for the kernel: exact in float64."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,10 +41,11 @@ def both(arrays, bias=None, **options):
     defaults = {"is_causal": False, "window": None, "segments": None, "scale": 0.3}
     options = defaults | options
     results = []
-    for module, more in ((cudnn_attention, {"can_pack": True}), (blocked_attention, {})):
+    with_cudnn = functools.partial(cudnn_attention.attend_with_cudnn, can_pack=True)
+    for kernel in (with_cudnn, blocked_attention.attend_in_blocks):
 
-        def attend(q, k, v, bias, module=module, more=more):
-            return module.attend(q, k, v, bias_BNTS=bias, **options, **more)
+        def attend(q, k, v, bias, kernel=kernel):
+            return kernel(q, k, v, bias_BNTS=bias, **options)
 
         def with_gradients(q, k, v, bias, dy, attend=attend):
             y, vjp = jax.vjp(attend, q, k, v, bias)
