@@ -4,10 +4,12 @@ With TAIBAI_TEST_DEVICE=gpu, arrays are on real GPUs by default (`make test-devi
 """
 
 import collections
+import datetime
 import gc
 import logging
 import os
 import platform
+import random
 import signal
 import time
 from typing import Any
@@ -106,13 +108,18 @@ def case_of(item: pytest.Item) -> str | None:
     )
 
 
+#: Seed of the cases that `drawn` chooses: the day, unless it is set. Workers inherit it.
+_SEED = os.environ.setdefault("TAIBAI_TEST_SEED", datetime.date.today().isoformat())
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply `thorough(but=ids)` and `slow(only=ids)`, and run the longest tests first.
+    """Apply the markers of tiers, and run the longest tests first.
 
-    `but` names the cases of a parametrized test that stay among the quick tests, and `only` those
-    that CI does not run. If the longest tests ran last, one worker would still be busy when the
-    others have finished.
+    `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
+    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the thorough cases
+    CI runs, chosen at random. If the longest tests ran last, one worker would still be busy when
+    the others have finished.
     """
     for item in items:
         for marker in [*item.own_markers]:
@@ -120,6 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_other = case_of(item) not in marker.kwargs.get("only", [case_of(item)])
             if (marker.name == "thorough" and is_kept) or (marker.name == "slow" and is_other):
                 item.own_markers.remove(marker)
+    draw_cases(items)
     longest = (
         "test_slurm",
         "test_stop_signals",
@@ -129,6 +137,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_executor",
     )
     items.sort(key=lambda item: item.path.stem not in longest)
+
+
+def draw_cases(items: list[pytest.Item]) -> None:
+    """Mark the thorough cases of tests with `drawn` that are not chosen as slow."""
+    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        names = {marker.name for marker in item.iter_markers()}
+        if "drawn" in names and "thorough" in names and "slow" not in names:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test, of_test in cases.items():
+        marker = of_test[0].get_closest_marker("drawn")
+        assert marker is not None
+        count = min(marker.args[0], len(of_test))
+        chosen = random.Random(f"{_SEED} {test}").sample(range(len(of_test)), count)
+        for index, item in enumerate(of_test):
+            if index not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def pytest_report_header() -> str:
+    """Print the seed of the drawn cases."""
+    return f"cases of tests with many cases: TAIBAI_TEST_SEED={_SEED} (-m slow runs all)"
 
 
 @pytest.fixture
