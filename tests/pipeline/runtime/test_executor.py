@@ -208,6 +208,7 @@ def compiled(
 
 
 @pytest.mark.thorough(but=["gpipe-2-full", "zbv-4-none"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
     "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
@@ -229,6 +230,7 @@ def test_only_the_tables_permutes_cross_stages_in_the_loop(schedule, num_permute
 
 
 @pytest.mark.thorough(but=["gpipe-full"])
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(schedule, remat):
