@@ -117,9 +117,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply the markers of tiers, and run the longest tests first.
 
     `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
-    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the thorough cases
-    CI runs, chosen at random. If the longest tests ran last, one worker would still be busy when
-    the others have finished.
+    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the cases outside
+    the quick tests CI runs, chosen at random; with `by`, so many for each value of this argument.
+    If the longest tests ran last, one worker would still be busy when the others have finished.
     """
     for item in items:
         for marker in [*item.own_markers]:
@@ -140,18 +140,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def draw_cases(items: list[pytest.Item]) -> None:
-    """Mark the thorough cases of tests with `drawn` that are not chosen as slow."""
-    cases: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    """Mark the cases of tests with `drawn` that are not chosen as slow."""
+    groups: dict[str, list[pytest.Item]] = collections.defaultdict(list)
     for item in items:
-        names = {marker.name for marker in item.iter_markers()}
-        if "drawn" in names and "thorough" in names and "slow" not in names:
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for test, of_test in cases.items():
-        marker = of_test[0].get_closest_marker("drawn")
+        marker = item.get_closest_marker("drawn")
+        tiers = {marker.name for marker in item.iter_markers()}
+        if marker is None or "slow" in tiers or not tiers & {"thorough", "gpu_compiler"}:
+            continue
+        test, _, _ = item.nodeid.partition("[")
+        by = marker.kwargs.get("by")
+        value = item.callspec.params[by] if by and isinstance(item, pytest.Function) else ""
+        groups[f"{test} {value}"].append(item)
+    for name, cases in groups.items():
+        marker = cases[0].get_closest_marker("drawn")
         assert marker is not None
-        count = min(marker.args[0], len(of_test))
-        chosen = random.Random(f"{_SEED} {test}").sample(range(len(of_test)), count)
-        for index, item in enumerate(of_test):
+        count = min(marker.args[0], len(cases))
+        chosen = random.Random(f"{_SEED} {name}").sample(range(len(cases)), count)
+        for index, item in enumerate(cases):
             if index not in chosen:
                 item.add_marker(pytest.mark.slow)
 
