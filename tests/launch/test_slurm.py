@@ -167,6 +167,7 @@ def test_time_limit_saves_and_requeues_the_job(cluster, corpus, tmp_path):
     num_saved = len(steps(workdir))
     wait_for_step(workdir, num_saved + 3, job)
     job.cancel()
+    slurm.wait_until(lambda: not job.step_daemons(), "the end of all processes", timeout_s=120)
     assert "requeueing the job" in Path(f"{workdir}.log").read_text()
     done = [step for step, _ in steps(workdir)]
     assert done == list(range(1, len(done) + 1))
