@@ -4,10 +4,12 @@ With TAIBAI_TEST_DEVICE=gpu, arrays are on real GPUs by default (`make test-devi
 """
 
 import collections
+import datetime
 import gc
 import logging
 import os
 import platform
+import random
 import signal
 import time
 from typing import Any
@@ -106,13 +108,18 @@ def case_of(item: pytest.Item) -> str | None:
     )
 
 
+#: Seed of the cases that `drawn` chooses: the day, unless it is set. Workers inherit it.
+_SEED = os.environ.setdefault("TAIBAI_TEST_SEED", datetime.date.today().isoformat())
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply `thorough(but=ids)` and `slow(only=ids)`, and run the longest tests first.
+    """Apply the markers of tiers, and run the longest tests first.
 
-    `but` names the cases of a parametrized test that stay among the quick tests, and `only` those
-    that CI does not run. If the longest tests ran last, one worker would still be busy when the
-    others have finished.
+    `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
+    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the cases outside
+    the quick tests CI runs, chosen at random; with `by`, so many for each value of this argument.
+    If the longest tests ran last, one worker would still be busy when the others have finished.
     """
     for item in items:
         for marker in [*item.own_markers]:
@@ -120,6 +127,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_other = case_of(item) not in marker.kwargs.get("only", [case_of(item)])
             if (marker.name == "thorough" and is_kept) or (marker.name == "slow" and is_other):
                 item.own_markers.remove(marker)
+    draw_cases(items)
     longest = (
         "test_slurm",
         "test_stop_signals",
@@ -129,6 +137,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_executor",
     )
     items.sort(key=lambda item: item.path.stem not in longest)
+
+
+def draw_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases of tests with `drawn` that are not chosen as slow."""
+    groups: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("drawn")
+        tiers = {marker.name for marker in item.iter_markers()}
+        if marker is None or "slow" in tiers or not tiers & {"thorough", "gpu_compiler"}:
+            continue
+        test, _, _ = item.nodeid.partition("[")
+        by = marker.kwargs.get("by")
+        value = item.callspec.params[by] if by and isinstance(item, pytest.Function) else ""
+        groups[f"{test} {value}"].append(item)
+    for name, cases in groups.items():
+        marker = cases[0].get_closest_marker("drawn")
+        assert marker is not None
+        count = min(marker.args[0], len(cases))
+        chosen = random.Random(f"{_SEED} {name}").sample(range(len(cases)), count)
+        for index, item in enumerate(cases):
+            if index not in chosen:
+                item.add_marker(pytest.mark.slow)
+
+
+def pytest_report_header() -> str:
+    """Print the seed of the drawn cases."""
+    return f"cases of tests with many cases: TAIBAI_TEST_SEED={_SEED} (-m slow runs all)"
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def expected(variant: str, corpus_overrides: tuple[str, ...]) -> list[float]:
         ]
     ],
 )
+@pytest.mark.drawn(3)
 def test_losses_equal_one_device(variant, mesh, corpus_overrides):
     overrides = (*TINY, *FLOAT64, *corpus_overrides, *VARIANTS[variant], *MESHES[mesh])
     with jax.enable_x64(True):

@@ -44,6 +44,7 @@ OTHERS = {"gpt2, bfloat16"}
 
 
 @pytest.mark.thorough(but=["gpt2"])
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "name",
     [
