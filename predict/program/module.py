@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
-from predict.program.instruction import Instruction, body_of, repeats, trip_count
+from predict.program.instruction import Instruction, body_of, repeats
 
 _AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
 
@@ -25,31 +25,20 @@ class Module:
     num_partitions: int
     computations: dict[str, list[Instruction]]
 
-    def in_loops(
+    def under_loops(
         self, is_wanted: Callable[[Instruction], bool]
-    ) -> list[tuple[Instruction, tuple[int | None, ...]]]:
-        """Return the selected instructions that run, with the trip counts of the loops around them.
+    ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
+        """Return the selected instructions that run, with the `while` instructions around them.
+
+        A loop that runs at most once is not listed: it is a branch.
 
         Args:
             is_wanted: selects instructions. Computations that a selected instruction calls are not
                 searched.
 
         Returns:
-            (instruction, trip counts) pairs in program order. Trip counts are listed from the
-            outermost loop inwards, and are None if XLA does not know them. If a computation is
-            called twice, its instructions are listed twice.
-        """
-        return [
-            (instruction, tuple(trip_count(loop) for loop in loops))
-            for instruction, loops in self.under_loops(is_wanted)
-        ]
-
-    def under_loops(
-        self, is_wanted: Callable[[Instruction], bool]
-    ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
-        """Like `in_loops`, but with the `while` instructions themselves, outermost first.
-
-        A loop that runs at most once is not listed: it is a branch.
+            (instruction, loops) pairs in program order, with the outermost loop first. If a
+            computation is called twice, its instructions are listed twice.
         """
 
         @functools.cache

@@ -75,6 +75,10 @@ class PlanCost:
         )
 
 
+#: A plan and its composed cost.
+Costed = tuple[ParallelPlan, PlanCost]
+
+
 class PlanCosts:
     """Costs of the plans of a config.
 
@@ -116,10 +120,10 @@ class PlanCosts:
         whole_s = times.forward_s + times.backward_s + self._layers.head_s(part)
         return plan.num_microbatches * whole_s / plan.mesh.pipeline
 
-    def ranked(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
+    def ranked(self, plans: Sequence[ParallelPlan]) -> list[Costed]:
         """Return the fastest plans, in order."""
         bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
-        pairs: list[tuple[ParallelPlan, PlanCost]] = []
+        pairs: list[Costed] = []
         slowest_s = math.inf  # time of the slowest plan that is kept
         for least_s, i in bounds:
             if least_s > slowest_s:
@@ -130,9 +134,7 @@ class PlanCosts:
                 slowest_s = pairs[-1][1].step_s
         return sorted(pairs, key=_step_s)
 
-    def leanest(
-        self, plans: Sequence[ParallelPlan], count: int
-    ) -> list[tuple[ParallelPlan, PlanCost]]:
+    def leanest(self, plans: Sequence[ParallelPlan], count: int) -> list[Costed]:
         """Return the plans that take the least memory, in order."""
         leanest_plans = heapq.nsmallest(count, plans, key=self.memory_bytes)
         return [(plan, self.cost(plan)) for plan in leanest_plans]
@@ -339,5 +341,5 @@ class PlanCosts:
         return max(self._shares(plan)) * activations + part_memory.temporaries
 
 
-def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
+def _step_s(pair: Costed) -> float:
     return pair[1].step_s

@@ -24,9 +24,8 @@ from train.planning.parallel_plan import (
     PlanSpace,
     with_values,
 )
-from train.planning.plan_cost import PlanCost
+from train.planning.plan_cost import Costed, PlanCost
 
-Costed = tuple[ParallelPlan, PlanCost]
 #: Returns the plans of a config for a number of devices.
 SpaceOf = Callable[[RunConfig, int], PlanSpace]
 
