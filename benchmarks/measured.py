@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarks.harness import docs_page
 from fields.paths import local_path
+from predict.machines.datasheets import machine_of
 from predict.machines.machine import Machine
 from predict.machines.targets import target_of
 from predict.program.memory import Memory
 from predict.time.prediction import predict
-from train.planning.step_time import machine_of
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]

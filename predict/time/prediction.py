@@ -5,7 +5,7 @@
 
 The program must be scheduled, as the text of every compiled program is. Compile it for GPUs with
 `sharding.compiler_options`, which makes XLA write its own cost estimates into the program. Programs
-for CPUs have none; their machine has rates that were measured (see train/planning/step_time.py).
+for CPUs have none; their machine has rates that were measured (see predict/machines/datasheets.py).
 
 A prediction has three parts: kernel_time.py estimates the time of one instruction, simulation.py
 runs the program with these times, and picture.py and trace.py draw the result.

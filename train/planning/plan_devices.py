@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from predict.machines.datasheets import machine_of, machine_of_devices
 from predict.machines.machine import Machine
 from predict.machines.targets import Target
 from sharding.memory import AUTO
@@ -22,7 +23,6 @@ from train.planning.calibration import use_calibration
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import Budget
 from train.planning.parallel_plan import with_values
-from train.planning.step_time import machine_of, machine_of_devices
 from train.run.run import Run
 
 #: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
