@@ -43,7 +43,9 @@ _DATASHEETS = {
     r"\bH100 PCIe\b": _Datasheet((756.0, 756.0, 378.0, 1513.0), (2000.0, 63.0, 63.0)),
     r"\bH200 NVL\b": _Datasheet(_H100_NVL, (4800.0, 63.0, 450.0)),
     r"\bH200\b": _Datasheet(_H100, (4800.0, 63.0, 450.0)),
-    r"\bGH200\b": _Datasheet(_H100),
+    # The link to the host is NVLink-C2C.
+    r"\bGH200\b.*144G": _Datasheet(_H100, (4900.0, 450.0, 450.0)),
+    r"\bGH200\b": _Datasheet(_H100, (4000.0, 450.0, 450.0)),
     r"\bH100 NVL\b": _Datasheet(_H100_NVL, (3350.0, 63.0, 450.0)),
     r"\bG?H100\b": _Datasheet(_H100, (3350.0, 63.0, 450.0)),
     r"\bB200\b": _Datasheet((2250.0, 2250.0, 1125.0, 4500.0), (8000.0, 63.0, 900.0)),
@@ -154,7 +156,8 @@ def datasheet_machine(
             in this type if it has 16 bits, count as an A100.
         network_gbit_per_s: bandwidth between hosts in Gbit/s per GPU; None: as in the usual hosts.
 
-    Source: NVIDIA's and AMD's datasheets of the devices; PCIe by its generation.
+    Source: NVIDIA's and AMD's datasheets of the devices; PCIe by its generation. A GH200's links
+        are of NVLink: 900 GB/s in both directions together, to the host and to other GPUs.
     """
     needed = {jnp.dtype(jnp.float32), jnp.dtype(dtype)}
     stated = [peak_flops_per_s(device_kind, each) for each in needed if each.itemsize <= 4]

@@ -81,6 +81,17 @@ def test_peak_flops_of_a_device_kind(kind, dtype, tflops_per_s):
 
 
 @pytest.mark.parametrize(
+    ("kind", "gb_per_s"), [("NVIDIA GH200 480GB", 4000), ("NVIDIA GH200 144G HBM3e", 4900)]
+)
+def test_gh200_has_its_own_memory_and_a_fast_link_to_the_host(kind, gb_per_s):
+    machine = datasheet_machine(kind, 1)
+    assert machine.device_kind == kind
+    assert machine.peak_flops_per_s("bf16") == 989.5e12
+    assert machine.memory_bytes_per_s == gb_per_s * 1e9
+    assert machine.host_bytes_per_s == 450e9
+
+
+@pytest.mark.parametrize(
     ("kind", "dtype"),
     [("cpu", "float64"), ("TPU v4", "bfloat16"), ("Tesla V100-SXM2-32GB", "bfloat16")],
 )
