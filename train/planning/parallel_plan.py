@@ -113,6 +113,10 @@ class ParallelPlan:
             return 0
         return 3 if self.mesh.fsdp > 1 else self.zero_stage
 
+    def shards(self, least_stage: int) -> int:
+        """Return over how many replicas state is divided that this ZeRO stage and higher divide."""
+        return self.num_replicas if self.effective_zero_stage >= least_stage else 1
+
     @property
     def shape(self) -> tuple[MeshConfig, str, int, int]:
         """Mesh, schedule, chunks and microbatches; the rest decides mostly about the memory."""
