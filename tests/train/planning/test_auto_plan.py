@@ -98,7 +98,9 @@ def test_memory_is_not_planned_for_every_mesh_that_is_tried():
     configs = []
     target = parse_target("h100:1x8")
     devices = described_devices(
-        target, target_budget(MemoryConfig(), target), lambda config, _: configs.append(config)
+        target,
+        target_budget(MemoryConfig(), target),
+        lambda config, _: configs.append(config),  # pyright: ignore[reportArgumentType]
     )
     config = config_of("memory.placement=auto")
     devices.assemble(config)
