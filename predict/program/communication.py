@@ -20,17 +20,15 @@ from predict.program.instruction import Instruction, arrays_of, executions, loop
 from predict.program.module import Module
 from predict.program.parse import parse_modules, text_of
 
-KINDS = asynchrony.COLLECTIVES
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     """One collective of a compiled step.
 
     Attributes:
-        kind: one of `KINDS`. An asynchronous start-done pair counts once, under the kind of its
-            synchronous form. A permutation that XLA split into a send and a receive is a
-            'collective-permute'.
+        kind: one of `asynchrony.COLLECTIVES`. An asynchronous start-done pair counts once, under
+            the kind of its synchronous form. A permutation that XLA split into a send and a receive
+            is a 'collective-permute'.
         axes: mesh axes, in mesh order, along which the devices of one group differ; empty if
             every group is a single device.
         loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.

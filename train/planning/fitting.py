@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from train.config.schema import RunConfig
-from train.planning.memory.budget import excess, needs_of
+from train.planning.memory.budget import COMPILED, excess, needs_of
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import Costed, PlanCost
 from train.planning.plan_devices import PlanDevices
@@ -19,7 +19,7 @@ from train.run.run import Run
 _SURE_EXCESS = 1.05
 #: Compiled steps take at least this share of their estimated memory, unless those that have been
 #: compiled take more. A plan is compiled if it may fit.
-_LEAST_SHARE = 1 / 1.1
+_LEAST_SHARE = 1 / COMPILED
 #: How many plans are built at most, to find some that fit.
 MAX_TRIES = 20
 #: Differences of composed times between ZeRO stages are not more exact than this.
