@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from benchmarks.harness import docs_page, generation_peer, report
 from fields.paths import local_path
 from generate.decoder import decoder_of
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import Target, parse_target
 from predict.program.memory import memory
 from predict.time.prediction import predict
@@ -34,7 +35,6 @@ from sharding.mesh import use_mesh
 from train.compile import load_config, run_for
 from train.config.overrides import parse_overrides
 from train.config.schema import validate_config
-from train.planning.step_time import machine_of
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]

@@ -28,6 +28,7 @@ from benchmarks.harness.kernel_times import profiled
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from distributed import startup
 from fields.paths import local_path
+from predict.machines.datasheets import peak_flops_per_s
 from predict.program.collective_table import summary
 from predict.program.communication import collectives
 from predict.program.memory import memory
@@ -35,7 +36,7 @@ from sharding.batches import place_batch
 from train.config import config_files
 from train.config.overrides import parse_overrides
 from train.config.schema import validate_config
-from train.reporting.throughput import mfu, peak_flops_per_s
+from train.reporting.throughput import mfu
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command

@@ -20,6 +20,7 @@ import jax
 
 from data.text.text_corpus import load_fixed_tokenizer
 from fields.paths import local_path
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import TARGETS, Target, parse_target
 from predict.time.picture import draw
 from predict.time.trace import write_trace
@@ -34,7 +35,6 @@ from train.lifecycle.exit_codes import FINISHED
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import target_budget
 from train.planning.memory.planner import MemoryPlanner
-from train.planning.step_time import machine_of
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.commands import command_parser, refuses_bad_input, run_command

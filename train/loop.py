@@ -14,6 +14,7 @@ import numpy as np
 
 from checkpoint.errors import ReadError
 from data.examples import BrokenExample, Corpus
+from predict.machines.datasheets import peak_flops_per_s
 from train.config.config_files import as_yaml
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
@@ -26,7 +27,7 @@ from train.lifecycle.stop_signals import StopSignals
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
-from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
+from train.reporting.throughput import ThroughputMeter, mfu
 from train.run.run import Run
 
 _log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipeline.runtime.tick_plan import TICKS, scope_of
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.picture import draw
 from predict.time.prediction import Prediction, predict
@@ -21,7 +22,6 @@ from predict.time.trace import trace
 from sharding.compiler_options import options_for
 from sharding.hardware import hardware_of
 from sharding.ops.update_if import update_if
-from train.planning.step_time import machine_of
 
 pytestmark = pytest.mark.gpu_compiler
 

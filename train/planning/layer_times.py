@@ -102,6 +102,7 @@ class CompiledPart:
         values |= {"mesh.context": part.context, "mesh.model": part.model}
         values |= {
             "memory.zero_stage": 0,
+            "memory.shard_parameters_fraction": 1.0,  # others require zero_stage=3
             "memory.placement": "device",
             "memory.offload_parameters_fraction": 0.0,
             "data.global_batch_size": part.batch,

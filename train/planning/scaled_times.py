@@ -28,6 +28,7 @@ from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.planning.layer_times import CompiledPart, Part, PartMemory
 from train.planning.plan_devices import PlanDevices
+from train.planning.state_bytes import UPDATE, UPDATE_OF_STATE
 from train.run.model_traces import LayerCosts
 
 #: Tokens of the base, and images of it.
@@ -39,11 +40,6 @@ _BASE_IMAGES = 16
 _SPLIT_LOSS = 0.05
 _RECOMPUTED = {"none": 0.0, "full": 0.9}
 _RECOMPUTED_BY_NAMES = 0.15
-#: Bytes per parameter that an update moves, in total and for the optimizer state alone: AdamW in
-#: float32 reads and writes parameter and moments (24), and reads and clears the gradient; the
-#: parameters are cast once.
-_UPDATE_BYTES = 42
-_OPTIMIZER_BYTES = 30
 #: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
 #: the busiest stage of a balanced cut.
 _MOST_IMBALANCE = 1.03
@@ -189,7 +185,7 @@ class ScaledTimes:
     def measure_base(self, parts: Sequence[Part]) -> None:
         """Read the times of `parts_of_base`, after they have been compiled."""
         trained = self.trained_fraction * self.num_params / self.base.model
-        self._update_s = _UPDATE_BYTES * trained / self.memory_rate
+        self._update_s = UPDATE * trained / self.memory_rate
         part_times = [self.compiled(part).times for part in parts]
         added = (parts[-1].batch - parts[-2].batch) / self.base.batch
         growing_s = (part_times[-1].step_s - part_times[-2].step_s) / added
@@ -274,11 +270,10 @@ class ScaledTimes:
             split: number of devices that the parameters of a replica are split over.
             replicas: number of replicas.
         """
-        state = _OPTIMIZER_BYTES / _UPDATE_BYTES / (replicas if zero_stage else 1)
-        non_optimizer_share = (1 - _OPTIMIZER_BYTES / _UPDATE_BYTES) / (
-            replicas if zero_stage == 3 else 1
-        )
-        return self._update_s * self.base.model / split * (state + non_optimizer_share)
+        share_of_state = UPDATE_OF_STATE / UPDATE
+        state = share_of_state / (replicas if zero_stage else 1)
+        others = (1 - share_of_state) / (replicas if zero_stage == 3 else 1)
+        return self._update_s * self.base.model / split * (state + others)
 
     def memory(self, part: Part) -> PartMemory:
         """Return the memory of a part for all layers, without its state."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import estimates
+from predict.machines.datasheets import datasheet_machine
 from predict.memory.step_cost import StepCost
 from predict.program.memory import memory
 from sharding.memory import MemoryConfig
@@ -21,7 +22,6 @@ from train.main import main
 from train.planning.memory.budget import Budget, budget_of, compiled_bytes, host_memory_bytes
 from train.planning.memory.planner import MemoryPlanner
 from train.planning.memory.search import MemorySearch
-from train.planning.step_time import rates_of
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.run import Run
@@ -258,14 +258,12 @@ def test_invalid_budgets_are_rejected(overrides, message):
 
 
 def test_step_time_adds_transfers_to_the_slower_of_compute_and_memory():
-    rates = rates_of("NVIDIA H100 80GB HBM3", "bfloat16")
-    assert rates.flops_per_s == 0.5 * 989.5e12 and rates.memory_bytes_per_s == 3.35e12
+    machine = datasheet_machine("NVIDIA H100 80GB HBM3", 8)
     work = StepCost(host_bytes=63_000_000_000, network_bytes=450_000_000)
-    assert rates.step_time_s(work) == pytest.approx(1 + 1e-3)
-    work.products[int(rates.flops_per_s), 1] = 2
-    work.products[1, int(rates.memory_bytes_per_s)] = 3
-    assert rates.step_time_s(work) == pytest.approx(6 + 1e-3)
-    assert rates_of("cpu", "float64").device_kind == "NVIDIA A100-SXM4-80GB"
+    assert work.time_s(machine, "bfloat16") == pytest.approx(1 + 1e-3)
+    work.products[int(0.5 * 989.5e12), 1] = 2
+    work.products[1, int(3.35e12)] = 3
+    assert work.time_s(machine, "bfloat16") == pytest.approx(6 + 1e-3)
 
 
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])

@@ -12,6 +12,7 @@ from pipeline.schedules.table import (
     WEIGHT_GRADIENT,
     max_in_flight,
 )
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.kernel_time import HOST_EFFICIENCY
 from predict.time.transfer import group_over, transfer_s
@@ -22,7 +23,6 @@ from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
 from train.planning.plan_cost import PlanCosts
 from train.planning.scaled_times import LayerTimes
-from train.planning.step_time import machine_of
 
 TARGET = parse_target("h100:1x8")
 PARAMS = 1_000_000_000

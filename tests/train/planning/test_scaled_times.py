@@ -10,6 +10,7 @@ from train.planning.layer_times import Part, PartMemory, PartTimes
 from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices
 from train.planning.scaled_times import ScaledTimes
+from train.planning.state_bytes import UPDATE
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
 TARGET = parse_target("h100:1x8")
@@ -63,7 +64,8 @@ class GivenTimes(ScaledTimes):
 @pytest.fixture
 def times():
     scaled = GivenTimes()
-    scaled._update_s = 42e9 / scaled.memory_rate  # what measure_base computes from the parameters
+    # What measure_base computes from the parameters.
+    scaled._update_s = UPDATE * 1e9 / scaled.memory_rate
     scaled.measure_base(scaled.parts_of_base(1, 1))
     return scaled
 
@@ -87,7 +89,7 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
 )
 def test_base_is_compiled_for_no_more_batches_than_plans_need(smallest, largest, batches):
     times = GivenTimes(sequence_length=2048)
-    times._update_s = 42e9 / times.memory_rate
+    times._update_s = UPDATE * 1e9 / times.memory_rate
     parts = times.parts_of_base(smallest, largest)
     assert [found.batch for found in parts] == batches
     times.measure_base(parts)

@@ -166,7 +166,7 @@ class MemoryPlanner:
         slower = candidate.step_time_s / max(search.base.step_time_s, 1e-12)
         return (
             f"{_text(candidate.setting)}: {size(candidate.needs.device_bytes)} a device, "
-            f"{slower:.2f} × the step time, by the rates of {search.rates.device_kind}"
+            f"{slower:.2f} × the step time, by the rates of {search.machine.device_kind}"
         )
 
 
