@@ -68,12 +68,7 @@ class Architecture:
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
     ) -> list[TensorMapping]:
-        """Return the mappings of all parameters; see `convert.names.tensor_mappings`.
-
-        Args:
-            shapes: path of a parameter -> its shape, with a leading layers axis in stacks.
-            vocab_size: vocabulary size without padding; None if the model has no vocabulary.
-        """
+        """Return the mappings of all parameters; see `convert.names.tensor_mappings`."""
         rows = self.rows
         if self.is_base:
             rows = [
@@ -95,13 +90,5 @@ class Architecture:
 
 
 def detect_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Detect the pooler, the layer that a base model may have after its last norm.
-
-    Args:
-        tensors: tensors in the files, by name.
-        hf: content of config.json; not read.
-
-    Returns:
-        The config field `use_pooler`.
-    """
+    """Return `use_pooler`: whether the files have a pooler, a layer after the last norm."""
     return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}

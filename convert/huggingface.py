@@ -27,14 +27,6 @@ _log = logging.getLogger(__name__)
 def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weights: bool) -> Source:
     """Open a Hugging Face model.
 
-    Args:
-        path: directory of the model.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
-
-    Returns:
-        The model.
-
     Raises:
         ValueError: The architecture or a key of config.json is not supported, or tensors are
             missing, unknown or of the wrong shape.
@@ -135,9 +127,6 @@ def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def check_shape(place: TensorMapping, tensor: Tensor) -> None:
     """Check that a tensor is a weight of the shape that a mapping expects.
-
-    Args:
-        place: mapping.
 
     Raises:
         ValueError: It has another shape, or a dtype that weights cannot have.

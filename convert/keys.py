@@ -40,9 +40,6 @@ class Key:
     def read(self, hf: Config) -> dict[str, Any]:
         """Return the field with the value of the key.
 
-        Args:
-            hf: content of config.json.
-
         Raises:
             ValueError: The key is missing, or its value is not supported.
         """
@@ -82,9 +79,6 @@ class Only:
 
     def read(self, hf: Config) -> dict[str, Any]:
         """Check the value of the key; there is no corresponding field.
-
-        Args:
-            hf: content of config.json.
 
         Raises:
             ValueError: The value is not supported.
@@ -143,12 +137,7 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
     """Translate config.json to config fields.
 
     Args:
-        hf: content of config.json.
-        keys: keys of the architecture.
         harmless: keys, in addition to HARMLESS, that do not affect the computation of this model.
-
-    Returns:
-        Field -> value.
 
     Raises:
         ValueError: A key is missing, unknown, or has a value that is not supported.
@@ -187,13 +176,8 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
     model that is imported and exported again gets the same config.json.
 
     Args:
-        fields: config fields.
-        keys: keys of the architecture.
         original: original config.json; empty to write all keys.
         harmless: as in `read`.
-
-    Returns:
-        The content of config.json.
     """
     hf = dict(original)
     original_fields = read(original, keys, harmless=harmless) if original else {}

@@ -117,7 +117,6 @@ def read_config(file: Path, *, within: Path) -> dict[str, Any]:
     """Read a config.json, and check the types of the keys that every architecture may have.
 
     Args:
-        file: config.json.
         within: directory that it must be in, even if it is a link.
 
     Raises:
@@ -144,11 +143,6 @@ def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
 
 def check_known(path: Path, shapes: Shapes, known: Shapes) -> None:
     """Check that a model on disk has all wanted parameters.
-
-    Args:
-        path: path of the model, for the message.
-        shapes: wanted parameters.
-        known: parameters of the model.
 
     Raises:
         ValueError: The model lacks some of the wanted parameters.

@@ -65,8 +65,6 @@ def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple
     """Return the rows of a linear layer: its kernel and its bias.
 
     Args:
-        ours: path of the layer.
-        theirs: name of the layer.
         num_inputs: how many of the dimensions of the kernel are inputs.
         **options: other fields of both rows.
     """
@@ -78,8 +76,6 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
     """Return the rows of a norm: its scale and its bias.
 
     Args:
-        ours: path of the norm.
-        theirs: name of the norm.
         **options: other fields of both rows.
     """
     scale = Row(f"{ours}.scale", f"{theirs}.weight", **options)
@@ -230,13 +226,6 @@ def match(
     Files may omit the prefix of the base model, or have it although the model has none, and may
     call the parameters of norms gamma and beta.
 
-    Args:
-        found: names in the files.
-        tensor_mappings: mappings of the model.
-        prefix: prefix of the base model's names, including its dot.
-        buffers: regular expressions for names that are not weights.
-        other_heads: regular expressions for weights of other models with the same base.
-
     Returns:
         {name in the mappings: name in the files}, and the names of the weights in the files that
         belong to other models and are left out.
@@ -291,11 +280,6 @@ def check_names(
 
 def assemble(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
     """Assemble a Hugging Face tensor from the chunks of a parameter on disk.
-
-    Args:
-        place: mapping.
-        array: parameter.
-        dtype: dtype of the tensor.
 
     Raises:
         ValueError: A value is too large for `dtype`.

@@ -64,7 +64,6 @@ def convert(
     Args:
         checkpoint: directory of a run, whose newest intact checkpoint is read, or one of its
             checkpoints.
-        dst: directory to write.
         dtype: dtype of all tensors. None gives each tensor the dtype that it has in the
             original model, if the run was imported, and float32 otherwise.
         max_shard_bytes: maximum size of a file in bytes, at least 1, unless it contains a
@@ -204,11 +203,6 @@ def export_problem(model: str, config: Any, source: Source | None) -> str | None
     """Return why a model could not be exported after training, or None if it could.
 
     Models without any counterpart in Hugging Face, such as a user's own, are not reported.
-
-    Args:
-        model: `model.name` of the run.
-        config: config of its model class.
-        source: checkpoint that the run starts from, or None.
     """
     if not _candidates(model):
         return None
@@ -273,14 +267,7 @@ def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None for the command line of the process.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
-    """
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.to_hf")
     parser.add_argument(
         "checkpoint", type=local_path, help="directory of a run, or of one of its checkpoints"

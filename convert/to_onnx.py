@@ -76,7 +76,6 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
 
     Args:
         src: directory of a run, one of its checkpoints, or a Hugging Face model.
-        dst: directory to write.
         allow_import: import paths, packages and modules that the run's `config.yaml` may import
             from.
 
@@ -229,14 +228,7 @@ def _relative(logits: np.ndarray, expected: Any) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None for the command line of the process.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
-    """
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.to_onnx")
     parser.add_argument("src", type=local_path, help="a run, a checkpoint, or a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")

@@ -93,7 +93,6 @@ class BeamSearch:
     """Searches beams with a model.
 
     Args:
-        decoder: model.
         stop: ids of tokens that end a text.
     """
 
@@ -114,10 +113,7 @@ class BeamSearch:
 
         Args:
             max_new_tokens: M.
-            beams: settings.
-            params: as for `Decoder.prefill`.
-            tokens_BT: as for `Decoder.prefill`.
-            lengths_B: as for `Decoder.prefill`.
+            params: this and the next two are as for `Decoder.prefill`.
             is_prompt_B: bool, false for rows that only fill up the batch.
         """
         size = len(lengths_B)
@@ -144,13 +140,7 @@ class BeamSearch:
         return self._with_next(state, repeated(logits_BV), beams)
 
     def rest(self, beams: Beams, params: Tree, *, state: BeamState) -> BeamState:
-        """Search until no beam can improve, or until all have M tokens.
-
-        Args:
-            beams: settings.
-            params: as for `Decoder.decode`.
-            state: from `first`.
-        """
+        """Search until no beam can improve, or until all have M tokens."""
         max_new_tokens = state.tokens_BKM.shape[2]
 
         def goes_on(state: BeamState) -> jax.Array:

@@ -87,8 +87,6 @@ def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int |
 
     Args:
         drafts: where drafts come from; None: there are none.
-        model: model that checks them.
-        decoder: its functions.
         start: as for `decoder_of`.
 
     Raises:

@@ -115,9 +115,7 @@ class Generator:
 
         Args:
             prompts: token ids, at least one per prompt.
-            max_new_tokens: most tokens of a continuation.
             sampling: how tokens are chosen; as likely as the model says by default.
-            num_samples: number of continuations of each prompt.
             on_batch: called with the number of rows of each batch that is complete.
 
         Raises:
@@ -179,8 +177,6 @@ class Generator:
 
         Args:
             prompts: token ids, at least one per prompt.
-            max_new_tokens: most tokens of a continuation.
-            beams: how beams are searched.
             on_batch: called with the number of prompts of each batch that is complete.
 
         Raises:

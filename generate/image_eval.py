@@ -133,11 +133,8 @@ def evaluate_images(
 
     Args:
         model: classifier; called as `model(images)`, it returns logits `[B, K]`.
-        corpus: images.
-        data: section `data`.
         labels: model's labels, in the order of its logits. The data may order its labels
             differently. If the model's labels have no names, the names in the data are used.
-        batch_size: images at a time.
 
     Raises:
         ValueError: the data has other labels than the model.
@@ -196,8 +193,6 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
     """Return the sections `data` and `images` of the images to evaluate.
 
     Args:
-        source: model.
-        path: its directory.
         images: folder of images; None: use the images of the run.
 
     Raises:
@@ -229,9 +224,6 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
 
 def write_scores(scores: ImageScores, directory: Path) -> None:
     """Write scores.json, classes.csv, confusion.csv and confusion.png.
-
-    Args:
-        directory: directory to create.
 
     Raises:
         ValueError: the directory exists and is not empty.

@@ -52,8 +52,6 @@ class Rows:
 
         Args:
             tokens_BT: int32, prompts; padding follows them.
-            lengths_B: int32, number of tokens of each prompt.
-            numbers_B: int32, number of the row in the request; `NONE` for padding.
             max_new_tokens: M.
             seen_size: V, if there is a repetition penalty.
         """
@@ -84,8 +82,6 @@ class Rows:
         """Return the rows with one more token each, unless they are done.
 
         Args:
-            sampling: how tokens are chosen.
-            stop: ids of tokens that end a row.
             logits_BV: logits after the newest token.
             goes_on_B: bool, whether the row gets a token; None: all do.
         """
@@ -121,8 +117,6 @@ class Rows:
         """Return the rows with 1 to D + 1 more tokens each, up to the first draft that is wrong.
 
         Args:
-            sampling: how tokens are chosen.
-            stop: ids of tokens that end a row.
             drafts_BD: int32, proposals for the next tokens; D may be 0.
             logits_BTV: logits after the newest token, and after each draft; T = D + 1.
         """

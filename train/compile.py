@@ -84,8 +84,6 @@ def target_parser(
     """Return a parser with the arguments of all commands that compile for absent GPUs.
 
     Args:
-        module: name of the command's module.
-        description: one-line summary for `--help`.
         required: whether the config and the target must be given.
     """
     parser = command_parser(module, description=description)
@@ -110,7 +108,6 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
     """Print a report, or the error of invalid input in one sentence; return the exit code.
 
     Args:
-        report: returns the report.
         needs_devices: whether it runs programs on the devices of this machine.
     """
     if not needs_devices:
@@ -129,7 +126,6 @@ def compile_step(
 
     Args:
         path: config file, as for `--config`.
-        target: GPUs to compile for.
         overrides: `section.key=value`.
         allow_import: packages and modules that a `config.yaml` may import from.
 
@@ -152,9 +148,6 @@ def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] 
 
 def run_for(config: RunConfig, target: Target) -> Run:
     """Build the run of a config for target GPUs, without reading its data.
-
-    Args:
-        target: GPUs.
 
     Raises:
         ValueError: the mesh does not match the target's number of GPUs, or the config is not

@@ -103,10 +103,7 @@ class GoodputRecord:
 
         Args:
             workdir: run's directory; it is created if necessary.
-            phases: phases of this process.
             first_step: step that this start resumes from; 0 at the beginning.
-            num_devices: number of devices of the mesh.
-            num_processes: number of processes of this start.
             is_writer: False on all processes except the first.
             time_of_day: returns seconds since 1970.
 
@@ -187,9 +184,6 @@ def summarize(workdir: str | Path) -> Goodput:
 
     The time between the last write of a start and the next start counts as "down", unless the run
     had finished. If a start was killed, that includes its time after the last write.
-
-    Args:
-        workdir: run's directory.
 
     Raises:
         ValueError: `workdir` has no record of a start.

@@ -45,8 +45,6 @@ def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
 
     Args:
         first_step: step that this start resumes from; 0 at the beginning.
-        workdir: directory for the files.
-        phases: phases of this process.
 
     Raises:
         ValueError: there is something other than a regular file in the place of a file.
@@ -82,12 +80,9 @@ def train(
     If a signal interrupts an evaluation, the next start repeats it.
 
     Args:
-        corpus: its data.
         restored: its state after the steps that are done, its batches and its checkpoints.
-        workdir: its directory.
         logs: files to which the loop writes; it closes them.
         saves: False disables checkpoints.
-        phases: phases of this process.
         signals: records signals that ask this process to stop.
 
     Returns:

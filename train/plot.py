@@ -24,11 +24,6 @@ _MAX_MESHES = 40
 def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
     """Plot `loss` (solid line) and `eval_loss` (dashed, with dots) of runs.
 
-    Args:
-        directories: workdirs of the runs.
-        out: image file to write.
-        title: title of the plot.
-
     Raises:
         ValueError: a run has no metrics, or `out` cannot be written as an image.
     """
@@ -68,7 +63,6 @@ def plot_plans(
         composed: mesh -> for each of its plans, its composed step time in seconds and whether it
             fits into memory.
         compiled: mesh -> predicted step time of its compiled plan, in seconds.
-        out: image file to write.
 
     Raises:
         ValueError: `out` cannot be written as an image.
@@ -124,9 +118,6 @@ def check_picture(option: str, path: Path | None) -> None:
 
 def save(figure: matplotlib.figure.Figure, out: Path) -> None:
     """Write a figure to a file and close it.
-
-    Args:
-        out: image file to write.
 
     Raises:
         ValueError: `out` cannot be written as an image.

@@ -30,7 +30,6 @@ def draw_reconstructions(
 
     Args:
         workdir: workdir of a run; its newest intact checkpoint is used.
-        out: image file to write.
         num_images: number of rows; fewer if there are fewer images.
         allow_import: packages and modules that the run's `config.yaml` may import from.
 

@@ -12,11 +12,7 @@ from models.layers.lora import LoraConfig
 
 
 def without_adapters(source: Source) -> Source:
-    """Return the same model without adapters: they are merged into its kernels.
-
-    Args:
-        source: model on disk, with or without adapters.
-    """
+    """Return the same model without adapters: they are merged into its kernels."""
     if source.lora.rank is None:
         return source
     all_shapes = source.shapes()
@@ -36,12 +32,7 @@ def without_adapters(source: Source) -> Source:
 
 
 def adapter_parts(kernel: str, names: Mapping[str, object]) -> list[str]:
-    """Return the names of a kernel's adapter: A, B, and m with DoRA; empty if it has none.
-
-    Args:
-        kernel: name of a parameter; only kernels have adapters.
-        names: names of all parameters.
-    """
+    """Return the names of a kernel's adapter: A, B, and m with DoRA; empty if it has none."""
     layer, _, word = kernel.rpartition(".")
     parts = [f"{layer}.lora.{part}" for part in ("a", "b", "magnitude")]
     return [part for part in parts if word == "kernel" and part in names]
@@ -51,9 +42,7 @@ class _MergedArray(LazyArray):
     """A kernel with its adapter, `[*layers, *inputs, *outputs]`.
 
     Args:
-        kernel: kernel without the adapter.
         parts: A, B, and m with DoRA; see models/layers/lora.py.
-        config: rank and the variant of the adapter.
     """
 
     def __init__(self, kernel: LazyArray, parts: list[LazyArray], config: LoraConfig):

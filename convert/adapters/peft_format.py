@@ -37,7 +37,6 @@ def name_of(kernel: TensorMapping, part: str) -> str:
     """Return the name of a part of a kernel's adapter, without PREFIX.
 
     Args:
-        kernel: mapping of the kernel.
         part: key of PARTS.
     """
     return f"{module_of(kernel)}.{PARTS[part]}"
@@ -49,9 +48,7 @@ def module_mappings(
     """Return the mappings of all parameters, to the names that PEFT has for them.
 
     Args:
-        architecture: architecture of the model.
         shapes: parameters of the model without adapters.
-        vocab_size: vocabulary size without padding; None if the model has no vocabulary.
     """
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
     return [dataclasses.replace(m, theirs=module_name(architecture, m.theirs)) for m in mappings]
@@ -61,7 +58,6 @@ def module_name(architecture: Architecture, name: str) -> str:
     """Return the name that a tensor, or its module, has in a model of `transformers` 5.
 
     Args:
-        architecture: architecture of the model.
         name: its name there or in a file.
     """
     for pattern, replacement in architecture.module_names:

@@ -56,13 +56,6 @@ _HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     """Open a model with the adapters of a PEFT directory.
 
-    Args:
-        path: directory.
-        open_base: opens the model that the adapters are for.
-
-    Returns:
-        The model with its adapters.
-
     Raises:
         ValueError: A key of adapter_config.json is not supported, the base model is not on this
             machine, or tensors are missing, unknown or of the wrong shape.
@@ -117,13 +110,7 @@ def _with_adapters(base: Source, lora: LoraConfig, path: Path) -> Source:
 def _lora(
     config: Mapping[str, Any], mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor]
 ) -> LoraConfig:
-    """Return the section `lora` that describes the adapters and parameters in the file.
-
-    Args:
-        config: content of adapter_config.json.
-        mappings: mappings of the model without adapters.
-        tensors: tensors in the file.
-    """
+    """Return the section `lora` that describes the adapters and parameters in the file."""
     kernels = [m for m in mappings if m.ours.endswith(".kernel")]
     targets = {m.ours.removesuffix(".kernel") for m in kernels if name_of(m, "a") in tensors}
     return LoraConfig(
@@ -140,14 +127,7 @@ def _lora(
 def _check_layers(
     lora: LoraConfig, mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Check that all layers of a stack have the same adapters, and no embedding or tied head.
-
-    Args:
-        lora: adapters.
-        mappings: mappings of the model without adapters.
-        tensors: tensors in the file.
-        path: directory, for the error.
-    """
+    """Check that all layers of a stack have the same adapters, and no embedding or tied head."""
     check_untied(
         [m for m in mappings if m.ours in lora.also_trained],
         f"{path / CONFIG_FILE}: modules_to_save",

@@ -44,9 +44,6 @@ def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
     A run that continues the adapters of another has the same base as that one. If the base does not
     come from Hugging Face, a warning says so.
 
-    Args:
-        read: opens a model on disk.
-
     Raises:
         ValueError: A model on the way there cannot be read.
     """
@@ -76,9 +73,6 @@ def write_adapter(
     """Write the adapters of a model for PEFT, and other parameters that were trained or are new.
 
     Args:
-        source: model with adapters.
-        architecture: its Hugging Face architecture.
-        directory: directory to write to.
         dtype: dtype of the tensors; None: as they are stored.
         base: model that the adapters are for, from `base_of`.
 

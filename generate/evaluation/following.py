@@ -67,11 +67,8 @@ def follow(
     is not evaluated again.
 
     Args:
-        run: directory of the run.
-        name: name of the evaluation.
         settings: all inputs of the scores except the checkpoint, as values for JSON.
         scores_of: evaluates a checkpoint, given its directory.
-        poll_s: seconds between two looks for a new checkpoint.
 
     Raises:
         ValueError: `run` is not the directory of a run, has a link that leads outside, or there
@@ -162,11 +159,7 @@ class _Log:
 
 
 def _num_steps(run: Path) -> int:
-    """Return the step with which a run ends.
-
-    Raises:
-        ValueError: `run` is not the directory of a run.
-    """
+    """Return the step with which a run ends."""
     file = run / CONFIG_FILE
     if not file.exists() or (run / STATE).exists():
         raise ValueError(
@@ -190,11 +183,7 @@ def _checkpoints(run: Path) -> list[Path]:
 
 
 def _checksum_of(step: Path) -> str | None:
-    """Return the SHA-256 of a checkpoint's checksums; None if it has none, or is deleted.
-
-    Raises:
-        ValueError: a link in it leads out of the run.
-    """
+    """Return the SHA-256 of a checkpoint's checksums; None if it has none, or is deleted."""
     try:
         check_tree(step, step.parent.parent)
         return digest_of(step / CHECKSUMS_FILE, within=step)

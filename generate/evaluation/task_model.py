@@ -121,9 +121,6 @@ class TaskModel(TemplateLM):
         0. Other continuations without a token, as well as contexts without one, are errors, and so
         are continuations with more tokens than the model has positions; lm-eval's own backend fails
         for all of these, too.
-
-        Raises:
-            ValueError: a context or a continuation has no tokens, or a continuation too many.
         """
         for (_, text), context, continuation in requests:
             if not context:

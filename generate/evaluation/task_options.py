@@ -101,11 +101,7 @@ class TaskOptions:
 
 
 def applied_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of generation_config.json that change texts of tasks without options.
-
-    Args:
-        generation: content of generation_config.json.
-    """
+    """Return the settings of generation_config.json that change texts of tasks without options."""
     return {
         name: generation[name]
         for name, default in _DEFAULTS.items()
@@ -152,11 +148,7 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
 
 
 def _check_unsupported(generation: Mapping[str, Any], *, samples: bool) -> None:
-    """Check that generation_config.json has nothing that would change texts but is not supported.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Refuse a generation_config.json with settings that would change texts but cannot be used."""
     unsupported = _UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if samples else {})
     hinders = [
         name
@@ -172,11 +164,7 @@ def _check_unsupported(generation: Mapping[str, Any], *, samples: bool) -> None:
 
 
 def _search(merged: Mapping[str, Any]) -> Sampling | Beams:
-    """Return how tokens are chosen.
-
-    Raises:
-        ValueError: a beam search is to sample, or to penalize or ban tokens.
-    """
+    """Return how tokens are chosen."""
     banned = tuple(merged["suppress_tokens"] or ())
     if merged["num_beams"] > 1:
         if merged["do_sample"] or merged["repetition_penalty"] != 1 or banned:

@@ -103,11 +103,7 @@ def _in_url(address: str) -> str:
 
 
 def _default_length(source: Source) -> int:
-    """Return the default of `--max_length`.
-
-    Raises:
-        ValueError: the model does not continue its prompt.
-    """
+    """Return the default of `--max_length`."""
     positions = getattr(source.config, "max_positions", None)
     if positions is None:
         raise ValueError(
@@ -133,9 +129,6 @@ def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
 @contextlib.contextmanager
 def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield the served model and its engine; close the engine at the end.
-
-    Args:
-        args: arguments of the command.
 
     Raises:
         ValueError: the model cannot be served, or an option does not fit.

@@ -48,13 +48,7 @@ CHAT = Format(
 
 
 def new_answer(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields that all objects of an answer begin with.
-
-    Args:
-        kind: field `object`, such as "text_completion".
-        prefix: beginning of the id.
-        model: name of the model.
-    """
+    """Return the fields that all objects of an answer begin with."""
     created = int(time.time())
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
     return {"id": answer_id, "object": kind, "created": created, "model": model}

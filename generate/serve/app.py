@@ -46,11 +46,7 @@ class Served:
     """The model that is served, and the limits on requests.
 
     Attributes:
-        name: name of the model.
-        codec: its tokenizer.
         template: its chat template; None if it has none.
-        vocab_size: number of its ids.
-        limits: limits on a request.
         max_body_bytes: most bytes of a request.
         body_s: most seconds until a request has arrived.
         allowed_hosts: names of this server that it does not know itself.
@@ -88,12 +84,7 @@ def make_app(served: Served, engine: Engine) -> Starlette:
 
 
 class _Answer:
-    """The continuations of a request while they grow.
-
-    Args:
-        codec: tokenizer.
-        engine: continues the prompts.
-    """
+    """The continuations of a request while they grow."""
 
     def __init__(self, request: CompletionRequest, codec: TextCodec, engine: Engine):
         loop = asyncio.get_running_loop()

@@ -60,7 +60,6 @@ def listen(host: str, port: int) -> Iterator[list[socket.socket]]:
     `localhost`, for example, may have an address of IPv4 and one of IPv6.
 
     Args:
-        host: name or address of this machine.
         port: port; 0: any free one.
 
     Yields:
@@ -106,13 +105,7 @@ def _open_sockets(host: str, port: int) -> Iterator[socket.socket]:
 def make_server(
     app: Starlette, limits: ConnectionLimits, log_level: str = "info"
 ) -> uvicorn.Server:
-    """Return a server; its `run(sockets=...)` ends when the process is stopped.
-
-    Args:
-        app: answers the requests.
-        limits: limits on the connections.
-        log_level: least level of messages that are logged.
-    """
+    """Return a server; its `run(sockets=...)` ends when the process is stopped."""
     connection: Any = functools.partial(_Connection, limits=limits)
     config = uvicorn.Config(
         app,
@@ -126,12 +119,7 @@ def make_server(
 
 
 class _Connection(H11Protocol):
-    """A connection with a deadline.
-
-    Args:
-        limits: limits on the connections.
-        options: arguments of uvicorn's own class.
-    """
+    """A connection with a deadline."""
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any):
         super().__init__(**options)

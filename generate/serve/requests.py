@@ -123,12 +123,6 @@ def read_completion(
 ) -> CompletionRequest:
     """Return the request of `/v1/completions`.
 
-    Args:
-        fields: JSON object.
-        codec: tokenizer of the model.
-        vocab_size: number of ids of the model.
-        limits: limits on the request.
-
     Raises:
         BadRequest: a field is missing, unknown, not supported or out of bounds.
     """
@@ -147,12 +141,6 @@ def read_chat(
     fields: dict[str, Any], codec: TextCodec, template: ChatTemplate | None, limits: Limits
 ) -> CompletionRequest:
     """Return the request of `/v1/chat/completions`.
-
-    Args:
-        fields: JSON object.
-        codec: tokenizer of the model.
-        template: its chat template; None if it has none.
-        limits: limits on the request.
 
     Raises:
         BadRequest: as for `read_completion`, or the template is missing or refuses the messages.
@@ -184,7 +172,6 @@ class _Fields:
     """The fields of a request, all of which are known.
 
     Args:
-        fields: JSON object.
         names: names of the fields that only this kind of request has.
     """
 

@@ -50,8 +50,6 @@ def restore_or_initialize(
     """Restore a run from the newest intact checkpoint of its workdir, or initialize its state.
 
     Args:
-        corpus: its data.
-        workdir: its directory.
         source: checkpoint with the initial parameters; None: the model initializes them.
 
     Raises:
@@ -100,16 +98,7 @@ def _restore(
 
 
 def _set_position(batches: DatasetIterator, saved: dict[str, Any], where: str) -> None:
-    """Continue with the batch that a checkpoint names.
-
-    Args:
-        batches: iterator.
-        saved: its state in the checkpoint.
-        where: checkpoint, for messages.
-
-    Raises:
-        ValueError: this is not a state of such an iterator.
-    """
+    """Continue with the batch that a checkpoint names."""
     current_state: Any = batches.get_state()
     check_fields(saved, {name: type(value) for name, value in current_state.items()}, where)
     for name, value in saved.items():
@@ -145,7 +134,6 @@ def roll_back(
     and their examples are not used again in this epoch.
 
     Args:
-        checkpoints: checkpoints of its workdir.
         state: state after the newest step; it is deleted.
         first_bad_step: first bad step. The step before it produced the parameters that failed,
             so its checkpoint is not used either.

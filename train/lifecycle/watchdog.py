@@ -107,9 +107,6 @@ class Watchdog:
 
         Args:
             directory: directory that all processes share; it is created if necessary.
-            phases: phases of this process.
-            process: index of this process.
-            num_processes: number of processes of this start of the run.
             run_id: identifier that is the same on all processes and different at each start.
                 Files with another identifier are leftovers and are ignored.
             timeout_s: longest duration of a phase, in seconds.
@@ -211,7 +208,6 @@ class Watchdog:
         """Compare two readings of the heartbeats.
 
         Args:
-            own_heartbeat: this process.
             first: process index -> heartbeat, for the others.
             second: the same, some seconds later.
 

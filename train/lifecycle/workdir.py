@@ -67,10 +67,6 @@ def check(workdir: Path, run: Run) -> None:
     written, as its checksum shows. `config.yaml` in the workdir, which anyone can edit, is read
     only if the checkpoints were written before they contained a config.
 
-    Args:
-        workdir: run's directory.
-        run: run that wants to use it.
-
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
             keys that differ; or their config is missing or damaged; or a link in it leads outside.
@@ -96,10 +92,6 @@ def check(workdir: Path, run: Run) -> None:
 
 def check_processes_agree(run: Run, corpus: Corpus) -> None:
     """Check that all processes have the same config and the same data.
-
-    Args:
-        run: this process's run.
-        corpus: this process's data.
 
     Raises:
         ValueError: on all processes, if one of them differs from the first.
@@ -131,10 +123,7 @@ def write_run_files(
     writes.
 
     Args:
-        workdir: run's directory.
-        corpus: its data.
         source: checkpoint that it starts from, if there is one.
-        report: memory report.
     """
     if jax.process_index() > 0:
         return

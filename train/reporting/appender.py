@@ -17,7 +17,6 @@ class Appender:
         """Open the file, and create it if necessary.
 
         Args:
-            path: file.
             is_patient: if the disk cannot take content, log a warning, once, and keep the content
                 in memory until the next `append`, instead of raising an error.
 

@@ -20,7 +20,6 @@ class JsonLines:
         """Open the file, or create it. A last line that a crash tore is ended.
 
         Args:
-            path: file.
             is_patient: as of `Appender`.
 
         Raises:

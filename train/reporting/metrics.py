@@ -73,9 +73,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Lines that are not a JSON object with a step, such as one torn by a crash, are ignored.
 
-    Args:
-        path: file.
-
     Returns:
         One dict per line, with NaN and infinities as floats.
     """

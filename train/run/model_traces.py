@@ -58,12 +58,7 @@ class LayerCosts:
         return [cost(v, first, stop) for v, (first, stop) in enumerate(bounds)]
 
     def balanced(self, num_virtual_stages: int, *, shares_vocab: bool) -> list[int]:
-        """Return the most even cut: the number of layers of each virtual stage.
-
-        Args:
-            num_virtual_stages: number of virtual stages.
-            shares_vocab: embedding and head are split over all virtual stages.
-        """
+        """Return the most even cut: the number of layers of each virtual stage."""
         cost = self._cost(num_virtual_stages, shares_vocab)
         return balanced_cut(len(self.layers), num_virtual_stages, cost)
 
@@ -98,7 +93,6 @@ def count_work(
     """Count the matrix products of a model's functions by tracing them.
 
     Args:
-        functions: model's functions.
         params: model's parameters in the compute dtype; ShapeDtypeStructs suffice.
         batch: one microbatch; ShapeDtypeStructs suffice.
         recomputes: backward pass of a chunk runs its forward pass again.

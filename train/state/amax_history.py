@@ -73,7 +73,6 @@ def with_scaling(params: Tree, history: History, functions: ModelFunctions, dtyp
     Args:
         params: `{"non_stack": ..., "stacks": {stack: layers}}`, as from `ModelFunctions.split`.
         history: history, in slots.
-        functions: model's functions.
         dtype: dtype in which layers receive their parameters.
     """
     scaling = {}

@@ -105,7 +105,6 @@ class StateInit:
     """Creates initial states in place.
 
     Args:
-        spec: contents of the state.
         layouts: stack -> its layout.
         layout_of: layout of every leaf of the state.
         abstract: shapes and shardings of the state for the step; see train/state/state_layout.py.

@@ -68,7 +68,6 @@ def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
     Args:
         array: array that is sharded like the target.
-        target: wanted shape, dtype and sharding.
     """
     kind = target.sharding.memory_kind
     shards = [
