@@ -176,17 +176,13 @@ def _write_all(
     return sum(map(len, continuations))
 
 
-def _text_of(prompt: Prompt, codec: TextCodec) -> str:
-    return codec.decode(prompt.tokens) if prompt.text is None else prompt.text
-
-
 def _print_stream(
     prompt: Prompt, tokens: Iterator[int], codec: TextCodec, follows_prompt: bool
 ) -> int:
     """Print a continuation while it grows; return the number of its tokens."""
     first = next(tokens)  # now it is certain that the model takes the prompt
     if follows_prompt:
-        print(_text_of(prompt, codec), end="")
+        print(codec.decode(prompt.tokens) if prompt.text is None else prompt.text, end="")
     stream = TextStream(codec, prompt.tokens if follows_prompt else ())
     count = 0
     for token in itertools.chain([first], tokens):

@@ -49,6 +49,8 @@ from untrusted.outputs import check_new_directory
 from untrusted.schema import check_fields
 
 _TOP = 5
+#: Loads the images once; the checkpoints of a run share them.
+_load_corpus = functools.lru_cache(maxsize=1)(load_corpus)
 #: How many classes are printed, and how many have their names in the picture.
 _MAX_PRINTED = 20
 _MAX_NAMED = 40
@@ -320,15 +322,8 @@ def _scores(args: argparse.Namespace, path: Path) -> ImageScores:
     source = read_source(path, allow_import=args.allow_import)
     data, images = sections_of(source, path, args.images)
     model = load_model(source, dtype=args.dtype)
-    return evaluate_images(
-        model, _corpus(data, images), data, source.labels, batch_size=args.batch_size
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _corpus(data: DataConfig, images: ImageConfig) -> Corpus:
-    """Return the images; the checkpoints of a run share them."""
-    return load_corpus(data, images)
+    corpus = _load_corpus(data, images)
+    return evaluate_images(model, corpus, data, source.labels, batch_size=args.batch_size)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,6 @@ from untrusted.documents import read_json_lines, read_yaml
 from untrusted.files import check_links, check_tree, digest_of
 from untrusted.schema import check_fields
 
-#: Seconds between two looks for a new checkpoint.
-POLL_S = 5.0
-
 
 def add_follow(parser: argparse.ArgumentParser) -> None:
     """Add the option `--follow` to a parser."""
@@ -58,7 +55,7 @@ def follow(
     settings: Mapping[str, Any],
     scores_of: Callable[[Path], Mapping[str, float]],
     *,
-    poll_s: float = POLL_S,
+    poll_s: float = 5.0,
 ) -> None:
     """Evaluate the checkpoints of a run, oldest first, until the last one has been evaluated.
 
@@ -87,7 +84,7 @@ def follow(
     ):
         while True:
             num_steps = _num_steps(run)
-            for step in _checkpoints(run):
+            for step in [run / CHECKPOINTS / str(step) for step in steps_in(run / CHECKPOINTS)]:
                 checksum = _checksum_of(step)
                 if (step.name, checksum) not in seen and not log.has(checksum):
                     _evaluate(step, checksum, log, scores_of)
@@ -174,12 +171,6 @@ def _num_steps(run: Path) -> int:
     check_fields(config, {"train": dict[str, Any]}, file)
     check_fields(config["train"], {"num_steps": int}, f"{file}: train")
     return config["train"]["num_steps"]
-
-
-def _checkpoints(run: Path) -> list[Path]:
-    """Return the directories of the checkpoints, oldest first."""
-    directory = run / CHECKPOINTS
-    return [directory / str(step) for step in steps_in(directory)]
 
 
 def _checksum_of(step: Path) -> str | None:

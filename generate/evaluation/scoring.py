@@ -53,12 +53,11 @@ class Scorer:
         self._num_replicas = check_batch_size(mesh, batch_size)
         self._batch_size = batch_size
         self._most = model.config.max_positions
-        self._rules = rules_on(mesh)
         graph, self._params = nnx.split(model)
 
+        @axis_rules(rules_on(mesh))
         def scored(params: Any, inputs_BT: jax.Array, targets_BT: jax.Array) -> Any:
-            with axis_rules(self._rules):
-                logits_BTV = nnx.merge(graph, params)(inputs_BT)
+            logits_BTV = nnx.merge(graph, params)(inputs_BT)
             chosen_BT1 = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)
             log_probs_BT = chosen_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
             return log_probs_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -183,19 +184,20 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         served = self._served
-
-        def read(fields: dict[str, Any]) -> CompletionRequest:
-            return read_completion(fields, served.codec, served.vocab_size, served.limits)
-
+        read = partial(
+            read_completion,
+            codec=served.codec,
+            vocab_size=served.vocab_size,
+            limits=served.limits,
+        )
         return await self._answered(request, read, TEXT)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         served = self._served
-
-        def read(fields: dict[str, Any]) -> CompletionRequest:
-            return read_chat(fields, served.codec, served.template, served.limits)
-
+        read = partial(
+            read_chat, codec=served.codec, template=served.template, limits=served.limits
+        )
         return await self._answered(request, read, CHAT)
 
     async def _answered(
@@ -210,7 +212,7 @@ class _Server:
         except TimeoutError:
             return JSONResponse(error("the request did not arrive in time", 408), 408)
         except BadRequest as problem:
-            return JSONResponse(error(str(problem), problem.status), problem.status)
+            return _refusal(problem)
         except ClientDisconnect:
             return Response(status_code=_CLOSED_REQUEST)
         deadline_s = asyncio.get_running_loop().time() + self._served.timeout_s
@@ -219,12 +221,8 @@ class _Server:
                 read, fields, is_chat=form is CHAT, deadline_s=deadline_s
             )
             answer = _Answer(wanted, self._served.codec, self._engine)
-        except BadRequest as problem:
-            return JSONResponse(error(str(problem), problem.status), problem.status)
-        except Busy as problem:
-            return JSONResponse(error(str(problem), 429), 429, {"Retry-After": "1"})
-        except Unavailable as problem:
-            return JSONResponse(error(str(problem), 503), 503)
+        except (BadRequest, Busy, Unavailable) as problem:
+            return _refusal(problem)
         except TimeoutError:
             return JSONResponse(self._too_late(), 504)
         if wanted.streams:
@@ -282,7 +280,7 @@ class _Server:
                     return JSONResponse(self._too_late(), 504)
             task.result()
         except BadRequest as problem:
-            return JSONResponse(error(str(problem), problem.status), problem.status)
+            return _refusal(problem)
         finally:
             task.cancel()
             answer.close()
@@ -317,6 +315,11 @@ class _Server:
             yield _event(error(str(problem), problem.status))
         finally:
             answer.close()
+
+
+def _refusal(problem: BadRequest | Busy | Unavailable) -> JSONResponse:
+    headers = {"Retry-After": "1"} if isinstance(problem, Busy) else None
+    return JSONResponse(error(str(problem), problem.status), problem.status, headers)
 
 
 def _event(value: dict[str, Any]) -> str:

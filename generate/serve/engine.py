@@ -28,9 +28,13 @@ STOP, LENGTH, ERROR = "stop", "length", "error"
 class Busy(Exception):
     """Raised when too many rows are waiting."""
 
+    status = 429
+
 
 class Unavailable(Exception):
     """Raised when no rows are taken any more."""
+
+    status = 503
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -63,6 +67,9 @@ class Engine:
         num_slots: their number.
         stop: ids of tokens that end a text.
         max_waiting: most rows that wait for a slot.
+
+    Attributes:
+        failure: error that has ended the thread; None if there is none.
     """
 
     def __init__(
@@ -81,14 +88,9 @@ class Engine:
         self._changed = threading.Condition()
         self._is_closing = False
         self._is_ready = threading.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that has ended the thread; None if there is none."""
-        return self._failure
 
     @property
     def num_running(self) -> int:
@@ -107,8 +109,8 @@ class Engine:
             ValueError: the model cannot be served.
         """
         self._is_ready.wait()
-        if self._failure is not None:
-            raise ValueError(str(self._failure)) from self._failure
+        if self.failure is not None:
+            raise ValueError(str(self.failure)) from self.failure
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Add the rows of a request.
@@ -118,7 +120,7 @@ class Engine:
             Unavailable: the model has failed, or the engine is closing.
         """
         with self._changed:
-            if self._failure is not None:
+            if self.failure is not None:
                 raise Unavailable("the model has failed; see the server's log, and start it again")
             if self._is_closing:
                 raise Unavailable("the server is closing")
@@ -155,7 +157,7 @@ class Engine:
         except BaseException as error:
             if self._is_ready.is_set():
                 _log.exception("the engine has failed")
-            self._failure = error
+            self.failure = error
         finally:
             with self._changed:
                 left = [job for job in self._jobs if job is not None] + [*self._waiting]
