@@ -17,19 +17,13 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key that corresponds to one field.
+    """A key that corresponds to one field."""
 
-    Attributes:
-        theirs: key.
-        ours: field.
-        default: value if the key is absent; REQUIRED if it must not be absent.
-        values: value of the key -> value of the field, if they differ. If several values of the key
-            have the same meaning, the first one is written.
-    """
-
-    theirs: str
-    ours: str
-    default: Any = REQUIRED
+    theirs: str  # key
+    ours: str  # field
+    default: Any = REQUIRED  # value if the key is absent; REQUIRED if it must not be absent
+    # value of the key -> value of the field, if they differ. If several values of the key have
+    # the same meaning, the first one is written
     values: Mapping[Any, Any] | None = None
 
     @property
@@ -60,17 +54,11 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A key that affects the computation, but for which only some values are supported.
+    """A key that affects the computation, but for which only some values are supported."""
 
-    Attributes:
-        theirs: key.
-        values: supported values; the first one is the value if the key is absent.
-        why: explanation, appended to the error message.
-    """
-
-    theirs: str
-    values: tuple[Any, ...]
-    why: str = ""
+    theirs: str  # key
+    values: tuple[Any, ...]  # supported values; the first one is the value if the key is absent
+    why: str = ""  # explanation, appended to the error message
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -96,18 +84,12 @@ class Only:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Keys that determine some fields together.
+    """Keys that determine some fields together."""
 
-    Attributes:
-        names: keys. A key that `write` does not return is removed from the original
-            config.json.
-        read: config.json -> fields.
-        write: fields -> keys.
-    """
-
+    # keys. A key that `write` does not return is removed from the original config.json
     names: tuple[str, ...]
-    read: Callable[[Config], dict[str, Any]]
-    write: Callable[[Config], dict[str, Any]]
+    read: Callable[[Config], dict[str, Any]]  # config.json -> fields
+    write: Callable[[Config], dict[str, Any]]  # fields -> keys
 
 
 KeyMap = Sequence[Key | Only | Keys]

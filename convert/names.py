@@ -37,28 +37,18 @@ _KIND_BY_NAME: dict[str, Kind] = {"kernel": "linear", "bias": "flat", "scale": "
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One weight, or the same weight of all layers of a stack.
+    """One weight, or the same weight of all layers of a stack."""
 
-    Attributes:
-        ours: path of the parameter, such as `decoder.layers.mlp.up.kernel`.
-        theirs: name of the tensor, with `{layer}` in place of the number of a layer. If two
-            stacks have the same name, the numbers of the second stack continue after the first.
-        kind: see `Kind`; None derives it from the last word of `ours`.
-        num_inputs: for a kernel, how many of the dimensions of `ours` are inputs.
-        tied: other names under which a file may contain the same values.
-        first: number in `theirs` of layer 0.
-        step: difference in `theirs` between the numbers of successive layers.
-        without: row applies only to models that do not have this parameter.
-    """
-
-    ours: str
+    ours: str  # path of the parameter, such as `decoder.layers.mlp.up.kernel`
+    # name of the tensor, with `{layer}` in place of the number of a layer. If two stacks have the
+    # same name, the numbers of the second stack continue after the first
     theirs: str
-    kind: Kind | None = None
-    num_inputs: int = 1
-    tied: tuple[str, ...] = ()
-    first: int = 0
-    step: int = 1
-    without: str | None = None
+    kind: Kind | None = None  # see `Kind`; None derives it from the last word of `ours`
+    num_inputs: int = 1  # for a kernel, how many of the dimensions of `ours` are inputs
+    tied: tuple[str, ...] = ()  # other names under which a file may contain the same values
+    first: int = 0  # number in `theirs` of layer 0
+    step: int = 1  # difference in `theirs` between the numbers of successive layers
+    without: str | None = None  # row applies only to models that do not have this parameter
 
 
 def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple[Row, Row]:
@@ -84,27 +74,16 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorMapping:
-    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to.
+    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to."""
 
-    Attributes:
-        theirs: name of the tensor.
-        tied: other names under which a file may contain the same values.
-        ours: path of the parameter.
-        layer: layer of the parameter; None if it is not stacked.
-        shape: shape of the parameter without the layers axis.
-        kind: see `Kind`.
-        num_inputs: for a kernel, how many dimensions of `shape` are inputs.
-        vocab_size: vocabulary size without padding; None if the model has no vocabulary.
-    """
-
-    theirs: str
-    tied: tuple[str, ...]
-    ours: str
-    layer: int | None
-    shape: tuple[int, ...]
-    kind: Kind
-    num_inputs: int
-    vocab_size: int | None
+    theirs: str  # name of the tensor
+    tied: tuple[str, ...]  # other names under which a file may contain the same values
+    ours: str  # path of the parameter
+    layer: int | None  # layer of the parameter; None if it is not stacked
+    shape: tuple[int, ...]  # shape of the parameter without the layers axis
+    kind: Kind  # see `Kind`
+    num_inputs: int  # for a kernel, how many dimensions of `shape` are inputs
+    vocab_size: int | None  # vocabulary size without padding; None if the model has no vocabulary
 
     @property
     def their_shape(self) -> tuple[int, ...]:

@@ -54,17 +54,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor in a file.
-
-    Attributes:
-        map: returns the memory-mapped values, which are read on access.
-    """
+    """A tensor in a file."""
 
     name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    map: Callable[[], np.ndarray]
+    map: Callable[[], np.ndarray]  # returns the memory-mapped values, which are read on access
 
 
 def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict[str, Tensor]:

@@ -116,22 +116,6 @@ def _write_model(
 ) -> None:
     """Write the files of a model; `hf` is its config.json without dtype and labels."""
     hf, default = _with_dtype({**hf, **_labels(source)}, dtype)
-    _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
-    preprocessor.write(source, directory)
-    # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
-    hf = {**write_tokenizer(source, architecture, directory), **hf}
-    write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
-
-
-def _write_tensors(
-    source: Source,
-    architecture: Architecture,
-    directory: Path,
-    dtype: str | None,
-    default: str,
-    max_shard_bytes: int,
-) -> None:
-    """Write the safetensors files; tensors whose dtype is not known have the dtype `default`."""
     shapes = source.shapes()
     arrays = source.open(shapes)
     tensor_mappings = {
@@ -158,19 +142,19 @@ def _write_tensors(
             tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
         )
     )
+    preprocessor.write(source, directory)
+    # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
+    hf = {**write_tokenizer(source, architecture, directory), **hf}
+    write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
 
 
 def describe(model: str, config: Any, source: Source | None) -> tuple[Architecture, dict[str, Any]]:
-    """Find the Hugging Face architecture that expresses a model exactly.
+    """Find the Hugging Face architecture that expresses a model exactly, and its config.json.
 
     Args:
         model: `model.name` of the run.
-        config: config of its model class.
         source: model on disk that the run starts from, or that is exported; None if there is
             none.
-
-    Returns:
-        The architecture, and the content of its config.json.
 
     Raises:
         ValueError: There is no such architecture; the message names the fields that the closest

@@ -148,7 +148,6 @@ def following(
     Args:
         text_BL: int32, texts, each followed by padding, which is not read.
         lengths_B: int32, number of tokens of each text, at least 1.
-        num_tokens: D.
         max_ngram: most tokens that are looked for.
     """
     last_B1 = lengths_B[:, None] - 1

@@ -29,18 +29,12 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-    """A batch of rows between two passes.
+    """A batch of rows between two passes."""
 
-    Attributes:
-        caches: all tokens of each row but the newest.
-        memory: state of the drafter; see `Drafter`.
-        passes_B: int32, number of decoding passes that the row took part in.
-    """
-
-    caches: Caches
+    caches: Caches  # all tokens of each row but the newest
     rows: Rows
-    memory: Tree
-    passes_B: jax.Array
+    memory: Tree  # state of the drafter; see `Drafter`
+    passes_B: jax.Array  # int32, number of decoding passes that the row took part in
 
 
 class Generator:

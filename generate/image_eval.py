@@ -58,36 +58,24 @@ _MAX_NAMED = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassScores:
-    """Scores of one class.
-
-    Attributes:
-        num_images: number of its images.
-        recall: share of its images that were recognized; NaN without images.
-        precision: share of the images that were taken for it, and are of it; NaN without such.
-        mistaken_for: the other class that its images were taken for most often; "" if none.
-    """
+    """Scores of one class."""
 
     name: str
-    num_images: int
-    recall: float
-    precision: float
-    mistaken_for: str
+    num_images: int  # number of its images
+    recall: float  # share of its images that were recognized; NaN without images
+    precision: float  # share of the images that were taken for it, and are of it; NaN without such
+    mistaken_for: str  # the other class that its images were taken for most often; "" if none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageScores:
-    """Scores of a classifier.
+    """Scores of a classifier."""
 
-    Attributes:
-        labels: names of the classes.
-        confusion: int[K, K], number of images of each class (row) by the class that they were
-            taken for (column).
-        num_in_top: number of images whose class is among the five most likely.
-    """
-
-    labels: Sequence[str]
+    labels: Sequence[str]  # names of the classes
+    # int[K, K], number of images of each class (row) by the class that they were taken for
+    # (column)
     confusion: np.ndarray
-    num_in_top: int
+    num_in_top: int  # number of images whose class is among the five most likely
 
     @property
     def num_images(self) -> int:

@@ -81,11 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def target_parser(
     module: str, description: str, *, required: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all commands that compile for absent GPUs.
-
-    Args:
-        required: whether the config and the target must be given.
-    """
+    """Return a parser with the arguments of all commands that compile for absent GPUs."""
     parser = command_parser(module, description=description)
     parser.add_argument(
         "--config", required=required, help="file.py, file.py:argument or config.yaml"
@@ -126,8 +122,6 @@ def compile_step(
 
     Args:
         path: config file, as for `--config`.
-        overrides: `section.key=value`.
-        allow_import: packages and modules that a `config.yaml` may import from.
 
     Raises:
         ValueError: the config, the mesh or the target is not valid.
@@ -181,7 +175,6 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
     """Compile and analyze the training step of a run that has a target.
 
     Args:
-        run: run from `run_for`.
         assumed: assumptions about values that the data would determine, as text.
     """
     assert run.target is not None

@@ -105,7 +105,6 @@ class GoodputRecord:
             workdir: run's directory; it is created if necessary.
             first_step: step that this start resumes from; 0 at the beginning.
             is_writer: False on all processes except the first.
-            time_of_day: returns seconds since 1970.
 
         Raises:
             OSError: `workdir/goodput` cannot be created or read.
@@ -142,7 +141,6 @@ class GoodputRecord:
         """Replace the file atomically. If it cannot be written, log one warning.
 
         Args:
-            last_step: last step that was done.
             ended: one of ENDS; None while the run continues.
 
         Raises:

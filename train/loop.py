@@ -83,7 +83,6 @@ def train(
         restored: its state after the steps that are done, its batches and its checkpoints.
         logs: files to which the loop writes; it closes them.
         saves: False disables checkpoints.
-        signals: records signals that ask this process to stop.
 
     Returns:
         The process's exit code; see train/lifecycle/exit_codes.py.
@@ -276,11 +275,7 @@ class _TrainingLoop:
         return count if state.spikes is None else count + int(state.spikes.num_in_a_row)
 
     def _refuse_to_save(self, num_skipped: int) -> None:
-        """Say that this step is not saved, or end the run if it is the last one.
-
-        Raises:
-            Diverged: it is the last step.
-        """
+        """Say that this step is not saved, or end the run if it is the last one."""
         what = f"step {self.step} is not saved, because the last {num_skipped} step(s) were skipped"
         if self.step == self._num_steps:
             raise Diverged(

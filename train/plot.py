@@ -103,7 +103,6 @@ def check_picture(option: str, path: Path | None) -> None:
     """Check that a picture can be written, before the work that it shows.
 
     Args:
-        option: name of the option that names it, for the message.
         path: image file; None: nothing is written.
 
     Raises:

@@ -31,7 +31,6 @@ def draw_reconstructions(
     Args:
         workdir: workdir of a run; its newest intact checkpoint is used.
         num_images: number of rows; fewer if there are fewer images.
-        allow_import: packages and modules that the run's `config.yaml` may import from.
 
     Raises:
         ValueError: there is no such run, its model does not reconstruct images, or `out` cannot be

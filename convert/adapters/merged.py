@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoint.lazy import Index, LazyArray
-from convert.model_on_disk import NO_ADAPTERS, Shapes, Source
+from convert.model_on_disk import Shapes, Source
 from models.layers.lora import LoraConfig
 
 
@@ -28,7 +28,7 @@ def without_adapters(source: Source) -> Source:
             for name, names in parts.items()
         }
 
-    return dataclasses.replace(source, open=open_arrays, lora=NO_ADAPTERS)
+    return dataclasses.replace(source, open=open_arrays, lora=LoraConfig())
 
 
 def adapter_parts(kernel: str, names: Mapping[str, object]) -> list[str]:

@@ -34,22 +34,14 @@ def module_of(place: TensorMapping) -> str:
 
 
 def name_of(kernel: TensorMapping, part: str) -> str:
-    """Return the name of a part of a kernel's adapter, without PREFIX.
-
-    Args:
-        part: key of PARTS.
-    """
+    """Return the name of a part (a key of PARTS) of a kernel's adapter, without PREFIX."""
     return f"{module_of(kernel)}.{PARTS[part]}"
 
 
 def module_mappings(
     architecture: Architecture, shapes: Shapes, *, vocab_size: int | None
 ) -> list[TensorMapping]:
-    """Return the mappings of all parameters, to the names that PEFT has for them.
-
-    Args:
-        shapes: parameters of the model without adapters.
-    """
+    """Return the mappings of all parameters, to the names that PEFT has for them."""
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
     return [dataclasses.replace(m, theirs=module_name(architecture, m.theirs)) for m in mappings]
 
@@ -95,9 +87,7 @@ def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> No
     PEFT trains a copy for one of the places, and keeps the original in the other.
 
     Args:
-        trained: parameters trained in addition to the adapters.
         what: config key that names these parameters, for the error message.
-        remedy: advice at the end of the error message.
 
     Raises:
         ValueError: A parameter is used in two places.

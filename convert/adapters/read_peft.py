@@ -71,9 +71,15 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     tensors = _tensors(path, architecture, mappings)
     lora = _lora(config, mappings, tensors)
     _check_layers(lora, mappings, tensors, path)
-    source = _with_adapters(base, lora, path)
-    shapes = source.shapes()
-    in_file = [*adapter_mappings(mappings, shapes)]
+    source = dataclasses.replace(
+        base,
+        path=path,
+        tokenizer=find_tokenizer(path) or base.tokenizer,
+        lora=lora,
+        init_from=str(base.path),
+        adapter_files=path,
+    )
+    in_file = [*adapter_mappings(mappings, source.shapes())]
     in_file += [m for m in mappings if m.ours in lora.also_trained]
     names = {m.theirs for m in in_file}
     check_names(
@@ -93,18 +99,6 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
         return {**base.open(base_shapes), **peft_arrays}
 
     return dataclasses.replace(source, open=open_arrays)
-
-
-def _with_adapters(base: Source, lora: LoraConfig, path: Path) -> Source:
-    """Return a model with the adapters of a directory, but without their parameters."""
-    return dataclasses.replace(
-        base,
-        path=path,
-        tokenizer=find_tokenizer(path) or base.tokenizer,
-        lora=lora,
-        init_from=str(base.path),
-        adapter_files=path,
-    )
 
 
 def _lora(

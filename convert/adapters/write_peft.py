@@ -88,7 +88,10 @@ def write_adapter(
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
     known = shapes if base is None else base.shapes()
     trained = [
-        m for m in mappings if _is_any(m.ours, source.lora.also_trained) or m.ours not in known
+        m
+        for m in mappings
+        if m.ours not in known
+        or any(fnmatchcase(m.ours, pattern) for pattern in source.lora.also_trained)
     ]
     _check_whole_modules(mappings, trained)
     check_untied(trained, "lora.also_trained", "write the whole model with --merge")
@@ -193,7 +196,3 @@ def _check_whole_modules(
             f"lora.also_trained has parameters of a module without its {missing[0]}, but PEFT "
             "stores whole modules only; write the whole model with --merge"
         )
-
-
-def _is_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

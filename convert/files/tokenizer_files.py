@@ -62,7 +62,6 @@ def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
 
     Args:
         directory: directory of the tokenizer files, and of config.json if it has one.
-        token: id of the token.
         end_of_text: id of the token that stops generation if neither file names one.
 
     Raises:

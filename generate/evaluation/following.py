@@ -65,7 +65,6 @@ def follow(
 
     Args:
         settings: all inputs of the scores except the checkpoint, as values for JSON.
-        scores_of: evaluates a checkpoint, given its directory.
 
     Raises:
         ValueError: `run` is not the directory of a run, has a link that leads outside, or there

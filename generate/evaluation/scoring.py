@@ -19,15 +19,11 @@ from sharding.rules import rules_on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Log-probabilities of the tokens of a text, except the first.
+    """Log-probabilities of the tokens of a text, except the first."""
 
-    Attributes:
-        log_probs: float32[T - 1], or wider: log-probability of each token after those before it.
-        is_likeliest: bool[T - 1], whether no other token is more likely.
-    """
-
+    # float32[T - 1], or wider: log-probability of each token after those before it
     log_probs: np.ndarray
-    is_likeliest: np.ndarray
+    is_likeliest: np.ndarray  # bool[T - 1], whether no other token is more likely
 
 
 class Scorer:

@@ -29,7 +29,6 @@ class TaskModel(TemplateLM):
         model: causal language model, as from `convert.from_hf.load`.
         stop: ids of tokens that end a continuation.
         batch_size: most texts at a time; a multiple of the number of replicas of the mesh.
-        generation: content of its generation_config.json.
     """
 
     def __init__(

@@ -72,19 +72,12 @@ _UNSUPPORTED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How the texts that a task asks for are generated.
+    """How the texts that a task asks for are generated."""
 
-    Attributes:
-        until: texts that end a generated text.
-        num_reserved: tokens that a context leaves free.
-        max_new_tokens: most tokens of a generated text.
-        search: how tokens are chosen.
-    """
-
-    until: Sequence[str]
-    num_reserved: int
-    max_new_tokens: int
-    search: Sampling | Beams
+    until: Sequence[str]  # texts that end a generated text
+    num_reserved: int  # tokens that a context leaves free
+    max_new_tokens: int  # most tokens of a generated text
+    search: Sampling | Beams  # how tokens are chosen
 
 
 def applied_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +94,6 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
 
     Args:
         given: task's `generation_kwargs`.
-        generation: content of generation_config.json.
 
     Raises:
         ValueError: an option is not known or not supported.

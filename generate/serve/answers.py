@@ -12,20 +12,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How the objects of one kind of answer look.
+    """How the objects of one kind of answer look."""
 
-    Attributes:
-        prefix: beginning of their ids.
-        kind: field `object` of a whole answer.
-        kind_of_piece: field `object` of a piece of an answer.
-        choice: text -> the fields of a choice that contain it.
-        piece: (text, whether it is the first of its choice) -> the same for a piece.
-    """
-
-    prefix: str
-    kind: str
-    kind_of_piece: str
-    choice: Callable[[str], dict[str, Any]]
+    prefix: str  # beginning of their ids
+    kind: str  # field `object` of a whole answer
+    kind_of_piece: str  # field `object` of a piece of an answer
+    choice: Callable[[str], dict[str, Any]]  # text -> the fields of a choice that contain it
+    # (text, whether it is the first of its choice) -> the same for a piece
     piece: Callable[[str, bool], dict[str, Any]]
 
 

@@ -44,25 +44,17 @@ _CLOSED_REQUEST = 499  # nginx's status for a client that has left
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """The model that is served, and the limits on requests.
-
-    Attributes:
-        template: its chat template; None if it has none.
-        max_body_bytes: most bytes of a request.
-        body_s: most seconds until a request has arrived.
-        allowed_hosts: names of this server that it does not know itself.
-        timeout_s: most seconds of an answer.
-    """
+    """The model that is served, and the limits on requests."""
 
     name: str
     codec: TextCodec
-    template: ChatTemplate | None
+    template: ChatTemplate | None  # its chat template; None if it has none
     vocab_size: int
     limits: Limits
-    max_body_bytes: int
-    body_s: float
-    allowed_hosts: tuple[str, ...]
-    timeout_s: float
+    max_body_bytes: int  # most bytes of a request
+    body_s: float  # most seconds until a request has arrived
+    allowed_hosts: tuple[str, ...]  # names of this server that it does not know itself
+    timeout_s: float  # most seconds of an answer
 
 
 def make_app(served: Served, engine: Engine) -> Starlette:

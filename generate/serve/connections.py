@@ -33,18 +33,13 @@ _MOST_CONNECTIONS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits on connections.
+    """Limits on connections."""
 
-    Attributes:
-        head_s: most seconds until the head of a request is complete, from the opening of the
-            connection or the end of the answer before it.
-        request_s: most seconds from the head of a request to the end of its answer.
-        max_connections: most connections at the same time.
-    """
-
+    # most seconds until the head of a request is complete, from the opening of the connection or
+    # the end of the answer before it
     head_s: float
-    request_s: float
-    max_connections: int
+    request_s: float  # most seconds from the head of a request to the end of its answer
+    max_connections: int  # most connections at the same time
 
 
 def max_connections() -> int:

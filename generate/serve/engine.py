@@ -39,23 +39,15 @@ class Unavailable(Exception):
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """One continuation that somebody waits for.
+    """One continuation that somebody waits for."""
 
-    Attributes:
-        tokens: prompt.
-        sampling: how tokens are chosen.
-        row: number of this continuation in its request.
-        max_new_tokens: most tokens of the continuation.
-        on_tokens: called in the engine's thread with new tokens and, at the end, the reason.
-        is_cancelled: set by whoever no longer waits; no tokens follow.
-    """
-
-    tokens: Sequence[int]
-    sampling: Sampling
-    row: int
-    max_new_tokens: int
+    tokens: Sequence[int]  # prompt
+    sampling: Sampling  # how tokens are chosen
+    row: int  # number of this continuation in its request
+    max_new_tokens: int  # most tokens of the continuation
+    # called in the engine's thread with new tokens and, at the end, the reason
     on_tokens: Callable[[list[int], str | None], None]
-    is_cancelled: bool = False
+    is_cancelled: bool = False  # set by whoever no longer waits; no tokens follow
     num_new: int = 0
 
 
@@ -64,7 +56,6 @@ class Engine:
 
     Args:
         open_slots: opens the slots; called in the thread, which alone uses the device.
-        num_slots: their number.
         stop: ids of tokens that end a text.
         max_waiting: most rows that wait for a slot.
 

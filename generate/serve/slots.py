@@ -33,36 +33,22 @@ _LEAST_LENGTH = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-    """The rows between two tokens.
+    """The rows between two tokens."""
 
-    Attributes:
-        caches: all tokens of each row but the newest.
-        newest_B: int32, the newest token.
-        positions_B: int32, its position.
-        sampling: how tokens are chosen.
-    """
-
-    caches: Caches
-    newest_B: jax.Array
-    positions_B: jax.Array
-    sampling: RowSampling
+    caches: Caches  # all tokens of each row but the newest
+    newest_B: jax.Array  # int32, the newest token
+    positions_B: jax.Array  # int32, its position
+    sampling: RowSampling  # how tokens are chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A prompt that takes a slot.
+    """A prompt that takes a slot."""
 
-    Attributes:
-        slot: number of the slot.
-        tokens: token ids, at least one.
-        sampling: how its continuation is chosen.
-        number: number of the row in its request.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    sampling: Sampling
-    number: int
+    slot: int  # number of the slot
+    tokens: Sequence[int]  # token ids, at least one
+    sampling: Sampling  # how its continuation is chosen
+    number: int  # number of the row in its request
 
 
 class Slots:

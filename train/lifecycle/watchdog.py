@@ -63,9 +63,6 @@ def jax_heartbeat_timeout_s(timeout_s: float) -> int:
 
     jax ends a process without a report if another one sends no heartbeat for its timeout. Each
     process sends one every half of it, so this may happen half a timeout after the other froze.
-
-    Args:
-        timeout_s: longest duration of a phase, in seconds.
     """
     report_s = timeout_s + _interval_s(timeout_s) + _observation_s(timeout_s)
     return math.ceil(2 * (report_s + _BUSY_MACHINE_S))

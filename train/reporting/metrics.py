@@ -52,7 +52,6 @@ class MetricsWriter:
         """Append one line, and one TensorBoard point per number.
 
         Args:
-            step: number of steps done.
             metrics: name -> Python number or None.
         """
         if self._lines is None or self._points is None:

@@ -34,7 +34,6 @@ class Progress:
         """Prepare the display.
 
         Args:
-            num_steps: last step of the run.
             start_step: step that the run resumes from.
             is_shown: False on all processes except the first; they show nothing.
             console: output; standard output by default.

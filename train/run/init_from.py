@@ -265,7 +265,6 @@ def _norms(kernel: jax.Array, wanted: jax.ShapeDtypeStruct, *, is_stacked: bool)
     Args:
         kernel: `[*layers, *inputs, *outputs]`.
         wanted: magnitudes, `[*layers, *outputs]`.
-        is_stacked: whether they have a dim of layers.
     """
     num_inputs = kernel.ndim - wanted.ndim
     sharding: Any = wanted.sharding

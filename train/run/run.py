@@ -33,7 +33,7 @@ from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.model_traces import ModelTraces
-from train.state.averaged import params_to_evaluate
+from train.state.averaged import average_of
 from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState, shardings_of
 from train.step.means import means_of
@@ -268,8 +268,15 @@ class Run:
         return self._compile(traced).compiled
 
     def params_to_evaluate(self, state: TrainState) -> tuple[Any, Any]:
-        """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
-        return params_to_evaluate(state, teaches=self.functions.teach is not None)
+        """Return the parameters to evaluate, and the teacher's, or None without a teacher.
+
+        That is (average, None), or (parameters, average) for a model that learns from its average.
+
+        Args:
+            state: as for `average_of`.
+        """
+        average = average_of(state)
+        return (average, None) if self.functions.teach is None else (state.params, average)
 
     def compile(self) -> None:
         """Compile both steps.

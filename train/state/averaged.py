@@ -1,4 +1,4 @@
-"""Selects the parameters to evaluate: their moving average, if the run keeps one."""
+"""The moving average of the parameters, if the run keeps one."""
 
 from typing import Any
 
@@ -19,16 +19,3 @@ def average_of(state: TrainState) -> Tree:
     """
     average = find_average(state.opt_state)
     return state.params if average is None else merge(average, state.params)
-
-
-def params_to_evaluate(state: TrainState, *, teaches: bool) -> tuple[Tree, Tree | None]:
-    """Return (parameters to evaluate, teacher's parameters or None).
-
-    That is (average, None), or (parameters, average) for a model that learns from its average.
-
-    Args:
-        state: as for `averaged`.
-        teaches: whether the model has `teach`; see models/stack.py.
-    """
-    average = average_of(state)
-    return (state.params, average) if teaches else (average, None)

@@ -42,24 +42,17 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Defines the contents of a training state, apart from its layout.
+    """Defines the contents of a training state, apart from its layout."""
 
-    Attributes:
-        model: model, abstract.
-        build: initializes the model from a fixed seed.
-        precision: dtype of the master weights, and whether the state has a `loss_scale`.
-        tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
-        empty_history: returns the first `amax_history`; None: the state has none. See
-            amax_history.py.
-        frozen: bool per parameter, whether it is hidden from the optimizer; None: no parameter.
-    """
-
-    model: nnx.Module
-    build: Callable[[], nnx.Module]
+    model: nnx.Module  # model, abstract
+    build: Callable[[], nnx.Module]  # initializes the model from a fixed seed
     optimizer: optax.GradientTransformation
+    # dtype of the master weights, and whether the state has a `loss_scale`
     precision: PrecisionConfig
-    tracks_spikes: bool = False
+    tracks_spikes: bool = False  # whether the state has `spikes`; see train/step/train_step.py
+    # returns the first `amax_history`; None: the state has none. See amax_history.py
     empty_history: Callable[[], Tree] | None = None
+    # bool per parameter, whether it is hidden from the optimizer; None: no parameter
     frozen: Tree = None
 
     def trained(self, params: Tree) -> Tree:

@@ -136,7 +136,7 @@ def make_eval_step(
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, Tree]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are
+    Its first two arguments come from train.run.run.Run.params_to_evaluate. The sums are
     `loss`, `weight` and the head's metrics, to be added up over all batches and then divided
     (means.py).
 
