@@ -208,8 +208,10 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
     num_labels = None
     assumed = []
     if not config.data.reads_images:
-        vocab_size = _vocab_size(config)
-        if config.model_fields.get("vocab_size") is None:
+        vocab_size = config.model_fields.get("vocab_size")
+        if vocab_size is None:
+            tokenizer = load_fixed_tokenizer(config.data)
+            vocab_size = config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
             assumed.append(f"{vocab_size:,} tokens of data.tokenizer={config.data.tokenizer!r}")
     if "num_labels" in fields and config.model_fields.get("num_labels") is None:
         num_labels = _TEXT_LABELS
@@ -217,14 +219,6 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
             num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
         assumed.append(f"{num_labels:,} labels; set --config.model.num_labels=N to change this")
     return DataSizes(vocab_size, num_labels, tuple(assumed))
-
-
-def _vocab_size(config: RunConfig) -> int:
-    """Return the vocabulary size, from the config or from a tokenizer file."""
-    if config.model_fields.get("vocab_size") is not None:
-        return config.model_fields["vocab_size"]
-    tokenizer = load_fixed_tokenizer(config.data)
-    return config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 if __name__ == "__main__":

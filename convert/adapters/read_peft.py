@@ -19,7 +19,7 @@ from convert.adapters.peft_format import (
     name_of,
 )
 from convert.architecture import Architecture
-from convert.huggingface import ConvertedArray, check_shape
+from convert.huggingface import check_shape, convert_arrays
 from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, check_names
 from convert.tensor_files import Tensor, open_safetensors
@@ -90,12 +90,8 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
         check_shape(place, tensors[place.theirs])
 
     def open_arrays(wanted: Shapes) -> Mapping[str, LazyArray]:
-        parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {}
-        for place in in_file:
-            if place.ours in wanted:
-                parts.setdefault(place.ours, []).append((place, tensors[place.theirs]))
-        base_shapes = {name: shape for name, shape in wanted.items() if name not in parts}
-        peft_arrays = {name: ConvertedArray(wanted[name], part) for name, part in parts.items()}
+        peft_arrays = convert_arrays(wanted, in_file, tensors)
+        base_shapes = {name: shape for name, shape in wanted.items() if name not in peft_arrays}
         return {**base.open(base_shapes), **peft_arrays}
 
     return dataclasses.replace(source, open=open_arrays)

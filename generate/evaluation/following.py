@@ -19,7 +19,7 @@ import jax
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
 from checkpoint.layout import STATE, steps_in
 from convert.runs import CHECKPOINTS, CONFIG_FILE
-from train.reporting.json_lines import JsonLines
+from train.reporting.appender import JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
 from untrusted.documents import read_json_lines, read_yaml
 from untrusted.files import check_links, check_tree, digest_of

@@ -84,7 +84,8 @@ def _serve(args: argparse.Namespace) -> None:
         logging.getLogger(__package__).setLevel(logging.INFO)
         for each in listening:
             address, port = each.getsockname()[:2]
-            _log.info("%s is served on http://%s:%d", served.name, _in_url(address), port)
+            host = f"[{address}]" if ":" in address else address
+            _log.info("%s is served on http://%s:%d", served.name, host, port)
         limits = ConnectionLimits(
             head_s=_HEAD_S,
             request_s=served.body_s + served.timeout_s + _MARGIN_S,
@@ -96,10 +97,6 @@ def _serve(args: argparse.Namespace) -> None:
 def allowed_hosts(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the host names that request headers may have in addition to this machine's names."""
     return (args.host, *args.allowed_hosts.split(","))
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 def _default_length(source: Source) -> int:

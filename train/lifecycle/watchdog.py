@@ -213,7 +213,11 @@ class Watchdog:
         """
         others = [index for index in range(self._num_processes) if index != self._process]
         silent = [i for i in others if i not in second]
-        gone = {i for i in second if i in first and not _is_alive(first[i], second[i])}
+        gone = {
+            i
+            for i, heartbeat in second.items()
+            if i in first and heartbeat.beat == first[i].beat and not heartbeat.ended
+        }
         alive = {i: heartbeat for i, heartbeat in second.items() if i not in gone}
         behind = [i for i, heartbeat in alive.items() if heartbeat.rank < own_heartbeat.rank]
         ahead = [i for i, heartbeat in alive.items() if heartbeat.rank > own_heartbeat.rank]
@@ -294,10 +298,6 @@ def _observation_s(timeout_s: float) -> float:
 
 def _name(process: int, heartbeat: _Heartbeat) -> str:
     return f"process {process} on {heartbeat.host} (pid {heartbeat.pid})"
-
-
-def _is_alive(before: _Heartbeat, now: _Heartbeat) -> bool:
-    return now.ended or now.beat != before.beat
 
 
 def _at_most_listed(lines: Sequence[str]) -> list[str]:

@@ -117,19 +117,16 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
         return
     known = traces.activation_names
     named = ", ".join(sorted(known)) or "none"
-    for name in (*remat_names, *offload):
-        if name not in known:
-            levels = (
-                f"choose {', '.join(REMAT_POLICIES)}, or " if name in remat_names else "choose "
-            )
-            key = (
-                f"train.remat={remat!r}"
-                if name in remat_names
-                else (f"memory.offload_activations={offload}")
-            )
+    levels = ", ".join(REMAT_POLICIES)
+    for key, names, choices in (
+        (f"train.remat={remat!r}", remat_names, f"{levels}, or names"),
+        (f"memory.offload_activations={offload}", offload, "names"),
+    ):
+        unknown = [name for name in names if name not in known]
+        if unknown:
             raise ValueError(
-                f"{key}: no block of {type(model).__name__} names an activation {name!r}; "
-                f"{levels}names of activations: {named}"
+                f"{key}: no block of {type(model).__name__} names an activation {unknown[0]!r}; "
+                f"choose {choices} of activations: {named}"
             )
 
 

@@ -33,9 +33,8 @@ from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.model_traces import ModelTraces
-from train.state.averaged import average_of
 from train.state.state_layout import StateLayout
-from train.state.train_state import TrainState, shardings_of
+from train.state.train_state import TrainState, average_of, shardings_of
 from train.step.means import means_of
 from train.step.reference_step import make_reference_step
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
@@ -148,7 +147,25 @@ class Run:
     @_once
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
-        step = self._train_step_function()
+        update = Update(
+            self.optimizer,
+            self.config.optimizer.clip_norm,
+            self.state_layout,
+            self.layouts,
+            self.trace_mesh,
+            self.config.train.seed,
+        )
+        functions = self.functions
+        if self.frozen is not None:
+            functions = with_frozen_params(functions, self.frozen)
+        step = make_train_step(
+            functions,
+            update,
+            self.learning_rate_schedule,
+            self._step_config(),
+            self._param_sharding(),
+            self.rules,
+        )
         out_shardings = (shardings_of(self.state_layout.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
@@ -214,27 +231,6 @@ class Run:
     @property
     def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
         return self.state_layout.abstract, self._abstract_batch()
-
-    def _train_step_function(self) -> Callable:
-        update = Update(
-            self.optimizer,
-            self.config.optimizer.clip_norm,
-            self.state_layout,
-            self.layouts,
-            self.trace_mesh,
-            self.config.train.seed,
-        )
-        functions = self.functions
-        if self.frozen is not None:
-            functions = with_frozen_params(functions, self.frozen)
-        return make_train_step(
-            functions,
-            update,
-            self.learning_rate_schedule,
-            self._step_config(),
-            self._param_sharding(),
-            self.rules,
-        )
 
     @_once
     def compile_eval_step(self) -> jax.stages.Compiled:

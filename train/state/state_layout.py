@@ -118,7 +118,13 @@ class StateLayout:
     @functools.cached_property
     def state_init(self) -> StateInit:
         """Create the initial state."""
-        return StateInit(self._spec, self._layouts, self._layout_of, self.abstract, self.portable)
+        return StateInit(
+            spec=self._spec,
+            layouts=self._layouts,
+            layout_of=self._layout_of,
+            abstract=self.abstract,
+            portable=self.portable,
+        )
 
     def to_portable(self, state: TrainState) -> TrainState:
         """Convert a state to the form of a checkpoint.

@@ -40,8 +40,7 @@ from train.state.amax_history import (
     with_scaling_specs,
     without_scaling,
 )
-from train.state.averaged import average_of
-from train.state.train_state import TrainState
+from train.state.train_state import TrainState, average_of
 from train.step.means import gradient_weight, means_of, nonzero
 from train.step.spikes import detect_spike
 from train.step.tracing import traced_for
