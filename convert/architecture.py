@@ -15,37 +15,54 @@ from convert.tensor_files import Tensor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model class of Hugging Face's transformers, and the corresponding model in Taibai."""
+    """One model class of Hugging Face's transformers, and the corresponding model in Taibai.
 
-    name: str  # name of the class, as in `architectures` of config.json
-    model_type: str  # `model_type` of config.json
-    model: str  # `model.name` in the config of a run
-    model_class: type  # model class of this project
-    keys: KeyMap  # keys of config.json and the config fields that they correspond to
-    rows: Sequence[Row]  # weights, with the names that they have in the model with a head
-    prefix: str  # prefix of the names of the base model's weights, including its dot
-    # whether the model is a base model: it has no head, and its names have no prefix
+    Attributes:
+        name: name of the class, as in `architectures` of config.json.
+        model_type: `model_type` of config.json.
+        model: `model.name` in the config of a run.
+        model_class: model class of this project.
+        keys: keys of config.json and the config fields that they correspond to.
+        rows: weights, with the names that they have in the model with a head.
+        prefix: prefix of the names of the base model's weights, including its dot.
+        is_base: whether the model is a base model: it has no head, and its names have no prefix.
+        fields: config fields that the class implies, regardless of config.json.
+        harmless: keys of config.json that do not affect the computation.
+        buffers: regular expressions for tensors that are not weights.
+        other_heads: regular expressions for weights of other models with the same base, which a
+            file may contain.
+        detect: function (tensors in the files, config.json) -> config fields that only the
+            tensors reveal; None if there are none.
+        detected_fields: names of the fields that `detect` returns.
+        limits: function (the model class's Config) -> descriptions of the settings that
+            config.json can express but the class cannot run; None if there are no such settings.
+        template: special tokens around a text, such as "{cls} $A {sep}", in the syntax of
+            TemplateProcessing in the `tokenizers` library.
+        pair_template: special tokens around the two texts $A and $B of a pair.
+        is_generative: whether the class generates text.
+        module_names: pairs of a regular expression and a replacement, which turn names in files
+            into the names of modules in `transformers` 5, under which PEFT stores adapters. Other
+            names stay as they are.
+    """
+
+    name: str
+    model_type: str
+    model: str
+    model_class: type
+    keys: KeyMap
+    rows: Sequence[Row]
+    prefix: str
     is_base: bool = False
-    # config fields that the class implies, regardless of config.json
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    harmless: Sequence[str] = ()  # keys of config.json that do not affect the computation
-    buffers: Sequence[str] = ()  # regular expressions for tensors that are not weights
-    # regular expressions for weights of other models with the same base, which a file may contain
+    harmless: Sequence[str] = ()
+    buffers: Sequence[str] = ()
     other_heads: Sequence[str] = ()
-    # function (tensors in the files, config.json) -> config fields that only the tensors reveal;
-    # None if there are none
     detect: Callable[[Mapping[str, Tensor], Mapping[str, Any]], dict[str, Any]] | None = None
-    detected_fields: Sequence[str] = ()  # names of the fields that `detect` returns
-    # function (the model class's Config) -> descriptions of the settings that config.json can
-    # express but the class cannot run; None if there are no such settings
+    detected_fields: Sequence[str] = ()
     limits: Callable[[Any], Iterator[str]] | None = None
-    # special tokens around a text, such as "{cls} $A {sep}", in the syntax of TemplateProcessing
-    # in the `tokenizers` library
     template: str = "$A"
-    pair_template: str = "$A $B"  # special tokens around the two texts $A and $B of a pair
-    is_generative: bool = False  # whether the class generates text
-    # pairs of a regular expression and a replacement, which turn names in files into the names of
-    # modules in `transformers` 5, under which PEFT stores adapters. Other names stay as they are
+    pair_template: str = "$A $B"
+    is_generative: bool = False
     module_names: Sequence[tuple[str, str]] = ()
 
     def tensor_mappings(

@@ -19,8 +19,8 @@ Config = Mapping[str, Any]
 class Key:
     """A key that corresponds to one field."""
 
-    theirs: str  # key
-    ours: str  # field
+    theirs: str
+    ours: str
     default: Any = REQUIRED  # value if the key is absent; REQUIRED if it must not be absent
     # value of the key -> value of the field, if they differ. If several values of the key have
     # the same meaning, the first one is written
@@ -56,7 +56,7 @@ class Key:
 class Only:
     """A key that affects the computation, but for which only some values are supported."""
 
-    theirs: str  # key
+    theirs: str
     values: tuple[Any, ...]  # supported values; the first one is the value if the key is absent
     why: str = ""  # explanation, appended to the error message
 

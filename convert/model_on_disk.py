@@ -33,30 +33,39 @@ _CONFIG_TYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-    """A model on disk: a Hugging Face model, or a checkpoint of a run."""
+    """A model on disk: a Hugging Face model, or a checkpoint of a run.
 
-    path: Path  # directory of the model
-    model: str  # `model.name` in the config of a run
+    Attributes:
+        path: directory of the model.
+        model: `model.name` in the config of a run.
+        architecture: Hugging Face architecture, if the model comes from there; otherwise None.
+        fields: fields of the model class's Config.
+        hf_files: directory of config.json and the files of the tokenizer, some of which may be
+            absent; None if there is no such directory.
+        adapter_files: directory of an adapter, whose files of the tokenizer and for generation
+            go before those in `hf_files`; None without one.
+        hf_config: content of config.json; None if there is none.
+        tokenizer: path of tokenizer.json, or of a directory with vocab.json and merges.txt;
+            None if there is neither.
+        open: function {path of a parameter: shape} -> {path of a parameter: array that is read
+            lazily}. The vocabulary is padded to the given shapes.
+        dtypes: name of a Hugging Face tensor -> its original dtype, for tensors where it is known.
+        lora: adapters of the model.
+        init_from: checkpoint that a run started from; empty for none.
+    """
+
+    path: Path
+    model: str
     model_class: type
-    # Hugging Face architecture, if the model comes from there; otherwise None
     architecture: Architecture | None
-    fields: dict[str, Any]  # fields of the model class's Config
-    # directory of config.json and the files of the tokenizer, some of which may be absent; None
-    # if there is no such directory
+    fields: dict[str, Any]
     hf_files: Path | None
-    hf_config: dict[str, Any] | None  # content of config.json; None if there is none
-    # path of tokenizer.json, or of a directory with vocab.json and merges.txt; None if there is
-    # neither
+    hf_config: dict[str, Any] | None
     tokenizer: Path | None
-    # function {path of a parameter: shape} -> {path of a parameter: array that is read lazily}.
-    # The vocabulary is padded to the given shapes
     open: Callable[[Shapes], Mapping[str, LazyArray]]
-    # name of a Hugging Face tensor -> its original dtype, for tensors where it is known
     dtypes: Mapping[str, str]
-    lora: LoraConfig = LoraConfig()  # adapters of the model
-    init_from: str = ""  # checkpoint that a run started from; empty for none
-    # directory of an adapter, whose files of the tokenizer and for generation go before those in
-    # `hf_files`; None without one
+    lora: LoraConfig = LoraConfig()
+    init_from: str = ""
     adapter_files: Path | None = None
 
     def hf_file(self, name: str) -> Path | None:

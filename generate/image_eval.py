@@ -61,7 +61,7 @@ class ClassScores:
     """Scores of one class."""
 
     name: str
-    num_images: int  # number of its images
+    num_images: int
     recall: float  # share of its images that were recognized; NaN without images
     precision: float  # share of the images that were taken for it, and are of it; NaN without such
     mistaken_for: str  # the other class that its images were taken for most often; "" if none
@@ -71,7 +71,7 @@ class ClassScores:
 class ImageScores:
     """Scores of a classifier."""
 
-    labels: Sequence[str]  # names of the classes
+    labels: Sequence[str]
     # int[K, K], number of images of each class (row) by the class that they were taken for
     # (column)
     confusion: np.ndarray
