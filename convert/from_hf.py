@@ -72,14 +72,8 @@ def load(
 
     Args:
         path: Hugging Face model, the directory of a run, whose newest intact checkpoint is
-            loaded, or one checkpoint.
+            loaded, or one checkpoint. The other arguments are those of `read_source`.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
-        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
@@ -140,9 +134,7 @@ def convert(
 
     Args:
         mesh: mesh to check: the model must be shardable over it. The mesh does not affect the
-            files.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
+            files. The arguments that follow are those of `read_source`.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,

@@ -138,11 +138,7 @@ def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def check_known(path: Path, shapes: Shapes, known: Shapes) -> None:
-    """Check that a model on disk has all wanted parameters.
-
-    Raises:
-        ValueError: The model lacks some of the wanted parameters.
-    """
+    """Raise a ValueError if a model on disk lacks some of the wanted parameters."""
     unknown = sorted(shapes.keys() - known.keys())
     if unknown:
         raise ValueError(

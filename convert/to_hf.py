@@ -70,8 +70,7 @@ def convert(
             single tensor.
         averaged: whether to write the averages of the parameters, if the run kept such averages.
         merge: whether to merge the adapters into the model, instead of writing only them.
-        allow_import: import paths, packages and modules that the run's `config.yaml` may import
-            from.
+        allow_import: as for `convert.source.read_source`.
 
     Raises:
         ValueError: There is no intact checkpoint, no Hugging Face architecture can express this

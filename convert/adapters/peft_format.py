@@ -87,10 +87,7 @@ def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> No
     PEFT trains a copy for one of the places, and keeps the original in the other.
 
     Args:
-        what: config key that names these parameters, for the error message.
-
-    Raises:
-        ValueError: A parameter is used in two places.
+        what: config key that names these parameters, for the message of the ValueError.
     """
     for place in trained:
         others = [name for name in place.tied if name.endswith(".weight")]
