@@ -81,13 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def target_parser(
     module: str, description: str, *, required: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all commands that compile for absent GPUs.
-
-    Args:
-        module: name of the command's module.
-        description: one-line summary for `--help`.
-        required: whether the config and the target must be given.
-    """
+    """Return a parser with the arguments of all commands that compile for absent GPUs."""
     parser = command_parser(module, description=description)
     parser.add_argument(
         "--config", required=required, help="file.py, file.py:argument or config.yaml"
@@ -110,7 +104,6 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
     """Print a report, or the error of invalid input in one sentence; return the exit code.
 
     Args:
-        report: returns the report.
         needs_devices: whether it runs programs on the devices of this machine.
     """
     if not needs_devices:
@@ -129,9 +122,6 @@ def compile_step(
 
     Args:
         path: config file, as for `--config`.
-        target: GPUs to compile for.
-        overrides: `section.key=value`.
-        allow_import: packages and modules that a `config.yaml` may import from.
 
     Raises:
         ValueError: the config, the mesh or the target is not valid.
@@ -152,9 +142,6 @@ def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] 
 
 def run_for(config: RunConfig, target: Target) -> Run:
     """Build the run of a config for target GPUs, without reading its data.
-
-    Args:
-        target: GPUs.
 
     Raises:
         ValueError: the mesh does not match the target's number of GPUs, or the config is not
@@ -188,7 +175,6 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
     """Compile and analyze the training step of a run that has a target.
 
     Args:
-        run: run from `run_for`.
         assumed: assumptions about values that the data would determine, as text.
     """
     assert run.target is not None
@@ -222,8 +208,10 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
     num_labels = None
     assumed = []
     if not config.data.reads_images:
-        vocab_size = _vocab_size(config)
-        if config.model_fields.get("vocab_size") is None:
+        vocab_size = config.model_fields.get("vocab_size")
+        if vocab_size is None:
+            tokenizer = load_fixed_tokenizer(config.data)
+            vocab_size = config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
             assumed.append(f"{vocab_size:,} tokens of data.tokenizer={config.data.tokenizer!r}")
     if "num_labels" in fields and config.model_fields.get("num_labels") is None:
         num_labels = _TEXT_LABELS
@@ -231,14 +219,6 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
             num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
         assumed.append(f"{num_labels:,} labels; set --config.model.num_labels=N to change this")
     return DataSizes(vocab_size, num_labels, tuple(assumed))
-
-
-def _vocab_size(config: RunConfig) -> int:
-    """Return the vocabulary size, from the config or from a tokenizer file."""
-    if config.model_fields.get("vocab_size") is not None:
-        return config.model_fields["vocab_size"]
-    tokenizer = load_fixed_tokenizer(config.data)
-    return config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Pa
 
     Args:
         corpus: its data, which is changed.
-        params: its parameters.
         step: step that they are from; at step 0 they are the reference.
         workdir: directory of the run's files; the reference is not kept if there is none.
 

@@ -13,8 +13,6 @@ def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) ->
 
     Args:
         flops_per_s: model's FLOP/s over all devices, without recomputation.
-        num_devices: number of devices.
-        peak_flops_per_s: peak FLOP/s of one device.
 
     Source: PaLM (arXiv:2204.02311), appendix B.
     """

@@ -33,9 +33,8 @@ from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.model_traces import ModelTraces
-from train.state.averaged import params_to_evaluate
 from train.state.state_layout import StateLayout
-from train.state.train_state import TrainState, shardings_of
+from train.state.train_state import TrainState, average_of, shardings_of
 from train.step.means import means_of
 from train.step.reference_step import make_reference_step
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
@@ -148,7 +147,25 @@ class Run:
     @_once
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
-        step = self._train_step_function()
+        update = Update(
+            self.optimizer,
+            self.config.optimizer.clip_norm,
+            self.state_layout,
+            self.layouts,
+            self.trace_mesh,
+            self.config.train.seed,
+        )
+        functions = self.functions
+        if self.frozen is not None:
+            functions = with_frozen_params(functions, self.frozen)
+        step = make_train_step(
+            functions,
+            update,
+            self.learning_rate_schedule,
+            self._step_config(),
+            self._param_sharding(),
+            self.rules,
+        )
         out_shardings = (shardings_of(self.state_layout.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
@@ -215,27 +232,6 @@ class Run:
     def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
         return self.state_layout.abstract, self._abstract_batch()
 
-    def _train_step_function(self) -> Callable:
-        update = Update(
-            self.optimizer,
-            self.config.optimizer.clip_norm,
-            self.state_layout,
-            self.layouts,
-            self.trace_mesh,
-            self.config.train.seed,
-        )
-        functions = self.functions
-        if self.frozen is not None:
-            functions = with_frozen_params(functions, self.frozen)
-        return make_train_step(
-            functions,
-            update,
-            self.learning_rate_schedule,
-            self._step_config(),
-            self._param_sharding(),
-            self.rules,
-        )
-
     @_once
     def compile_eval_step(self) -> jax.stages.Compiled:
         """Compile `eval_step(params, teacher, batch)`. The result is cached.
@@ -268,8 +264,15 @@ class Run:
         return self._compile(traced).compiled
 
     def params_to_evaluate(self, state: TrainState) -> tuple[Any, Any]:
-        """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
-        return params_to_evaluate(state, teaches=self.functions.teach is not None)
+        """Return the parameters to evaluate, and the teacher's, or None without a teacher.
+
+        That is (average, None), or (parameters, average) for a model that learns from its average.
+
+        Args:
+            state: as for `average_of`.
+        """
+        average = average_of(state)
+        return (average, None) if self.functions.teach is None else (state.params, average)
 
     def compile(self) -> None:
         """Compile both steps.

@@ -40,8 +40,7 @@ from train.state.amax_history import (
     with_scaling_specs,
     without_scaling,
 )
-from train.state.averaged import average_of
-from train.state.train_state import TrainState
+from train.state.train_state import TrainState, average_of
 from train.step.means import gradient_weight, means_of, nonzero
 from train.step.spikes import detect_spike
 from train.step.tracing import traced_for
@@ -136,7 +135,7 @@ def make_eval_step(
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, Tree]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are
+    Its first two arguments come from train.run.run.Run.params_to_evaluate. The sums are
     `loss`, `weight` and the head's metrics, to be added up over all batches and then divided
     (means.py).
 

@@ -8,7 +8,7 @@ import pytest
 
 from data.batches import train_batches
 from tests.runs import FLOAT64, TINY, make_run
-from train.state.averaged import average_of
+from train.state.train_state import average_of
 
 NUM_STEPS = 4
 ALL = ("optimizer.layer_decay=0.7", "train.ema_decay=0.6", "optimizer.frozen=*.bias,*.mlp.down.*")

@@ -7,8 +7,7 @@ import resource
 
 import pytest
 
-from train.reporting.appender import Appender
-from train.reporting.json_lines import JsonLines
+from train.reporting.appender import Appender, JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
 from untrusted.named_errors import NamedFile
 
