@@ -11,9 +11,6 @@ from untrusted.cached import read_cached, write_cached
 def read_array(path: Path) -> np.ndarray | None:
     """Read an array written by `write_array`.
 
-    Args:
-        path: path of the array.
-
     Returns:
         The array, or None if the file does not exist or is damaged.
     """
@@ -25,10 +22,6 @@ def read_array(path: Path) -> np.ndarray | None:
 
 def write_array(path: Path, values: np.ndarray) -> None:
     """Write an array atomically. Call this inside `locked`.
-
-    Args:
-        path: path of the array.
-        values: array.
 
     Raises:
         OSError: The file cannot be written; nothing is left behind.

@@ -26,9 +26,6 @@ _log = logging.getLogger(__name__)
 def make_cache(config: DataConfig) -> None:
     """Create the cache directory if it does not exist.
 
-    Args:
-        config: config section `data`.
-
     Raises:
         ValueError: The directory cannot be created.
     """
@@ -51,9 +48,6 @@ def locked(path: Path) -> Iterator[None]:
     Args:
         path: path of the file; the lock file is next to it, with `.lock` appended. Its directory is
             created if it does not exist.
-
-    Yields:
-        Nothing.
 
     Raises:
         ValueError: There is a link or something other than a file in the place of the lock.

@@ -45,12 +45,7 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     the data set.
 
     Args:
-        name: name of the data set.
-        cache_path: cache directory.
         check: raises a ValueError if the builder is of the wrong kind.
-
-    Returns:
-        The TFDS builder.
 
     Raises:
         ValueError: TFDS has no such data set, it is of the wrong kind, or it could not be prepared.
@@ -93,8 +88,6 @@ def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
     """Return the examples of a split of a prepared data set.
 
     Args:
-        builder: TFDS builder of the data set.
-        split: name of the split.
         decoders: decoders that replace TFDS's own for some features, in TFDS's format.
 
     Returns:

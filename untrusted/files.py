@@ -103,7 +103,6 @@ def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
     """Open a regular file for reading, without blocking.
 
     Args:
-        path: path of the file.
         within: directory that the file must be in, even if `path` is a link.
 
     Returns:
@@ -130,8 +129,6 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
     """Read a small regular file.
 
     Args:
-        path: path of the file.
-        within: directory that the file must be in, even if `path` is a link.
         max_bytes: maximum size of the file.
 
     Raises:
@@ -151,10 +148,6 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
 
 def digest_of(path: Path, *, within: Path | None = None) -> str:
     """Return the SHA-256 of the content of a regular file, in hex.
-
-    Args:
-        path: path of the file.
-        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `open_regular`.
@@ -209,7 +202,6 @@ def open_in_place(path: Path, flags: int) -> int:
     """Open a regular file without following a link, and create it if it does not exist.
 
     Args:
-        path: path of the file.
         flags: flags of `os.open`, without `os.O_TRUNC`, which would empty a refused file.
 
     Returns:
@@ -289,8 +281,6 @@ def copy_file(
     """Copy a regular file atomically.
 
     Args:
-        source: file to copy.
-        target: path of the copy.
         within: directory that the source must be in, even if it is a link.
         max_bytes: maximum size of the file; a sparse file becomes as large as it claims to be.
 

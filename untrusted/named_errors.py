@@ -28,7 +28,6 @@ class NamedFile(io.FileIO):
 
     Args:
         descriptor: file descriptor, which is closed with this file.
-        path: path of the file.
         mode: "r", "w" or "r+"; nothing is truncated.
     """
 

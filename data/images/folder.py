@@ -40,7 +40,6 @@ class FolderImages(ImageSource):
     """Image files that are read on access.
 
     Args:
-        root: folder that contains the files.
         files: bytes[number of images]: the paths relative to the folder.
         labels: int32[number of images]: the number of each image's class.
     """
@@ -70,10 +69,6 @@ class FolderImages(ImageSource):
 
 def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Find the images of `data.paths`, and check that every file can be read.
-
-    Args:
-        config: config section `data`.
-        images: config section `images`.
 
     Returns:
         The data set, without the images that cannot be used.

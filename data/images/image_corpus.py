@@ -64,13 +64,7 @@ class ExampleRequest:
 
 
 class Images(Examples):
-    """The rows of a split of images; `data.shapes` lists their keys.
-
-    Args:
-        source: images.
-        data: config section `data`, with the objective and the batch size.
-        images: config section `images`, with the preprocessing and augmentation.
-    """
+    """The rows of a split of images; `data.shapes` lists their keys."""
 
     def __init__(self, source: ImageSource, data: DataConfig, images: ImageConfig):
         self._source = source
@@ -247,10 +241,6 @@ class Images(Examples):
 
 def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
     """Find and check a corpus of images; data sets are prepared on first use.
-
-    Args:
-        config: config section `data`.
-        images: config section `images`.
 
     Returns:
         The corpus. If `images.num_workers` is not 0, worker processes read its rows.

@@ -34,7 +34,6 @@ class Listing:
     """The image files in a folder and its subfolders.
 
     Attributes:
-        root: folder.
         files: bytes[number of images]: the paths relative to the folder, sorted.
         folders: names of the immediate subfolders, sorted. If images are sorted by class, these
             are the classes.
@@ -61,21 +60,11 @@ class Listing:
 
         Args:
             is_chosen: bool[number of images].
-
-        Returns:
-            The listing of the chosen files.
         """
         return replace(self, files=self.files[is_chosen])
 
     def without_folders(self, names: Sequence[str]) -> "Listing":
-        """Drop some of `folders`, and the files in them.
-
-        Args:
-            names: names of the folders to drop.
-
-        Returns:
-            The listing of the remaining folders and files.
-        """
+        """Drop some of `folders`, and the files in them."""
         is_left = np.array([name not in names for name in self.folders], bool)
         # A file in no folder has index -1, which selects the appended True: the file is kept.
         listing = self.chosen(np.append(is_left, True)[self.of_folder])
@@ -87,13 +76,6 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
 
     Symbolic links are followed, but every image is listed once: a link to something that is listed
     anyway is left out, with a log message.
-
-    Args:
-        root: folder.
-        images: config section `images`, whose `on_broken` selects how to handle problems.
-
-    Returns:
-        The listing.
 
     Raises:
         ValueError: A folder cannot be read, or links back to a folder that contains `root`, and

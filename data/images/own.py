@@ -29,11 +29,9 @@ class OwnImages(ImageSource):
 
     Args:
         name: import path of the function.
-        split: name of the split.
         values: sequence that the function returned for this split.
 
     Attributes:
-        split: name of the split.
         label_numbers: label -> its number; empty if the objective needs no labels.
     """
 
@@ -76,7 +74,6 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
     Args:
         config: config section `data`; `name` is the import path of the function.
-        images: config section `images`.
 
     Returns:
         The data set, without the images that cannot be used.

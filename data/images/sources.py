@@ -26,9 +26,6 @@ class ImageSource(abc.ABC):
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return an image and the number of its class. An encoded image is not decoded yet.
 
-        Args:
-            index: number of the image.
-
         Raises:
             Exception: The image cannot be opened.
         """
@@ -42,7 +39,6 @@ class SelectedImages(ImageSource):
     """A selection of the images of a source.
 
     Args:
-        source: source of all images.
         positions: int64[number of selected images]: their numbers in the source.
     """
 
@@ -67,7 +63,6 @@ class Split:
     """The images of one split.
 
     Attributes:
-        source: images.
         names: unique name of each image, which stays the same if other images are added.
         labels: returns int[number of images], the number of each image's class. May read all
             labels once.
@@ -87,12 +82,7 @@ class Split:
 
 
 class SelectedNames(Sequence[bytes]):
-    """The names of a selection of images, looked up on access.
-
-    Args:
-        names: names of all images.
-        positions: int64[number of selected images].
-    """
+    """The names of a selection of images, looked up on access."""
 
     def __init__(self, names: Sequence[bytes], positions: np.ndarray):
         self._names = names
@@ -106,11 +96,7 @@ class SelectedNames(Sequence[bytes]):
 
 
 class NumberedNames(Sequence[bytes]):
-    """The names of images that have no names of their own: their numbers.
-
-    Args:
-        count: number of images.
-    """
+    """The names of images that have no names of their own: their numbers."""
 
     def __init__(self, count: int):
         self._count = count
@@ -129,7 +115,6 @@ class ImageDataset:
     """An image data set that has been found and checked.
 
     Attributes:
-        train: training images.
         validation: validation images; None if the data set has no validation split.
         classes: classes in the order of their numbers; empty if the objective needs no labels.
         key: string that identifies the content of the data set.
@@ -149,11 +134,6 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
 
     Both take the same fraction of each class. The choice depends only on the names of the images,
     so a smaller fraction is a subset of a larger one.
-
-    Args:
-        found: data set.
-        config: config section `data`, with `validation_fraction`.
-        images: config section `images`, with `train_fraction`.
 
     Returns:
         The data set with a validation split, which may be empty, and with new keys.
@@ -187,7 +167,6 @@ def chosen_of_each(
     """Choose a fraction of each class, by the hashes of the images' names.
 
     Args:
-        split: all images.
         fraction: fraction of each class to choose, rounded to whole images.
         purpose: key of the hash, so that choices for different purposes are independent.
         least: minimum number of images to choose from each class.

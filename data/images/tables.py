@@ -40,9 +40,6 @@ _log = logging.getLogger(__name__)
 def unpack_tables(config: DataConfig) -> tuple[str, ...]:
     """Return `data.paths`, with folders in the cache in place of tables.
 
-    Args:
-        config: config section `data`.
-
     Raises:
         ValueError: A table cannot be read, or has no images or labels.
     """
@@ -123,8 +120,6 @@ class _Columns:
     """The columns of a table that are used.
 
     Attributes:
-        file: table.
-        image: column of images.
         label: column of labels; None if the objective needs none.
         folders: label -> name of its folder; None if labels are their own names.
     """

@@ -28,8 +28,6 @@ class TfdsImages(ImageSource):
     When it is pickled, the open data set is left out; a worker process opens it again.
 
     Args:
-        directory: directory of the data set.
-        split: name of the split.
         features: names of the image and the label feature; if the latter is None, all labels
             are 0.
     """
@@ -75,10 +73,6 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
     The validation split is the data set's own 'validation' split or, if there is none, its 'test'
     split.
-
-    Args:
-        config: config section `data`.
-        images: config section `images`.
 
     Returns:
         The data set, without the images that cannot be used.

@@ -10,7 +10,6 @@ class ConcatDocuments(Sequence[Any]):
     """A range of the concatenation of several sequences.
 
     Args:
-        parts: sequences.
         positions: positions in the concatenation to keep; None keeps all of them.
     """
 

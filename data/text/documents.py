@@ -38,9 +38,6 @@ class Documents:
 def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
     """Open the documents of a corpus.
 
-    Args:
-        config: config section `data`.
-
     Returns:
         The documents as {'train': ..., 'validation': ...}, read on access.
 
@@ -53,9 +50,6 @@ def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
 
 def find_corpus(config: DataConfig) -> Documents:
     """Find the corpus `data.name`, and prepare it without reading it.
-
-    Args:
-        config: config section `data`.
 
     Returns:
         The corpus; its `open` raises a ValueError if the train split is empty.

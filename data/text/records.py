@@ -18,7 +18,6 @@ class Records(Sequence[dict[str, Any]]):
     Args:
         files: files that `spans` refers to.
         spans: position of each line in its file.
-        config: config section `data`, which names the fields.
     """
 
     def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
@@ -52,9 +51,6 @@ class Records(Sequence[dict[str, Any]]):
 
     def read(self, index: int) -> tuple[list[str], Label | None]:
         """Read and check one line.
-
-        Args:
-            index: number of the line.
 
         Returns:
             The texts of the line, in the order of `text_fields`, and its label, or None if the
@@ -97,9 +93,6 @@ def text_fields(config: DataConfig) -> dict[str, str]:
 def find_lines(config: DataConfig) -> list[Path]:
     """Find the files of examples: .jsonl files, and tables that are converted to such files.
 
-    Args:
-        config: config section `data`.
-
     Raises:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is of another kind, or a table cannot be read.
@@ -117,12 +110,6 @@ def find_lines(config: DataConfig) -> list[Path]:
 def open_records(config: DataConfig) -> dict[str, Records]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
-    Args:
-        config: config section `data`.
-
-    Returns:
-        Split -> its lines.
-
     Raises:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is not a .jsonl file, or there are too few lines for the splits.
@@ -134,9 +121,6 @@ def open_records(config: DataConfig) -> dict[str, Records]:
 
 def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]]:
     """Read and check every line.
-
-    Args:
-        splits: split -> its lines.
 
     Returns:
         A hash of all lines, and for each split the label of each of its lines.
@@ -163,8 +147,6 @@ def check_labels(
 
     Args:
         labels: split -> the label of each line.
-        splits: split -> its lines, for messages.
-        config: config section `data`.
 
     Returns:
         The distinct labels of the train split, sorted.

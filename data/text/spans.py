@@ -37,10 +37,6 @@ class DocumentSpans:
     def read(self, index: int, files: list[Path]) -> tuple[str, Path, int]:
         """Read one document, and convert its line ends to newlines.
 
-        Args:
-            index: number of the document.
-            files: files that the spans refer to.
-
         Returns:
             The content of the document, its file, and its line number.
 

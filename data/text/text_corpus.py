@@ -34,7 +34,6 @@ class TextCorpus(Corpus):
     For objectives that read a token stream, the train split contains only full rows.
 
     Attributes:
-        tokenizer: tokenizer that encoded the corpus.
         chat_templates: name of a file of a tokenizer -> the chat template in it, for conversations.
         end_of_answers: id of the token that ends the answers in conversations; None without
             such a token.
@@ -52,12 +51,6 @@ class TextCorpus(Corpus):
 
 def load_text(config: DataConfig) -> TextCorpus:
     """Load a tokenized corpus, which is built on first use and cached.
-
-    Args:
-        config: config section `data`.
-
-    Returns:
-        The corpus.
 
     Raises:
         ValueError: The corpus or the tokenizer is unknown, broken or unsuitable for the objective,
@@ -79,9 +72,6 @@ def load_text(config: DataConfig) -> TextCorpus:
 
 def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
     """Load the tokenizer, and the tokens of each source, for an objective in STREAM_OBJECTIVES.
-
-    Args:
-        config: config section `data`.
 
     Returns:
         The tokenizer, and one store per source of the mixture (one if the corpus is no mixture).
@@ -198,9 +188,6 @@ def _load_chat(config: DataConfig) -> TextCorpus:
 
 def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
     """Load a tokenizer that does not depend on the corpus.
-
-    Args:
-        config: config section `data`.
 
     Returns:
         The tokenizer, or None if it has to be trained on the corpus.

@@ -136,9 +136,6 @@ def split_files(
         validation_fraction: fraction of the text to hold out.
         sequence_length: tokens of a sequence, each of which has at least one byte.
 
-    Returns:
-        Split -> the spans of its documents.
-
     Raises:
         ValueError: The files contain too few documents for the splits, or a file cannot be read.
     """
@@ -282,12 +279,6 @@ def _is_jsonl(file: Path) -> bool:
 
 def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict[str, Any]:
     """Parse a .jsonl line, and check that `text_field` contains a string.
-
-    Args:
-        content: line.
-        file: file of the line, for messages.
-        line: line number, for messages.
-        text_field: field that must contain a string.
 
     Returns:
         The JSON object; lone surrogates in its strings are replaced by '?'.

@@ -35,12 +35,7 @@ def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
     """Return the builder of a prepared TFDS data set of text; download and build it on first use.
 
     Args:
-        name: name of the data set.
         text_field: feature that contains the text.
-        cache_path: cache directory.
-
-    Returns:
-        The TFDS builder.
 
     Raises:
         ValueError: TFDS has no such data set, the data set has no such text feature, or it could
@@ -60,7 +55,6 @@ def open_builder_documents(
     a random sample, because TFDS shuffles a data set by hash when it builds it.
 
     Args:
-        builder: TFDS builder of a prepared data set.
         text_field: feature that contains the text.
         validation_fraction: fraction of the train split to hold out.
 

@@ -128,11 +128,6 @@ def encode(
 
     The result is cached. A line is left out if nothing learned is left of one of its conversations.
 
-    Args:
-        lines: conversations.
-        template: chat template.
-        config: config section `data`.
-
     Raises:
         ValueError: A conversation is not valid, or the template refuses it.
     """
@@ -163,8 +158,6 @@ def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.
 
     Args:
         ends: int64[number of conversations], ends of all conversations.
-        lines: lines of the conversations.
-        config: config section `data`.
     """
     sizes = np.diff(ends, prepend=0)
     lost = np.flatnonzero(sizes[:: lines.num_dialogues] == 0)
@@ -183,9 +176,6 @@ def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """Return the id of the special token that the assistant ends its answers with.
-
-    Args:
-        template: chat template.
 
     Returns:
         The id of the first special token after an answer's content; None if there is none, or the
@@ -288,7 +278,6 @@ def _is_within(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
     Args:
         offsets: int[n, 2], first character and end of each token.
-        spans: parts.
     """
     is_within = np.zeros(len(offsets), bool)
     for start, stop in spans:

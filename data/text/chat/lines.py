@@ -24,7 +24,6 @@ class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
     Args:
         files: files that `spans` refers to.
         spans: position of each line in its file.
-        config: config section `data`, which names the fields.
     """
 
     #: How many conversations a line has.
@@ -74,7 +73,6 @@ def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
     """Return the field `tools` of a line, a list or the JSON of one; None if it has none.
 
     Args:
-        record: line.
         where: its file and number, for the error.
 
     Raises:

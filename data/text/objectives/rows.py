@@ -69,8 +69,6 @@ def padded(ids: np.ndarray | Sequence[int], length: int, pad: int = 0) -> np.nda
 
     Args:
         ids: at most `length` ids.
-        length: length of the result.
-        pad: id of padding.
 
     Returns:
         int32[length].
@@ -108,7 +106,6 @@ def packed_chats(chats: EncodedChats, numbers: range, length: int) -> Example:
     """Pack conversations into a row; positions restart in each.
 
     Args:
-        chats: conversations.
         numbers: numbers of those in the row, which fit into it.
         length: T.
 
@@ -188,12 +185,7 @@ def truncate_pair(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.nda
     For example, texts of 10 and 3 tokens become 5 and 3 tokens if `room` is 8.
 
     Args:
-        text: ids of the first text.
-        pair: ids of the second text.
         room: total number of tokens that fit.
-
-    Returns:
-        The truncated first and second text.
     """
     short = min(len(text), len(pair), room // 2)
     sizes = (short, room - short) if len(text) <= len(pair) else (room - short, short)
@@ -211,7 +203,6 @@ def encoder_decoder(
             `target_length`.
         length: S, the number of tokens of the encoder.
         target_length: T, the number of tokens of the decoder.
-        pad: id of padding.
 
     Returns:
         `tokens` and `segment_ids: int32[S]`; `decoder_tokens`, `decoder_segment_ids` and
