@@ -84,6 +84,21 @@ def builder_key(builder: Any) -> str:
     return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
 
 
+def splits_of(builder: Any) -> list[str]:
+    """Return the names of the splits of a prepared data set, which include 'train'.
+
+    Raises:
+        ValueError: There is no train split.
+    """
+    splits = sorted(builder.info.splits)
+    if "train" not in splits:
+        raise ValueError(
+            f"data.name: the TFDS set {builder.info.full_name!r} has the splits {splits}, but no "
+            "'train'; choose a set that has one"
+        )
+    return splits
+
+
 def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
     """Return the examples of a split of a prepared data set.
 

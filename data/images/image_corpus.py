@@ -41,11 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageCorpus(Corpus):
-    """A corpus of images."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ExampleRequest:
     """Everything needed to build one row of the train stream, in this process or in a worker.
 
@@ -239,7 +234,7 @@ class Images(Examples):
         }
 
 
-def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
+def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
     """Find and check a corpus of images; data sets are prepared on first use.
 
     Returns:
@@ -270,7 +265,7 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
         workers = Workers(images.num_workers, targets, f"images.num_workers={images.num_workers}")
         for split, rows in targets.items():
             rows.read_in(workers, split)
-    return ImageCorpus(
+    return Corpus(
         train=train,
         validation=validation,
         fingerprint=dataset.key,

@@ -82,8 +82,7 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
             `images.on_broken` is 'refuse'.
     """
     walk = _Walk(root)
-    problems = walk.problems
-    leave_out(problems, f"folder(s) in {root} cannot be read", "fix or remove them", images)
+    leave_out(walk.problems, f"folder(s) in {root} cannot be read", "fix or remove them", images)
     files = [name for name in walk.files if name.lower().endswith(ENDINGS)]
     others = [name for name in walk.files if not name.lower().endswith(ENDINGS)]
     if others:
@@ -91,12 +90,8 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         logger.info("%d file(s) in %s have no image suffix: %s", len(others), root, some)
     if walk.repeated:
         some = first_names(sorted(walk.repeated))
-        logger.info(
-            "%d link(s) in %s lead to images that are listed anyway: %s",
-            len(walk.repeated),
-            root,
-            some,
-        )
+        what = "lead to images that are listed anyway"
+        logger.info("%d link(s) in %s %s: %s", len(walk.repeated), root, what, some)
     encoded = np.array([os.fsencode(file) for file in sorted(files)], np.bytes_)
     return Listing(root=root, files=encoded, folders=subfolders(root))
 
@@ -169,11 +164,8 @@ class _Walk:
 def subfolders(root: Path) -> tuple[str, ...]:
     """Return the sorted names of the immediate subfolders that are not hidden."""
     with os.scandir(root) as entries:
-        return tuple(sorted(_without_hidden([entry.name for entry in entries if entry.is_dir()])))
-
-
-def _without_hidden(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not name.startswith(".")]
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return tuple(sorted(name for name in names if not name.startswith(".")))
 
 
 def _identity(path: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from data.text.objectives.chat import ChatExamples
 from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
 from data.text.objectives.preference import PreferenceExamples
 from data.text.objectives.registry import make_examples, num_tokens_needed
-from data.text.records import RecordTexts, check_labels, open_records, scan
+from data.text.records import Records, RecordTexts, check_labels, scan, split_lines
 from data.text.token_store import TokenStore, load_tokens
 from data.text.tokenization.bpe import load_bpe
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
@@ -128,7 +128,7 @@ def _mix(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
 def _load_records(config: DataConfig) -> TextCorpus:
     make_cache(config)
     tokenizer = load_fixed_tokenizer(config)
-    splits = open_records(config)
+    splits = {split: Records(spans, config) for split, spans in split_lines(config).items()}
     fingerprint, labels_by_split = scan(splits)
     tokenizer = tokenizer or _load_bpe(
         config, f"records {fingerprint}", lambda: RecordTexts(splits["train"])
@@ -171,7 +171,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     if not len(train):
         raise ValueError(
             f"data.paths: none of the {len(splits['train'])} lines for training has a token that "
-            f"is learned, beginning with {splits['train'].place(0)}; increase "
+            f"is learned, beginning with {splits['train'].spans.place_of(0)}; increase "
             f"data.sequence_length={config.sequence_length} if it cuts off the answers, add the "
             "answers that are missing, or let {% generation %} in data.chat_template contain them"
         )
