@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data.locks import locked
+from data.cache import locked
 from fields.paths import check_local
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import digest_of, remove

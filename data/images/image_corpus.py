@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.cache import make_cache
 from data.config import DataConfig
 from data.examples import (
     EVALUATION,
@@ -30,7 +31,6 @@ from data.images.sources import ImageDataset, ImageSource, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
 from data.images.workers import Workers
-from data.locks import make_cache
 from data.shapes import example_shapes
 from untrusted.imports import is_import_path
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from PIL import Image
 
+from data.cache import locked
 from data.checks import files_key, first_names, matches_of
 from data.config import DataConfig
-from data.locks import locked
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from data.text.tables import files_of_folder
 from untrusted.documents import parse_json

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.cache import locked
 from data.checks import files_key
-from data.locks import locked
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from untrusted.documents import read_json
 from untrusted.files import check_link, make_private_directory, open_new

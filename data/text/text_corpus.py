@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.blend import parse_mixture
+from data.cache import make_cache
 from data.config import RECORD_OBJECTIVES, DataConfig
 from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
-from data.locks import make_cache
 from data.mixture import sources
 from data.text.chained import ConcatDocuments
 from data.text.chat.conversations import MessageTexts, encode, end_of_answers, open_chats

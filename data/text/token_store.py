@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from data.cache import locked
 from data.examples import BrokenExample
-from data.locks import locked
 from data.text.documents import Documents
 from data.text.tokenization.tokenizer import Tokenizer
 from untrusted.documents import read_json

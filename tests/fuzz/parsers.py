@@ -19,7 +19,7 @@ from checkpoint.checksums import find_damage, write_checksums
 from checkpoint.lazy import stored_arrays
 from convert.source import read_source
 from convert.tensor_files import open_tensors
-from data.array_cache import read_array, write_array
+from data.cache import read_array, write_array
 from data.images.readability import problem_of
 from data.text.text_files import FileDocuments, split_files
 from data.text.token_files import open_token_file

@@ -4,8 +4,7 @@ import logging
 import os
 from pathlib import Path
 
-from untrusted.files import open_in_place
-from untrusted.named_errors import NamedFile
+from untrusted.files import NamedFile, open_in_place
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.array_cache import read_array, write_array
+from data.cache import locked, read_array, write_array
 from data.config import DataConfig
-from data.locks import locked
 from data.text.chat.lines import ChatLines, Conversations, Preferences
 from data.text.chat.rendering import Span
 from data.text.chat.template import ChatTemplate, Dialogue, Rendered

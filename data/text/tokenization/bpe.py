@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from data.locks import locked
+from data.cache import locked
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from data.text.tokenization.special_tokens import ADDED, END_OF_TEXT
 from untrusted.cached import read_cached, write_cached
