@@ -40,9 +40,6 @@ _CHUNK = re.compile(r"(.+)/c((?:/\d+)*)")
 def find_damage_of_arrays(step: Path) -> str | None:
     """Check that all arrays of a checkpoint can be read, without reading their contents.
 
-    Args:
-        step: directory of the checkpoint.
-
     Returns:
         One sentence that describes the first damage, or None.
 
@@ -60,9 +57,6 @@ def find_damage_of_arrays(step: Path) -> str | None:
 
 def open_arrays(step: Path) -> dict[str, ts.TensorStore]:
     """Open the arrays of a checkpoint, and check that they are complete.
-
-    Args:
-        step: directory of the checkpoint.
 
     Returns:
         The arrays by name, such as `params.decoder.layers.norm.scale`.

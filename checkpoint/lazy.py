@@ -117,7 +117,6 @@ def blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
     `blocks((5,), (2,))` yields `(slice(0, 2),)`, `(slice(2, 4),)` and `(slice(4, 5),)`.
 
     Args:
-        shape: shape of the array.
         block: shape of a block; blocks at the end of a dimension may be smaller.
 
     Yields:

@@ -70,7 +70,6 @@ class Checkpoints:
 
         Args:
             directory: directory, usually `WORKDIR/checkpoints`.
-            config: when to save and how many checkpoints to keep.
 
         Raises:
             ValueError: checkpoints cannot be stored there; see `checkpoint.paths.check_path`.
@@ -227,9 +226,6 @@ class Checkpoints:
         They are renamed to `<step>.diverged`, so that neither a rollback nor the next start
         resumes from them.
 
-        Args:
-            from_step: first of the steps.
-
         Raises:
             OSError: the directory cannot be written.
         """
@@ -291,11 +287,7 @@ class Checkpoints:
         """Complete a save; runs in the writer thread of each process.
 
         Args:
-            step: step of the checkpoint.
-            path: its temporary directory.
             written: futures of Orbax's writes on this process.
-            texts: contents of the text files by name.
-            score: value of best_metric, or None.
             proven: step of a checkpoint to keep in any case, or None.
 
         Returns:

@@ -29,7 +29,6 @@ class StateFiles:
         """Copy the arrays of a state, and start to write them in Orbax's threads.
 
         Args:
-            path: directory of the checkpoint.
             state: pytree of jax.Arrays or LazyArrays.
 
         Returns:
@@ -46,9 +45,6 @@ class StateFiles:
     def finalize(self, path: Path) -> None:
         """Complete the files, once all processes have written theirs; runs on the first process.
 
-        Args:
-            path: directory of the checkpoint.
-
         Raises:
             OSError: the arrays are not complete. Orbax only logs a warning if it does not find the
                 files of a process.
@@ -62,7 +58,6 @@ class StateFiles:
         """Read the arrays of a checkpoint; each device reads its own shard.
 
         Args:
-            path: directory of the checkpoint.
             abstract_state: state, as in `Checkpoints.restore`.
             may_lack: fields that either of them may lack, as in `Checkpoints.restore`.
 

@@ -14,7 +14,6 @@ def check_same_structure(
     """Check that a checkpoint matches a state.
 
     Args:
-        path: checkpoint, for the error message.
         saved_tree: checkpoint's arrays, as a pytree whose leaves have a shape and a dtype.
         abstract_state: state, as in `Checkpoints.restore`.
         may_lack: fields that either of them may lack, as in `Checkpoints.restore`.

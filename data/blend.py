@@ -92,8 +92,7 @@ class Blend:
         floor(k / s), and before place ceil((k + 1) / s), its deadline.
 
         Args:
-            place: place in the pattern.
-            given: how many elements each source has supplied before this place.
+            num_supplied: how many elements each source has supplied before this place.
         """
         # In integers: the share of source i is self._counts[i] / period.
         period = self._period

@@ -18,7 +18,6 @@ def example_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
     """Return the shape of one example and its dtype, for every key of a batch except `index`.
 
     Args:
-        config: config section `data`.
         images: config section `images`; read only if the objective is one of images.
 
     Returns:

@@ -49,9 +49,6 @@ class Budget:
     """Counts the rows, values and bytes that tables expand to.
 
     It refuses more than real files of their size expand to.
-
-    Args:
-        files: tables.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -138,7 +135,6 @@ def num_rows_or_error(write: Callable[[Budget], Any], files: Sequence[Path]) -> 
 
     Args:
         write: converts the tables, and counts the rows.
-        files: tables.
 
     Returns:
         The number of rows, or an error of the file system, as JSON.

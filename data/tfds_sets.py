@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data.locks import locked
+from data.cache import locked
 from fields.paths import check_local
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import digest_of, remove
@@ -45,12 +45,7 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     the data set.
 
     Args:
-        name: name of the data set.
-        cache_path: cache directory.
         check: raises a ValueError if the builder is of the wrong kind.
-
-    Returns:
-        The TFDS builder.
 
     Raises:
         ValueError: TFDS has no such data set, it is of the wrong kind, or it could not be prepared.
@@ -89,12 +84,25 @@ def builder_key(builder: Any) -> str:
     return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
 
 
+def splits_of(builder: Any) -> list[str]:
+    """Return the names of the splits of a prepared data set, which include 'train'.
+
+    Raises:
+        ValueError: There is no train split.
+    """
+    splits = sorted(builder.info.splits)
+    if "train" not in splits:
+        raise ValueError(
+            f"data.name: the TFDS set {builder.info.full_name!r} has the splits {splits}, but no "
+            "'train'; choose a set that has one"
+        )
+    return splits
+
+
 def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
     """Return the examples of a split of a prepared data set.
 
     Args:
-        builder: TFDS builder of the data set.
-        split: name of the split.
         decoders: decoders that replace TFDS's own for some features, in TFDS's format.
 
     Returns:

@@ -21,7 +21,6 @@ class Channel:
     """Sends and receives messages over a socket.
 
     Args:
-        connection: socket.
         deadline_s: value of time.monotonic() at which sending and receiving fail.
     """
 

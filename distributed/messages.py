@@ -125,9 +125,6 @@ class Exchange:
     def words(self, word: str | None) -> list[str | None]:
         """Return, on all processes, the words of all processes, in the order of their ids.
 
-        Args:
-            word: this process's word.
-
         Raises:
             OSError: on all processes, if one does not answer.
         """
@@ -147,9 +144,6 @@ class Exchange:
 
     def agree(self, problem: str | None) -> str | None:
         """Return the problems of all processes on every process, or None if there are none.
-
-        Args:
-            problem: this process's problem in a few words, or None.
 
         Raises:
             OSError: on all processes, if one does not answer.

@@ -21,9 +21,6 @@ _MAX_BYTES = 4096
 def run_secret(env: Mapping[str, str]) -> bytes:
     """Return the secret of this run.
 
-    Args:
-        env: environment variables of this process.
-
     Raises:
         ValueError: Others may read or have written the file with the secret.
         OSError: The file can be neither read nor created.

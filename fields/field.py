@@ -187,7 +187,7 @@ def bound_of(field: dataclasses.Field) -> float | None:
 
 
 def join_values(values: Sequence[Any]) -> str:
-    """Join values for a message: `joined(["a", "b", None])` is "a, b or None"."""
+    """Join values for a message: `join_values(["a", "b", None])` is "a, b or None"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 

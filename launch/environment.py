@@ -46,9 +46,6 @@ PLATFORMS = ("cpu", "gpu")
 def detect_platform(user: Mapping[str, str]) -> str:
     """Return the platform that JAX will choose, without importing JAX.
 
-    Args:
-        user: environment variables that the user has set.
-
     Returns:
         'cpu' or 'gpu'. JAX_PLATFORMS decides if it is set; otherwise, it is 'gpu' if an NVIDIA
         driver is loaded.
@@ -63,7 +60,6 @@ def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]
     """Return the variables to set for XLA and NCCL on a platform.
 
     Args:
-        platform: 'cpu' or 'gpu'.
         user: environment variables that the user has set; they are not overridden.
 
     Returns:
@@ -134,9 +130,6 @@ def gpu_variables(
     and process 1 gets `6,7`.
 
     Args:
-        process_id: number of the process, from 0.
-        num_processes: number of processes on this machine.
-        devices_per_process: number of GPUs of each process.
         user: environment variables that the user has set. CUDA_VISIBLE_DEVICES limits the GPUs
             to share; without it, all GPUs of this machine are shared.
 

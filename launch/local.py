@@ -137,8 +137,6 @@ def environments(
     """Return the complete environment of each process.
 
     Args:
-        num_processes: number of processes.
-        devices_per_process: number of devices of each process.
         user: launcher's own environment; its XLA and NCCL settings override the defaults.
         directory: directory that only the user can enter, for the socket of process 0.
 

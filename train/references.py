@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from data.array_cache import read_array, write_array
 from data.batches import validation_batches
+from data.cache import read_array, write_array
 from data.examples import Corpus
 from data.shapes import example_shapes
 from data.text.objectives.preference import PreferenceExamples

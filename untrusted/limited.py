@@ -82,7 +82,6 @@ class LimitedProcesses:
     Args:
         function: function of a module, which takes and returns a JSON value. It raises a
             ValueError of one sentence for data that it refuses.
-        limits: limits of each call.
         num_processes: maximum number of processes, and so of calls at the same time; others
             wait.
     """

@@ -10,7 +10,6 @@ class ConcatDocuments(Sequence[Any]):
     """A range of the concatenation of several sequences.
 
     Args:
-        parts: sequences.
         positions: positions in the concatenation to keep; None keeps all of them.
     """
 
@@ -26,3 +25,17 @@ class ConcatDocuments(Sequence[Any]):
         position = self._positions[index]
         part = bisect.bisect_right(self._offsets, position) - 1
         return self._parts[part][position - self._offsets[part]]
+
+
+def hold_out_last(parts: Sequence[Sequence[Any]], fraction: float) -> dict[str, Sequence[Any]]:
+    """Split the concatenation of several sequences, of which the last items are for validation.
+
+    At least one item is held out, unless `fraction` is 0.
+    """
+    positions = range(sum(map(len, parts)))
+    num_held = max(round(len(positions) * fraction), 1) if fraction else 0
+    num_train = max(len(positions) - num_held, 0)
+    return {
+        "train": ConcatDocuments(parts, positions[:num_train]),
+        "validation": ConcatDocuments(parts, positions[num_train:]),
+    }

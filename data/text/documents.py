@@ -14,7 +14,7 @@ from data.checks import files_key
 from data.config import DataConfig
 from data.own import SPLITS, call_own
 from data.text import text_files, tfds_text, token_files
-from data.text.chained import ConcatDocuments
+from data.text.chained import hold_out_last
 from data.text.tables import as_lines
 from untrusted.imports import is_import_path
 from untrusted.messages import without_surrogates
@@ -38,9 +38,6 @@ class Documents:
 def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
     """Open the documents of a corpus.
 
-    Args:
-        config: config section `data`.
-
     Returns:
         The documents as {'train': ..., 'validation': ...}, read on access.
 
@@ -53,9 +50,6 @@ def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
 
 def find_corpus(config: DataConfig) -> Documents:
     """Find the corpus `data.name`, and prepare it without reading it.
-
-    Args:
-        config: config section `data`.
 
     Returns:
         The corpus; its `open` raises a ValueError if the train split is empty.
@@ -94,9 +88,11 @@ def _find_text_files(config: DataConfig) -> Documents:
 
     def open_files() -> dict[str, Sequence[Any]]:
         lines = as_lines(files, config.cache_path, config.verify)
-        return text_files.open_text_files(
-            lines, config.text_field, config.validation_fraction, config.sequence_length
-        )
+        splits = text_files.split_files(lines, config.validation_fraction, config.sequence_length)
+        return {
+            split: text_files.FileDocuments(spans, config.text_field)
+            for split, spans in splits.items()
+        }
 
     return Documents(key=key, open=open_files)
 
@@ -107,26 +103,22 @@ def _find_token_files(config: DataConfig) -> Documents:
 
     def open_files() -> dict[str, Sequence[Any]]:
         parts = [token_files.open_token_file(prefix) for prefix in prefixes]
-        positions = range(sum(map(len, parts)))
-        # The last documents are held out, as in Megatron: at least one, unless the fraction is 0.
-        num_held = max(round(len(positions) * config.validation_fraction), 1)
-        num_train = len(positions) - (num_held if config.validation_fraction else 0)
-        return {
-            "train": ConcatDocuments(parts, positions[: max(num_train, 0)]),
-            "validation": ConcatDocuments(parts, positions[max(num_train, 0) :]),
-        }
+        return hold_out_last(parts, config.validation_fraction)  # as in Megatron
 
     key = f"megatron {config.validation_fraction} {files_key(files, config.verify)}"
     return Documents(key=key, open=open_files, is_encoded=True)
 
 
 def _find_tfds(config: DataConfig) -> Documents:
-    builder = tfds_text.open_builder(config.name, config.text_field, config.cache_path)
+    def feature_of(builder: Any) -> str:
+        return tfds_text.find_text_feature(builder, config.text_field)
+
+    builder = tfds_sets.open_builder(config.name, config.cache_path, feature_of)
     fraction = "" if "validation" in builder.info.splits else config.validation_fraction
     return Documents(
         key=f"tfds {config.text_field} {fraction} {tfds_sets.builder_key(builder)}",
-        open=lambda: tfds_text.open_builder_documents(
-            builder, config.text_field, config.validation_fraction
+        open=lambda: tfds_text.open_documents(
+            builder, feature_of(builder), config.validation_fraction
         ),
     )
 

@@ -69,9 +69,6 @@ class PythonStdlib(tfds.core.GeneratorBasedBuilder):
 def stdlib_files(root: Path) -> dict[str, Path]:
     """Find the source files of the standard library.
 
-    Args:
-        root: directory of the standard library.
-
     Returns:
         Path relative to `root`, written with '/' -> file.
     """

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from data.cache import locked
 from data.examples import BrokenExample
-from data.locks import locked
 from data.text.documents import Documents
 from data.text.tokenization.tokenizer import Tokenizer
 from untrusted.documents import read_json
@@ -93,7 +93,6 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
     Args:
         corpus: corpus; its documents are opened only if the tokens are not cached.
         tokenizer: encodes the documents, unless they are token ids already.
-        directory: cache directory.
 
     Returns:
         The tokens, memory-mapped.
@@ -127,7 +126,6 @@ def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
 
     Args:
         tokens: uint16 or uint32 [number of tokens].
-        eos_id: id of the end-of-document token.
 
     Returns:
         int64[number of ends], the positions of these tokens in ascending order.

@@ -19,9 +19,9 @@ from checkpoint.checksums import find_damage, write_checksums
 from checkpoint.lazy import stored_arrays
 from convert.source import read_source
 from convert.tensor_files import open_tensors
-from data.array_cache import read_array, write_array
+from data.cache import read_array, write_array
 from data.images.readability import problem_of
-from data.text.text_files import open_text_files
+from data.text.text_files import FileDocuments, split_files
 from data.text.token_files import open_token_file
 from distributed.channel import Channel
 from distributed.handshake import Process
@@ -96,8 +96,8 @@ def _read_target(directory: Path) -> None:
 
 def _read_documents(name: str) -> Callable[[Path], Any]:
     def parse(directory: Path) -> None:
-        for documents in open_text_files([directory / name], "text", 0.5, 16).values():
-            list(documents)
+        for spans in split_files([directory / name], 0.5, 16).values():
+            list(FileDocuments(spans, "text"))
 
     return parse
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from untrusted.documents import number_as_json
-from untrusted.files import open_in_place
-from untrusted.named_errors import NamedFile
+from untrusted.files import NamedFile, open_in_place
 
 _log = logging.getLogger(__name__)
 

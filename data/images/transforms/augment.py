@@ -27,8 +27,6 @@ def augment(
 
     Args:
         image: image, preferably not decoded yet, so that only the needed pixels are decoded.
-        config: config section `images`.
-        random: random number generator.
         view: 0 or 1, the view of a pair; selects one of the two probabilities of `blur` and
             `solarize`.
 
@@ -77,10 +75,6 @@ def erase(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
     Args:
         pixels: uint8[height, width, channels]; modified in place.
-        random: random number generator.
-
-    Returns:
-        `pixels`.
 
     Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, with random values (RE-R). The
         largest area is 1/3, as in timm, instead of 0.4.

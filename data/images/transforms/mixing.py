@@ -52,7 +52,6 @@ def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
 
     Args:
         config: config section `images`; `mixup` or `cutmix` must be above 0.
-        random: random number generator.
 
     Returns:
         The mix; a share of 1 does not change the images.

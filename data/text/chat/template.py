@@ -77,7 +77,6 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        text: template.
         source: its file or config key, for error messages.
         tokens: names of special tokens that it may use, such as {"bos_token": "<s>"}.
         for_tools: template of conversations with tools; None: `text` is.
@@ -137,7 +136,6 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: messages, each with `role` and `content`.
             add_generation_prompt: whether the text ends with the beginning of an answer.
             variables: further variables of the template by name, such as `enable_thinking`.
 

@@ -127,7 +127,6 @@ def read_settings(
     """Read the files next to a tokenizer; each of them may be absent.
 
     Args:
-        directory: directory of the tokenizer.
         within: directory that the files must be in, even if they are links; None for any.
         default_class: class of the tokenizer if no file says.
         has_model: whether config.json and generation_config.json there are the model's. If the user
@@ -186,7 +185,6 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> 
 
     Args:
         tokenizer: tokenizer, which is changed.
-        settings: files.
 
     Returns:
         Whether anything was added.
