@@ -168,8 +168,6 @@ class StageParts:
 
     def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
         """Return a function from the parameters of `num_layers` layers to these layers."""
-        block = self._run.functions.blocks[self._stack]
-        example = (self._x, self._microbatch)
         layout = StackLayout(num_layers=num_layers, chunks=(((0, num_layers),),))
 
         def make_layers(params):
@@ -177,12 +175,13 @@ class StageParts:
             param_sharding = ParamSharding(mesh=self._run.mesh, specs={}, gather_modes={})
             gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs))
             return Layers(
-                block,
-                params,
-                gatherer,
-                layout,
-                jnp.int32(0),
-                example,
+                block=self._run.functions.blocks[self._stack],
+                params=params,
+                gatherer=gatherer,
+                layout=layout,
+                stage_index=jnp.int32(0),
+                x=self._x,
+                microbatch=self._microbatch,
                 splits=splits,
                 accumulates=True,
             )

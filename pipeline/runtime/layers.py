@@ -91,41 +91,36 @@ class Layer:
     number: jax.Array
 
 
+@dataclasses.dataclass(kw_only=True)
 class Layers:
     """One device's layers of one stack.
 
-    Args:
+    Attributes:
         block: see `PipelineFunctions.blocks`.
         params: this stage's parameters, `[param slots of this stage, ...]`.
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         layout: stack's layers in the slots of every stage.
         stage_index: this device's stage, int32[].
-        example: x and a microbatch, or their ShapeDtypeStructs.
+        x: input of a layer, or its ShapeDtypeStructs.
+        microbatch: one of the microbatches, or its ShapeDtypeStructs.
         splits: whether backwards run in two halves.
         accumulates: whether several backwards of a layer add up their gradients in a step.
         frozen: bool per parameter, whether it has no gradient; None: all have one.
     """
 
-    def __init__(
-        self,
-        block: Callable[..., Tree],
-        params: Tree,
-        gatherer: ParamGatherer,
-        layout: StackLayout,
-        stage_index: jax.Array,
-        example: tuple[Tree, Tree],
-        *,
-        splits: bool,
-        accumulates: bool,
-        frozen: Tree | None = None,
-    ):
-        self._block = block
-        self._params = params
-        self._gatherer = gatherer
-        self._frozen = frozen
-        self.splits = splits
-        self._accumulates = accumulates
-        self._x, self._microbatch = example
+    block: Callable[..., Tree]
+    params: Tree
+    gatherer: ParamGatherer
+    layout: StackLayout
+    stage_index: dataclasses.InitVar[jax.Array]
+    x: Tree
+    microbatch: Tree
+    splits: bool
+    accumulates: bool
+    frozen: Tree | None = None
+
+    def __post_init__(self, stage_index: jax.Array) -> None:
+        layout = self.layout
         numbers = layout.layer_of_slot.reshape(len(layout.chunks), -1)  # [stages, slots of a stage]
         self._numbers = jnp.asarray(numbers)[stage_index]
         self._has_padding = bool((numbers < 0).any())
@@ -135,7 +130,7 @@ class Layers:
     def _vjp(self) -> BlockVJP:
         params = jax.eval_shape(self._first_params)
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        return BlockVJP(self._block, params, self._x, self._microbatch, number)
+        return BlockVJP(self.block, params, self.x, self.microbatch, number)
 
     @cached_property
     def _for_weights(self) -> list[int]:
@@ -147,7 +142,7 @@ class Layers:
 
         Frozen parameters have None.
         """
-        gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._first_params()))
+        gradients = jax.eval_shape(lambda: self.gatherer.scattered(self._first_params()))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
             # Zeros even if every slot is written once: XLA would allocate an empty array at the
@@ -155,8 +150,8 @@ class Layers:
             make = zeros_on_host if is_on_host(param) else jnp.zeros
             return make(shape.shape, shape.dtype)
 
-        gradients = without(wide_types(gradients, len(self._numbers)), self._frozen)
-        return jax.tree.map(empty, gradients, without(self._params, self._frozen))
+        gradients = without(wide_types(gradients, len(self._numbers)), self.frozen)
+        return jax.tree.map(empty, gradients, without(self.params, self.frozen))
 
     def empty_layer_residuals(self, num_slots: Mapping[str, int]) -> Residuals:
         """Return empty buffers.
@@ -196,7 +191,7 @@ class Layers:
     def layer_forward(self, work: Work, layer: Layer, x: Tree) -> Tree:
         """Return x after a layer, without saving anything for a backward."""
         params = self._params_of(layer)
-        return self._block(params, x, microbatch=work.microbatch, number=layer.number)
+        return self.block(params, x, microbatch=work.microbatch, number=layer.number)
 
     def layer_forward_saving(
         self, work: Work, layer: Layer, carry: tuple[Tree, Residuals]
@@ -305,7 +300,7 @@ class Layers:
         def at(x):
             return jax.lax.dynamic_index_in_dim(x, layer.param_slot, keepdims=False)
 
-        return self._gatherer.gather_layer(jax.tree.map(at, self._params))
+        return self.gatherer.gather_layer(jax.tree.map(at, self.params))
 
     def _accumulate(self, grads: Tree, param_slot: jax.Array, values: Tree) -> Tree:
         """Add a layer's gradients to `grads`, in the dtype of `grads`, where neither is None.
@@ -318,8 +313,8 @@ class Layers:
             return None if g is None or value is None else value.astype(g.dtype)
 
         values = jax.tree.map(converted, grads, values, is_leaf=is_none)
-        values = self._gatherer.scattered(values)
-        add = _add_to_slot if self._accumulates else _written
+        values = self.gatherer.scattered(values)
+        add = _add_to_slot if self.accumulates else _written
 
         def accumulated(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
             return g if g is None or value is None else add(g, param_slot, value)

@@ -95,12 +95,13 @@ class Stage:
         frozen = self._functions.frozen
         gatherer = self._stack_gatherers[name]
         layers = Layers(
-            self._functions.blocks[name],
-            gatherer.gather_once(params),
-            gatherer,
-            layout,
-            self._stage_index,
-            (block_type, self._first_microbatch),
+            block=self._functions.blocks[name],
+            params=gatherer.gather_once(params),
+            gatherer=gatherer,
+            layout=layout,
+            stage_index=self._stage_index,
+            x=block_type,
+            microbatch=self._first_microbatch,
             splits=self._plan.splits_backward,
             accumulates=self._plan.num_microbatches > 1,
             frozen=None if frozen is None else frozen["stacks"][name],
