@@ -68,7 +68,7 @@ class TrainingStage(Stage):
     @property
     def tick(self) -> Callable[[TrainingCarry, TickPlan], tuple[TrainingCarry, None]]:
         """The function that runs one tick: the body of the loop over `column`."""
-        return self._skewed_tick if self._plan.is_skewed else self._tick
+        return self._skewed_tick if self._plan.is_skewed else self._plain_tick
 
     def first_carry(self) -> TrainingCarry:
         """Return the state before the first tick; frozen parameters have None as gradients."""
@@ -90,7 +90,7 @@ class TrainingStage(Stage):
         """Return this stage's work in all ticks."""
         return self._plan.iterations.column(self._stage_index)
 
-    def _tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+    def _plain_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
         """Run one tick; the order of the code is the order of the phases."""
         y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
         sent = self._send(FORWARD, y)
