@@ -18,6 +18,7 @@ executor, through pipeline/runtime/layers.py:
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS
 from pipeline.runtime.gather import ParamGatherer, ParamSharding
-from pipeline.runtime.layers import Layers
+from pipeline.runtime.layers import Layers, Work
 from pipeline.runtime.tick_plan import Slots
 from pipeline.runtime.trees import add, total_of, wide_types, zeros
 from pipeline.stack_layout import StackLayout
@@ -157,7 +158,7 @@ class StageParts:
         num_slots = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
         first = jax.tree.map(lambda x: x[0], params)
         make_layers = self._make_layers(num_layers, splits=splits)
-        residuals = self._copied(make_layers(first).residuals(num_slots))
+        residuals = self._copied(make_layers(first).empty_layer_residuals(num_slots))
         carry = (zeros(wide_types(params)), residuals)
         # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
@@ -167,8 +168,6 @@ class StageParts:
 
     def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
         """Return a function from the parameters of `num_layers` layers to these layers."""
-        block = self._run.functions.blocks[self._stack]
-        example = (self._x, self._microbatch)
         layout = StackLayout(num_layers=num_layers, chunks=(((0, num_layers),),))
 
         def make_layers(params):
@@ -176,12 +175,13 @@ class StageParts:
             param_sharding = ParamSharding(mesh=self._run.mesh, specs={}, gather_modes={})
             gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs))
             return Layers(
-                block,
-                params,
-                gatherer,
-                layout,
-                jnp.int32(0),
-                example,
+                block=self._run.functions.blocks[self._stack],
+                params=params,
+                gatherer=gatherer,
+                layout=layout,
+                stage_index=jnp.int32(0),
+                x=self._x,
+                microbatch=self._microbatch,
                 splits=splits,
                 accumulates=True,
             )
@@ -190,38 +190,48 @@ class StageParts:
 
     def _layer_bodies(self, num_layers: int, *, splits: bool) -> dict[str, Callable]:
         """Return, by name, the parts of layers: functions of one microbatch for `_scanned`."""
-        chunk = jnp.int32(0)
-        layers = self._make_layers(num_layers, splits=splits)
+        make_layers = self._make_layers(num_layers, splits=splits)
 
-        def slots(m):
-            return Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
+        def work_on(m, microbatch):
+            slots = Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
+            return Work(chunk=jnp.int32(0), microbatch=microbatch, slots=slots)
 
         def evaluate(carry, m, microbatch, params, x):
-            return carry, layers(params).forward(chunk, x, microbatch)
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            return carry, layers.scan(work.chunk, partial(layers.layer_forward, work), x)
 
         def forward(carry, m, microbatch, params, x):
             grads, residuals = carry
-            y, residuals = layers(params).forward_saving_residuals(
-                chunk, x, microbatch, residuals, slots(m)
-            )
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_forward_saving, work)
+            y, residuals = layers.scan(work.chunk, body, (x, residuals))
             return (grads, residuals), y
 
         def backward(carry, m, microbatch, params, dx):
             grads, residuals = carry
-            args = (chunk, dx, microbatch, residuals, slots(m), grads)
-            dx, grads = layers(params).backward(*args)
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_backward, work, residuals)
+            dx, grads = layers.scan(work.chunk, body, (dx, grads), reverse=True)
             return (grads, residuals), dx
 
         def input_gradient(carry, m, microbatch, params, dx):
             grads, residuals = carry
-            args = (chunk, dx, microbatch, residuals, slots(m), grads)
-            dx, grads, handed = layers(params).input_gradient(*args)
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_input_gradient, work, residuals)
+            carry = (dx, grads, residuals.handed)
+            dx, grads, handed = layers.scan(work.chunk, body, carry, reverse=True)
             return (grads, dataclasses.replace(residuals, handed=handed)), dx
 
         def weight_gradient(carry, m, microbatch, params, x):
             grads, residuals = carry
-            args = (chunk, microbatch, residuals, slots(m), grads)
-            return (layers(params).weight_gradient(*args), residuals), None
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_weight_gradient, work, residuals)
+            return (layers.scan(work.chunk, body, grads), residuals), None
 
         bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
         return {body.__name__: body for body in bodies}

@@ -20,6 +20,7 @@ A stage (stage.py) calls the methods of either class at the same places of every
 "Head" includes the loss, which is added to the sums.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -32,8 +33,25 @@ from pipeline.runtime.tick_plan import Operation, TickPlan
 from pipeline.runtime.trees import add, read, total_of, where, wide_types, without, write, zeros
 from sharding.collectives import psum
 from sharding.logical import on_whole_tokens
+from sharding.ops.update_if import update_if
 
 Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadState:
+    """What the head reads and updates.
+
+    Attributes:
+        sums: sums of losses, weights and metrics so far.
+        non_stack_grads: gradients of the non-stack parameters so far.
+        dy: gradient of the output of a chunk; of the model's last chunk, the head computes it.
+    """
+
+    sums: dict[str, Tree]
+    non_stack_grads: Tree
+    dy: Tree | None
 
 
 class EmbedAndHead:
@@ -95,7 +113,7 @@ class EmbedAndHead:
         (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
         return sums, non_stack_grads, dx
 
-    def no_gradients(self) -> Tree:
+    def zero_non_stack_gradients(self) -> Tree:
         """Return zero gradients of the non-stack parameters; None for frozen ones."""
         frozen = self._functions.frozen
         marks = None if frozen is None else frozen["non_stack"]
@@ -113,9 +131,9 @@ class EmbedAndHead:
 
     def head_ahead(
         self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return (sums, gradients, gradient of the head's input, or None), after the head."""
-        return sums, non_stack_grads, None
+    ) -> HeadState:
+        """Return the state after the head; `dy` is None if it did not run."""
+        return HeadState(sums=sums, non_stack_grads=non_stack_grads, dy=None)
 
     def add_embed_gradient(
         self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
@@ -148,36 +166,30 @@ class OnOneStage(EmbedAndHead):
         def embedded(x: Tree) -> Tree:
             return self.embed(microbatch)
 
-        return operation.if_first(embedded, x)
+        return update_if(operation.on_first_chunk, embedded, x)
 
     def loss_and_output_cotangent(
-        self,
-        operation: Operation,
-        sums: Tree,
-        non_stack_grads: Tree,
-        dy_from_head: Tree,
-        dy: Tree | None,
-        y: Tree,
-        microbatch: Tree,
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return (sums, gradients, cotangent of a chunk's output).
+        self, operation: Operation, state: HeadState, dy_from_head: Tree, y: Tree, microbatch: Tree
+    ) -> HeadState:
+        """Return the state before the backward of a chunk.
 
         Args:
             operation: backward.
-            sums: sums of losses, weights and metrics so far.
-            non_stack_grads: gradients of the non-stack parameters so far.
-            dy_from_head: last value that `head_ahead` returned.
-            dy: cotangent that the next chunk sent; None if no chunk sends one.
+            state: its `dy` is the cotangent that the next chunk sent; None if no chunk sends one.
+            dy_from_head: `dy` of the result of `head_ahead`.
             y: output of the chunk; None if it is not the last one.
             microbatch: microbatch of the operation.
         """
 
-        def run_head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-            sums, non_stack_grads, _ = state
-            more, grads, dy_of_loss = self.head_gradient(y, microbatch)
-            return add(sums, more), add(non_stack_grads, grads), dy_of_loss
+        def run_head(state: HeadState) -> HeadState:
+            sums, grads, dy = self.head_gradient(y, microbatch)
+            return HeadState(
+                sums=add(state.sums, sums),
+                non_stack_grads=add(state.non_stack_grads, grads),
+                dy=dy,
+            )
 
-        return operation.if_last(run_head, (sums, non_stack_grads, dy))
+        return update_if(operation.on_last_chunk, run_head, state)
 
     def add_embed_gradient(
         self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
@@ -187,7 +199,7 @@ class OnOneStage(EmbedAndHead):
         def embedded(non_stack_grads: Tree) -> Tree:
             return add(non_stack_grads, self.embed_gradient(dx, microbatch))
 
-        return operation.if_first(embedded, non_stack_grads)
+        return update_if(operation.on_first_chunk, embedded, non_stack_grads)
 
     def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
@@ -195,7 +207,7 @@ class OnOneStage(EmbedAndHead):
         def more(result: Tree) -> Tree:
             return include(result, y, tick_plan.forward.microbatch)
 
-        return tick_plan.forward.if_last(more, result)
+        return update_if(tick_plan.forward.on_last_chunk, more, result)
 
 
 class OnAllStages(EmbedAndHead):
@@ -234,36 +246,32 @@ class OnAllStages(EmbedAndHead):
             written = write(inputs, tick_plan.forward.slots.input, x)
             return self._only_on(self._first, written, inputs)
 
-        return tick_plan.embed.if_runs(embed, inputs)
+        return update_if(tick_plan.embed.runs, embed, inputs)
 
     def head_ahead(
         self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
-    ) -> tuple[Tree, Tree, Tree]:
-        """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
+    ) -> HeadState:
+        """Run the head and its gradient; return the state after it."""
 
-        def head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-            sums, non_stack_grads, _ = state
+        def run_head(state: HeadState) -> HeadState:
             y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
-            more, grads, dy = self.head_gradient(
-                y, read(self._microbatches, tick_plan.head.microbatch)
+            microbatch = read(self._microbatches, tick_plan.head.microbatch)
+            sums, grads, dy = self.head_gradient(y, microbatch)
+            return HeadState(
+                sums=self._only_on(self._last, add(state.sums, sums), state.sums),
+                non_stack_grads=self._add_once(self._last, state.non_stack_grads, grads),
+                dy=dy,
             )
-            more = self._only_on(self._last, add(sums, more), sums)
-            return more, self._add_once(self._last, non_stack_grads, grads), dy
 
-        return tick_plan.head.if_runs(head, (sums, non_stack_grads, zeros(self._packed.type)))
+        state = HeadState(sums=sums, non_stack_grads=non_stack_grads, dy=zeros(self._packed.type))
+        return update_if(tick_plan.head.runs, run_head, state)
 
     def loss_and_output_cotangent(
-        self,
-        operation: Operation,
-        sums: Tree,
-        non_stack_grads: Tree,
-        dy_from_head: Tree,
-        dy: Tree | None,
-        y: Tree,
-        microbatch: Tree,
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
-        return sums, non_stack_grads, operation.if_last(lambda dy: dy_from_head, dy)
+        self, operation: Operation, state: HeadState, dy_from_head: Tree, y: Tree, microbatch: Tree
+    ) -> HeadState:
+        """Return the state before the backward of a chunk; see `OnOneStage`."""
+        dy = update_if(operation.on_last_chunk, lambda dy: dy_from_head, state.dy)
+        return dataclasses.replace(state, dy=dy)
 
     def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""
@@ -273,7 +281,7 @@ class OnAllStages(EmbedAndHead):
             grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
             return self._add_once(self._first, non_stack_grads, grads)
 
-        return tick_plan.embed_gradient.if_runs(embed, non_stack_grads)
+        return update_if(tick_plan.embed_gradient.runs, embed, non_stack_grads)
 
     def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
@@ -282,7 +290,7 @@ class OnAllStages(EmbedAndHead):
             more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
             return self._only_on(self._last, more, result)
 
-        return tick_plan.head.if_runs(together, result)
+        return update_if(tick_plan.head.runs, together, result)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""

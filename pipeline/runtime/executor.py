@@ -30,14 +30,19 @@ not in the program at all. With one stage and `pipeline.remat=full`, for example
 per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
 without a condition or a send.
 
-The path of a batch, from call to call:
+The path of a batch, from level to level; docs/architecture.md lists every call:
 
-    make_loss_and_grad   here; the rest runs on every device
-    TrainingStage        training.py, stage.py: one `TickPlan` (tick_plan.py) per tick
-    Chunks, StackPart    chunks.py: the stacks of a chunk
-    Layers               layers.py: the layers of a stack
-    BlockVJP             block_vjp.py: forward and backward of a block, unless nothing is saved
-    block                the model's
+    level           file                     its methods
+    device          here                     train_on_device
+    TrainingStage   training.py, stage.py    tick, _run_forward, _run_backward, ...
+    Chunks          chunks.py                chunk_forward, chunk_backward, ...
+    StackPart       chunks.py                stack_forward, stack_backward
+    Layers          layers.py                scan; of one layer: layer_forward, layer_backward, ...
+    BlockVJP        block_vjp.py             forward, backward, ..., unless nothing is saved
+    block           models/stack.py          the model's block, a function
+
+A tick has a `TickPlan` (tick_plan.py). From it, the stage makes a `Work` for every operation, which
+the levels below pass on.
 
 In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
 replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
@@ -68,6 +73,7 @@ from pipeline.runtime.gather import (
 )
 from pipeline.runtime.pipeline_functions import PipelineFunctions
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.tick_plan import TICKS
 from pipeline.runtime.training import TrainingStage
 from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
@@ -124,14 +130,17 @@ def make_loss_and_grad(
     assert schedule.has_backward()
     plan = plan_execution(schedule, config)
 
-    def local(params, microbatches):
+    def train_on_device(params, microbatches):
         stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
-        sums, gradients = stage.train()
-        return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
+        carry = stage.first_carry()
+        column = stage.column()
+        with jax.named_scope(TICKS):
+            carry, _ = jax.lax.scan(stage.tick, carry, column)
+        sums = total(carry.sums, param_sharding.mesh, MANUAL_AXES)
+        return sums, stage.reduce_gradients(carry)
 
-    return _on_mesh(
-        local, plan, param_sharding, (PartitionSpec(), manual_specs(param_sharding.specs))
-    )
+    out_specs = (PartitionSpec(), manual_specs(param_sharding.specs))
+    return _on_mesh(train_on_device, plan, param_sharding, out_specs)
 
 
 def make_evaluate(
@@ -159,12 +168,12 @@ def make_evaluate(
     assert not schedule.has_backward()
     plan = plan_execution(schedule, config)
 
-    def local(params, microbatches):
+    def evaluate_on_device(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
         sums = stage.evaluate()
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
-    return _on_mesh(local, plan, param_sharding, PartitionSpec())
+    return _on_mesh(evaluate_on_device, plan, param_sharding, PartitionSpec())
 
 
 def make_teach(
@@ -193,18 +202,18 @@ def make_teach(
     assert not schedule.has_backward()
     plan = plan_execution(schedule, config)
 
-    def local(params, microbatches):
+    def teach_on_device(params, microbatches):
         stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.teach()
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
-    return _on_mesh(local, plan, param_sharding, PartitionSpec(None, REPLICA_AXES))
+    out_specs = PartitionSpec(None, REPLICA_AXES)
+    return _on_mesh(teach_on_device, plan, param_sharding, out_specs)
 
 
-def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
+def _on_mesh(run_on_device, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
     assert plan.num_stages == param_sharding.mesh.shape["pipeline"]
     check_specs(param_sharding, shares_vocab=plan.shares_vocab)
     microbatches = PartitionSpec(None, REPLICA_AXES)
-    return on_shards(
-        local, param_sharding.mesh, (manual_specs(param_sharding.specs), microbatches), out_specs
-    )
+    in_specs = (manual_specs(param_sharding.specs), microbatches)
+    return on_shards(run_on_device, param_sharding.mesh, in_specs, out_specs)

@@ -14,14 +14,15 @@ from pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
 from pipeline.runtime.execution_plan import ExecutionPlan
 from pipeline.runtime.gather import ParamSharding
-from pipeline.runtime.layers import Layers
+from pipeline.runtime.layers import Layers, Work
 from pipeline.runtime.packed_activations import PackedActivations
 from pipeline.runtime.pipeline_functions import PipelineFunctions, stacks_with_backward
-from pipeline.runtime.tick_plan import TICKS, Channel, TickPlan
+from pipeline.runtime.tick_plan import TICKS, Channel, Operation, TickPlan
 from pipeline.runtime.trees import Flag, add, read, wide_types, write, zeros
 from pipeline.schedules.table import FORWARD
 from pipeline.stack_layout import StackLayout
 from sharding.labels import counted_as
+from sharding.ops.update_if import update_if
 from sharding.spec import axes_of
 
 Tree = Any
@@ -94,12 +95,13 @@ class Stage:
         frozen = self._functions.frozen
         gatherer = self._stack_gatherers[name]
         layers = Layers(
-            self._functions.blocks[name],
-            gatherer.gather_once(params),
-            gatherer,
-            layout,
-            self._stage_index,
-            (block_type, self._first_microbatch),
+            block=self._functions.blocks[name],
+            params=gatherer.gather_once(params),
+            gatherer=gatherer,
+            layout=layout,
+            stage_index=self._stage_index,
+            x=block_type,
+            microbatch=self._first_microbatch,
             splits=self._plan.splits_backward,
             accumulates=self._plan.num_microbatches > 1,
             frozen=None if frozen is None else frozen["stacks"][name],
@@ -168,11 +170,11 @@ class Stage:
             arrived = read_or_none(inputs, tick_plan.forward.slots.input)
 
             def forward(y: Tree) -> Tree:
-                microbatch = self._microbatch(tick_plan.forward.microbatch)
-                x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, microbatch)
-                return self._chunks.forward(tick_plan.forward.chunk, x, microbatch)
+                work = self._work(tick_plan.forward)
+                x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, work.microbatch)
+                return self._chunks.chunk_forward(work, x)
 
-            y = tick_plan.forward.if_runs(forward, zeros(self._x_type))
+            y = update_if(tick_plan.forward.runs, forward, zeros(self._x_type))
             arrivals = self._send(FORWARD, y)
             result = self._embed_and_head.collect(include, result, y, tick_plan)
             return (result, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
@@ -182,6 +184,10 @@ class Stage:
             return jax.lax.scan(tick, (result, self._buffer("input")), column)[0][0]
 
     # Buffers and sends.
+
+    def _work(self, operation: Operation) -> Work:
+        microbatch = self._microbatch(operation.microbatch)
+        return Work(chunk=operation.chunk, microbatch=microbatch, slots=operation.slots)
 
     def _microbatch(self, index: jax.Array) -> Tree:
         return read(self._microbatches, index)

@@ -13,7 +13,7 @@ tick, or -1 if it runs none.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
-from sharding.ops.update_if import update_if
+from sharding.ops.update_if import Condition
 
 Tree = Any
 #: A leaf of a `TickPlan`, in one of the three forms above: a NumPy or JAX array of int32.
@@ -91,20 +91,22 @@ class Operation:
     always_first: bool | None
     always_last: bool | None
 
-    def if_runs(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) if the stage runs the operation in this tick, else `state`."""
-        with jax.named_scope(scope_of(self.kind)):
-            return update_if(self.always, self.microbatch >= 0, update, state)
+    @property
+    def runs(self) -> Condition:
+        """Whether the stage runs the operation in this tick."""
+        return Condition(lambda: self.microbatch >= 0, self.always, scope_of(self.kind))
 
-    def if_first(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) on the model's first chunk, else `state`."""
-        with jax.named_scope(scope_of(f"{self.kind}.is_first")):
-            return update_if(self.always_first, self.is_first > 0, update, state)
+    @property
+    def on_first_chunk(self) -> Condition:
+        """Whether the chunk is the model's first."""
+        scope = scope_of(f"{self.kind}.is_first")
+        return Condition(lambda: self.is_first > 0, self.always_first, scope)
 
-    def if_last(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) on the model's last chunk, else `state`."""
-        with jax.named_scope(scope_of(f"{self.kind}.is_last")):
-            return update_if(self.always_last, self.is_last > 0, update, state)
+    @property
+    def on_last_chunk(self) -> Condition:
+        """Whether the chunk is the model's last."""
+        scope = scope_of(f"{self.kind}.is_last")
+        return Condition(lambda: self.is_last > 0, self.always_last, scope)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("microbatch",), meta_fields=("name",))
@@ -120,10 +122,10 @@ class SharedOperation:
     name: str
     microbatch: Array
 
-    def if_runs(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) if the stages do this work in this tick, else `state`."""
-        with jax.named_scope(scope_of(self.name)):
-            return update_if(None, self.microbatch >= 0, update, state)
+    @property
+    def runs(self) -> Condition:
+        """Whether the stages do this work in this tick."""
+        return Condition(lambda: self.microbatch >= 0, scope=scope_of(self.name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
