@@ -4,12 +4,10 @@ With TAIBAI_TEST_DEVICE=gpu, arrays are on real GPUs by default (`make test-devi
 """
 
 import collections
-import datetime
 import gc
 import logging
 import os
 import platform
-import random
 import signal
 import time
 from typing import Any
@@ -19,6 +17,7 @@ import pytest
 from jax._src import compilation_cache
 
 from distributed.startup import CPU_XLA_FLAGS
+from tests.drawn import SEED, draw_cases
 from tests.runs import write_corpus
 from untrusted import imports
 
@@ -108,18 +107,14 @@ def case_of(item: pytest.Item) -> str | None:
     )
 
 
-#: Seed of the cases that `drawn` chooses: the day, unless it is set. Workers inherit it.
-_SEED = os.environ.setdefault("TAIBAI_TEST_SEED", datetime.date.today().isoformat())
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply the markers of tiers, and run the longest tests first.
 
     `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
-    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the cases outside
-    the quick tests CI runs, chosen at random; with `by`, so many for each value of this argument.
-    If the longest tests ran last, one worker would still be busy when the others have finished.
+    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the others CI runs
+    (tests/drawn.py). If the longest tests ran last, one worker would still be busy when the others
+    have finished.
     """
     for item in items:
         for marker in [*item.own_markers]:
@@ -139,31 +134,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.stem not in longest)
 
 
-def draw_cases(items: list[pytest.Item]) -> None:
-    """Mark the cases of tests with `drawn` that are not chosen as slow."""
-    groups: dict[str, list[pytest.Item]] = collections.defaultdict(list)
-    for item in items:
-        marker = item.get_closest_marker("drawn")
-        tiers = {marker.name for marker in item.iter_markers()}
-        if marker is None or "slow" in tiers or not tiers & {"thorough", "gpu_compiler"}:
-            continue
-        test, _, _ = item.nodeid.partition("[")
-        by = marker.kwargs.get("by")
-        value = item.callspec.params[by] if by and isinstance(item, pytest.Function) else ""
-        groups[f"{test} {value}"].append(item)
-    for name, cases in groups.items():
-        marker = cases[0].get_closest_marker("drawn")
-        assert marker is not None
-        count = min(marker.args[0], len(cases))
-        chosen = random.Random(f"{_SEED} {name}").sample(range(len(cases)), count)
-        for index, item in enumerate(cases):
-            if index not in chosen:
-                item.add_marker(pytest.mark.slow)
-
-
 def pytest_report_header() -> str:
     """Print the seed of the drawn cases."""
-    return f"cases of tests with many cases: TAIBAI_TEST_SEED={_SEED} (-m slow runs all)"
+    return f"cases of tests with many cases: TAIBAI_TEST_SEED={SEED} (-m slow runs all)"
 
 
 @pytest.fixture
