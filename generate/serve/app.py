@@ -88,12 +88,9 @@ class _Answer:
         self.jobs: list[Job] = []
         self.num_new_tokens = 0
 
-        def sink(number: int) -> Callable[[list[int], str | None], None]:
-            def put(tokens: list[int], reason: str | None) -> None:
-                with contextlib.suppress(RuntimeError):  # the server has stopped
-                    loop.call_soon_threadsafe(events.put_nowait, (number, tokens, reason))
-
-            return put
+        def put(number: int, tokens: list[int], reason: str | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(events.put_nowait, (number, tokens, reason))
 
         for prompt, max_new_tokens in zip(request.prompts, request.max_new_tokens, strict=True):
             for _ in range(request.num_choices):
@@ -102,7 +99,7 @@ class _Answer:
                     sampling=request.sampling,
                     row=len(self.jobs),
                     max_new_tokens=max_new_tokens,
-                    on_tokens=sink(len(self.jobs)),
+                    on_tokens=partial(put, len(self.jobs)),
                 )
                 self.jobs.append(job)
                 self._streams.append(TextStream(codec, prompt, request.stop))
