@@ -97,10 +97,7 @@ def find_damage_of_config(directory: Path) -> str | None:
 
 
 def find_missing(directory: Path) -> str | None:
-    """Check that all files of a checkpoint exist, without reading them.
-
-    Returns:
-        One sentence that names the first missing file, or None if all files exist.
+    """Return a sentence about the first missing file, or None if all exist; no contents are read.
 
     Raises:
         ReadError: a file cannot be read.

@@ -69,10 +69,7 @@ def read_data_state(step: Path) -> dict[str, Any]:
 
 
 def read_metrics(step: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint by name.
-
-    Returns:
-        The metrics, empty if the state was not evaluated or the file is damaged.
+    """Return the metrics by name; empty if the state was not evaluated or the file is damaged.
 
     Raises:
         ReadError: the file cannot be read. Without its metrics, the best checkpoint would not be

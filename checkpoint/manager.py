@@ -48,7 +48,6 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import WRITE_ERRORS, SaveError, first_error, reason_of
 from checkpoint.layout import CONFIG, DATA_STATE, DIVERGED_SUFFIX, METRICS, read_data_state
-from checkpoint.quiet import keep_quiet
 from checkpoint.state_files import StateFiles
 from distributed.messages import LONGEST_START_S, Exchange
 
@@ -75,7 +74,6 @@ class Checkpoints:
             ValueError: checkpoints cannot be stored there; see `checkpoint.paths.check_path`.
             OSError: the directory cannot be created or read.
         """
-        keep_quiet()
         self._config = config
         self._exchange = Exchange(config.timeout_s)
         # The timeout is for saves. Reading may take much longer on one host, whose file system is

@@ -20,13 +20,10 @@ _ENTRY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s+(\S.*?)\s*")
 
 
 def parse_mixture(entries: Sequence[str]) -> list[tuple[Fraction, str]]:
-    """Parse the entries of `data.mixture`.
+    """Return (share, source) of each entry of `data.mixture`; the shares sum to 1.
 
     Args:
         entries: strings of the form 'WEIGHT SOURCE'.
-
-    Returns:
-        The (share, source) of each entry; the shares are normalized to sum to 1.
 
     Raises:
         ValueError: An entry has another form, a weight is not positive, or the weights have too

@@ -64,11 +64,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read_array(path: Path) -> np.ndarray | None:
-    """Read an array written by `write_array`.
-
-    Returns:
-        The array, or None if the file does not exist or is damaged.
-    """
+    """Read an array written by `write_array`; None if there is no such file or it is damaged."""
     content = read_cached(path)
     if content is None:
         return None

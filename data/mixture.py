@@ -35,9 +35,6 @@ def mixed_order(
         orders: for each source, a function that maps an element of that source's own shuffled
             stream to a row of the source.
         offsets: for each source, the number of its first row in the concatenation.
-
-    Returns:
-        Element number -> row number in the concatenation.
     """
     blend = Blend([share for share, _ in parse_mixture(config.mixture)])
 

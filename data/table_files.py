@@ -97,15 +97,12 @@ class Budget:
 
 
 def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]) -> int:
-    """Convert tables in a process with limits.
+    """Convert tables in a process with limits, and return the number of rows.
 
     Args:
         function: function of a module that returns `num_rows_or_error(…)`.
         argument: its argument, a JSON value.
         files: tables, whose size determines the limits.
-
-    Returns:
-        The number of rows.
 
     Raises:
         ValueError: The tables are damaged, or expand to too much.
@@ -131,13 +128,10 @@ def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]
 
 
 def num_rows_or_error(write: Callable[[Budget], Any], files: Sequence[Path]) -> dict[str, Any]:
-    """Convert tables; in the process with limits.
+    """Convert tables, and return the number of rows or an OSError as JSON; in the limited process.
 
     Args:
         write: converts the tables, and counts the rows.
-
-    Returns:
-        The number of rows, or an error of the file system, as JSON.
     """
     budget = Budget(files)
     try:

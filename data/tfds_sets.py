@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from data.cache import locked
+from data.sequences import LazySequence
 from fields.paths import check_local
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import digest_of, remove
@@ -100,20 +101,16 @@ def splits_of(builder: Any) -> list[str]:
 
 
 def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
-    """Return the examples of a split of a prepared data set.
+    """Return the examples of a split of a prepared data set, by position.
 
     Args:
         decoders: decoders that replace TFDS's own for some features, in TFDS's format.
-
-    Returns:
-        The examples, by position; a ValueError if one cannot be read.
 
     Raises:
         ValueError: The file format of the data set has no random access.
     """
     try:
         source = builder.as_data_source(split, decoders=decoders)
-        return _Examples(source, f"the {split} split of the TFDS set at {builder.data_path}")
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
             f"data.name: the {split} split of the TFDS set {builder.info.full_name!r} at "
@@ -121,32 +118,17 @@ def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
             "built again as array_record, or set data.cache_dir to build it elsewhere"
         ) from error
 
-
-class _Examples(Sequence[Any]):
-    """The examples of a data source of TFDS, with errors of one sentence.
-
-    Args:
-        source: data source.
-        where: its split and directory, for messages.
-    """
-
-    def __init__(self, source: Sequence[Any], where: str):
-        self._source = source
-        self._where = where
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index):
+    def read(index: int) -> Any:
         try:
-            return self._source[index]
-        except IndexError:
-            raise
+            return source[index]
         except Exception as error:  # TFDS and array_record raise many types for damaged files.
             raise ValueError(
-                f"example {index} of {self._where} cannot be read ({shortened(error)}); delete the "
-                "set there, so that it is built again"
+                f"example {index} of the {split} split of the TFDS set at {builder.data_path} "
+                f"cannot be read ({shortened(error)}); delete the set there, so that it is built "
+                "again"
             ) from error
+
+    return LazySequence(len(source), read)
 
 
 @dataclasses.dataclass(frozen=True)

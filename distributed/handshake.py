@@ -30,7 +30,8 @@ from pathlib import Path
 
 import taibai
 from distributed.channel import Channel, connect, listen
-from distributed.secret import SECRET, is_proof, proof
+from distributed.secret import is_proof, proof
+from distributed.variables import SECRET
 from untrusted.documents import parse_json
 from untrusted.schema import check_fields
 

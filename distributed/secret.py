@@ -13,8 +13,8 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-#: The environment variable with the secret.
-SECRET = "TAIBAI_SECRET"
+from distributed.variables import SECRET
+
 _MAX_BYTES = 4096
 
 

@@ -16,7 +16,7 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
-from distributed.startup import CPU_XLA_FLAGS
+from distributed.variables import CPU_XLA_FLAGS
 from tests.drawn import SEED, draw_cases
 from tests.runs import write_corpus
 from untrusted import imports

@@ -199,13 +199,10 @@ def open_new(path: Path) -> BinaryIO:
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Open a regular file without following a link, and create it if it does not exist.
+    """Open or create a regular file without following a link, and return its descriptor.
 
     Args:
         flags: flags of `os.open`, without `os.O_TRUNC`, which would empty a refused file.
-
-    Returns:
-        The file descriptor.
 
     Raises:
         ValueError: There is a symbolic or hard link, or no regular file, at `path`.

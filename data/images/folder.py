@@ -68,10 +68,7 @@ class FolderImages(ImageSource):
 
 
 def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Find the images of `data.paths`, and check that every file can be read.
-
-    Returns:
-        The data set, without the images that cannot be used.
+    """Find the images of `data.paths`, without those that cannot be read.
 
     Raises:
         FileNotFoundError: The folder does not exist.

@@ -139,9 +139,6 @@ class Images(Examples):
             arguments: arguments of all rows, sorted, so that a pair of rows is not split
                 between two workers.
             wanted: number of each row, in the order of the result.
-
-        Returns:
-            The rows, in the order of `wanted`.
         """
         if self._workers is None:
             batch = getattr(self, method)(arguments)
@@ -236,9 +233,6 @@ class Images(Examples):
 
 def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
     """Find and check a corpus of images; data sets are prepared on first use.
-
-    Returns:
-        The corpus. If `images.num_workers` is not 0, worker processes read its rows.
 
     Raises:
         ValueError: The data set is unknown, broken or unsuitable for the objective, or has too few

@@ -70,13 +70,10 @@ def _call_again(name: str) -> Mapping[str, Sequence[Any]]:
 
 
 def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Call the user's function, and read and check every image that it returns.
+    """Call the user's function, and find the images that it returns, without unusable ones.
 
     Args:
         config: config section `data`; `name` is the import path of the function.
-
-    Returns:
-        The data set, without the images that cannot be used.
 
     Raises:
         ValueError: There is no such function, or it returns anything else or fewer than two labels;

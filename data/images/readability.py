@@ -55,12 +55,9 @@ def problem_of(image: object) -> str | None:
 
 
 def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -> np.ndarray:
-    """Check which files are images that can be decoded.
+    """Return bool[number of files], whether each file is an image that can be decoded.
 
     A file that passed the check is read again only if its size or modification time changes.
-
-    Returns:
-        bool[number of files], true for files that can be decoded.
 
     Raises:
         ValueError: Some files are broken, and `images.on_broken` is 'refuse'.
@@ -121,13 +118,10 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
 
 
 def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) -> dict[int, str]:
-    """Check images in threads.
+    """Check images in threads; return number of an image -> its problem, if it has one.
 
     Args:
         check: returns the problem of an image, or None if it has none.
-
-    Returns:
-        Number of an image -> its problem, for the images that have one.
     """
     if len(numbers) > 10 * _CHUNK:
         logger.info("Checking %d images; this is done once", len(numbers))

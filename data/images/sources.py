@@ -138,16 +138,13 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
 def _chosen_of_each(
     split: Split, fraction: float, purpose: bytes, *, least: int = 0, spared: int = 0
 ) -> np.ndarray:
-    """Choose a fraction of each class, by the hashes of the images' names.
+    """Choose a fraction of each class by the hashes of the images' names: bool[number of images].
 
     Args:
         fraction: fraction of each class to choose, rounded to whole images.
         purpose: key of the hash, so that choices for different purposes are independent.
         least: minimum number of images to choose from each class.
         spared: number of images of each class that are never chosen.
-
-    Returns:
-        bool[number of images], true for the chosen images.
     """
     is_chosen = np.zeros(len(split.names), bool)
     if not fraction:

@@ -68,13 +68,10 @@ class TfdsImages(ImageSource):
 
 
 def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Find the TFDS data set `data.name`, and check that every image can be read.
+    """Find the images of the TFDS data set `data.name`, without those that cannot be used.
 
     The validation split is the data set's own 'validation' split or, if there is none, its 'test'
     split.
-
-    Returns:
-        The data set, without the images that cannot be used.
 
     Raises:
         ValueError: There is no such data set, or it has no images, no labels or no train split; or

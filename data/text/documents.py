@@ -13,8 +13,8 @@ from data import tfds_sets
 from data.checks import files_key
 from data.config import DataConfig
 from data.own import SPLITS, call_own
+from data.sequences import LazySequence, hold_out_last
 from data.text import text_files, tfds_text, token_files
-from data.text.chained import hold_out_last
 from data.text.tables import as_lines
 from untrusted.imports import is_import_path
 from untrusted.messages import without_surrogates
@@ -36,10 +36,7 @@ class Documents:
 
 
 def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
-    """Open the documents of a corpus.
-
-    Returns:
-        The documents as {'train': ..., 'validation': ...}, read on access.
+    """Return the train and validation documents of a corpus, read on access.
 
     Raises:
         ValueError: The corpus is unknown, unreadable or empty.
@@ -90,7 +87,7 @@ def _find_text_files(config: DataConfig) -> Documents:
         lines = as_lines(files, config.cache_path, config.verify)
         splits = text_files.split_files(lines, config.validation_fraction, config.sequence_length)
         return {
-            split: text_files.FileDocuments(spans, config.text_field)
+            split: text_files.lazy_documents(spans, config.text_field)
             for split, spans in splits.items()
         }
 
@@ -117,7 +114,7 @@ def _find_tfds(config: DataConfig) -> Documents:
     fraction = "" if "validation" in builder.info.splits else config.validation_fraction
     return Documents(
         key=f"tfds {config.text_field} {fraction} {tfds_sets.builder_key(builder)}",
-        open=lambda: tfds_text.open_documents(
+        open=lambda: tfds_text.open_tfds_documents(
             builder, feature_of(builder), config.validation_fraction
         ),
     )
@@ -125,13 +122,26 @@ def _find_tfds(config: DataConfig) -> Documents:
 
 def _find_user_corpus(name: str) -> Documents:
     returned = call_own(name, "str")
-    documents: dict[str, Sequence[Any]] = {
-        split: _UserDocuments(returned[split], f"data.name={name!r}: document {{}} of {split!r}")
-        for split in SPLITS
-    }
+    documents = {split: _checked_documents(returned[split], name, split) for split in SPLITS}
     # The function may return a fingerprint of its own, so that not all documents are read here.
     fingerprint = returned.get("fingerprint") or _hash_documents(documents)
     return Documents(key=f"user {name} {fingerprint}", open=lambda: documents)
+
+
+def _checked_documents(values: Sequence[object], name: str, split: str) -> Sequence[str]:
+    """Return the documents returned by a user's function, each checked when it is read."""
+
+    def read(index: int) -> str:
+        document = values[index]
+        if not isinstance(document, str):
+            raise ValueError(
+                f"data.name={name!r}: document {index} of {split!r} is a "
+                f"{type(document).__name__}, but must be a str; return decoded text"
+            )
+        # A lone surrogate is legal in a str, but no tokenizer accepts it.
+        return without_surrogates(document)
+
+    return LazySequence(len(values), read)
 
 
 def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:
@@ -141,31 +151,3 @@ def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:
         for document in values:
             digest.update(f"{len(document)}\0{document}".encode())
     return digest.hexdigest()
-
-
-class _UserDocuments(Sequence[str]):
-    """The documents returned by a user's function, each checked when it is read.
-
-    Args:
-        values: sequence that the function returned for a split.
-        description: name of a document in messages, with {} in place of its index.
-    """
-
-    def __init__(self, values: Sequence[object], description: str):
-        self._values = values
-        self._description = description
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        document = self._values[index]
-        if not isinstance(document, str):
-            raise ValueError(
-                f"{self._description.format(index)} is a {type(document).__name__}, but must be "
-                "a str; return decoded text"
-            )
-        # A lone surrogate is legal in a str, but no tokenizer accepts it.
-        return without_surrogates(document)

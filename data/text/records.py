@@ -7,6 +7,7 @@ from typing import Any
 from data.checks import is_int
 from data.config import DataConfig
 from data.examples import Label
+from data.sequences import LazySequence
 from data.text.spans import DocumentSpans
 from data.text.tables import as_lines
 from data.text.text_files import find_files, record_of_json, split_files
@@ -65,17 +66,9 @@ class Records(Sequence[dict[str, Any]]):
         return texts, record[self._config.label_field] if is_labelled else None
 
 
-class RecordTexts(Sequence[str]):
-    """The texts of each line joined into one document, to train a tokenizer on."""
-
-    def __init__(self, records: Records):
-        self._records = records
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "\n".join(self._records.read(index)[0])
+def texts_of_records(records: Records) -> Sequence[str]:
+    """Return the texts of each line joined into one document, to train a tokenizer on."""
+    return LazySequence(len(records), lambda index: "\n".join(records.read(index)[0]))
 
 
 def split_lines(config: DataConfig) -> dict[str, DocumentSpans]:
@@ -99,10 +92,7 @@ def split_lines(config: DataConfig) -> dict[str, DocumentSpans]:
 
 
 def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]]:
-    """Read and check every line.
-
-    Returns:
-        A hash of all lines, and for each split the label of each of its lines.
+    """Read and check every line; return a hash of all lines, and each line's label by split.
 
     Raises:
         ValueError: A line lacks a field, or a text is empty.
@@ -122,13 +112,10 @@ def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]
 def check_labels(
     labels: dict[str, list[Label | None]], splits: dict[str, Records], config: DataConfig
 ) -> tuple[Label, ...]:
-    """Check the labels of a classification objective.
+    """Check the labels of a classification objective, and return those of the train split, sorted.
 
     Args:
         labels: split -> the label of each line.
-
-    Returns:
-        The distinct labels of the train split, sorted.
 
     Raises:
         ValueError: The train split has fewer than two labels or labels of two types, or the

@@ -11,15 +11,15 @@ from data.cache import make_cache
 from data.config import RECORD_OBJECTIVES, DataConfig
 from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
 from data.mixture import sources
-from data.text.chained import ConcatDocuments
-from data.text.chat.conversations import MessageTexts, encode, end_of_answers, open_chats
+from data.sequences import ConcatDocuments
+from data.text.chat.conversations import encode, end_of_answers, open_chats, texts_of_messages
 from data.text.chat.template import load_template
 from data.text.documents import find_corpus
 from data.text.objectives.chat import ChatExamples
 from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
 from data.text.objectives.preference import PreferenceExamples
 from data.text.objectives.registry import make_examples, num_tokens_needed
-from data.text.records import Records, RecordTexts, check_labels, scan, split_lines
+from data.text.records import Records, check_labels, scan, split_lines, texts_of_records
 from data.text.token_store import TokenStore, load_tokens
 from data.text.tokenization.bpe import load_bpe
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
@@ -131,7 +131,7 @@ def _load_records(config: DataConfig) -> TextCorpus:
     splits = {split: Records(spans, config) for split, spans in split_lines(config).items()}
     fingerprint, labels_by_split = scan(splits)
     tokenizer = tokenizer or _load_bpe(
-        config, f"records {fingerprint}", lambda: RecordTexts(splits["train"])
+        config, f"records {fingerprint}", lambda: texts_of_records(splits["train"])
     )
     labels: tuple[Label, ...] = ()
     if config.objective == "classification":
@@ -162,7 +162,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     tokenizer = tokenizer or _load_bpe(
         config,
         f"chat {hashlib.sha256(repr([*splits['train']]).encode()).hexdigest()}",
-        lambda: MessageTexts(splits["train"]),
+        lambda: texts_of_messages(splits["train"]),
     )
     template = load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
     encoded = [encode(split, template, tokenizer, config) for split in splits.values()]
@@ -187,10 +187,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
 
 
 def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Load a tokenizer that does not depend on the corpus.
-
-    Returns:
-        The tokenizer, or None if it has to be trained on the corpus.
+    """Load a tokenizer that does not depend on the corpus; None if it has to be trained on it.
 
     Raises:
         FileNotFoundError: The tokenizer file does not exist.

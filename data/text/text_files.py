@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from data.checks import matches_of
+from data.sequences import LazySequence
 from data.table_files import SUFFIXES
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
@@ -35,37 +36,27 @@ TEXT_PART_BYTES = 32 * 1024
 MAX_LINE_BYTES = 64 * 2**20
 
 
-class FileDocuments(Sequence[str]):
-    """A sequence of documents that are read and decoded on access.
+def lazy_documents(spans: DocumentSpans, text_field: str) -> Sequence[str]:
+    """Return documents that are read and decoded on access.
 
     Args:
         text_field: field of a .jsonl line that contains its text.
     """
 
-    def __init__(self, spans: DocumentSpans, text_field: str):
-        self._spans = spans
-        self._text_field = text_field
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        content = self._spans.read(index)
-        if not _is_jsonl(self._spans.file_of(index)):
+    def read(index: int) -> str:
+        content = spans.read(index)
+        if not _is_jsonl(spans.file_of(index)):
             return content
-        return record_of_json(content, self._spans.place_of(index), self._text_field)[
-            self._text_field
-        ]
+        return record_of_json(content, spans.place_of(index), text_field)[text_field]
+
+    return LazySequence(len(spans), read)
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """Find the files that match some globs.
+    """Return the files that match some globs, each once, sorted by path.
 
     Args:
         patterns: globs; `~` and `**` are expanded.
-
-    Returns:
-        The files, each once, sorted by path.
 
     Raises:
         FileNotFoundError: A glob matches no file.

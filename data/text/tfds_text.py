@@ -4,27 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from data import tfds_sets
-from data.text.chained import hold_out_last
+from data.sequences import LazySequence, hold_out_last
 
 
-class TfdsDocuments(Sequence[str]):
-    """The texts of the examples of a split, read and decoded on access."""
-
-    def __init__(self, source: Sequence[Any], text_feature: str):
-        self._source = source
-        self._text_feature = text_feature
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        position = range(len(self))[index]  # an IndexError at the end, where TFDS has another error
-        text = self._source[position][self._text_feature]
-        # Users cannot repair a bad byte in a published data set, so it is replaced.
-        return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-
-
-def open_documents(
+def open_tfds_documents(
     builder: Any, feature: str, validation_fraction: float
 ) -> dict[str, Sequence[str]]:
     """Return the train and validation documents of a prepared data set, read on access.
@@ -36,11 +19,21 @@ def open_documents(
         ValueError: The data set has no train split or no random access.
     """
     splits = tfds_sets.splits_of(builder)
-    train = TfdsDocuments(tfds_sets.open_split(builder, "train"), feature)
+    train = _texts(builder, "train", feature)
     if "validation" not in splits:
         return hold_out_last([train], validation_fraction)
-    validation = TfdsDocuments(tfds_sets.open_split(builder, "validation"), feature)
-    return {"train": train, "validation": validation}
+    return {"train": train, "validation": _texts(builder, "validation", feature)}
+
+
+def _texts(builder: Any, split: str, feature: str) -> Sequence[str]:
+    examples = tfds_sets.open_split(builder, split)
+
+    def read(index: int) -> str:
+        text = examples[index][feature]
+        # Users cannot repair a bad byte in a published data set, so it is replaced.
+        return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+
+    return LazySequence(len(examples), read)
 
 
 def find_text_feature(builder: Any, text_field: str) -> str:

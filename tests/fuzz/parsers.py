@@ -21,7 +21,7 @@ from convert.source import read_source
 from convert.tensor_files import open_tensors
 from data.cache import read_array, write_array
 from data.images.readability import problem_of
-from data.text.text_files import FileDocuments, split_files
+from data.text.text_files import lazy_documents, split_files
 from data.text.token_files import open_token_file
 from distributed.channel import Channel
 from distributed.handshake import Process
@@ -97,7 +97,7 @@ def _read_target(directory: Path) -> None:
 def _read_documents(name: str) -> Callable[[Path], Any]:
     def parse(directory: Path) -> None:
         for spans in split_files([directory / name], 0.5, 16).values():
-            list(FileDocuments(spans, "text"))
+            list(lazy_documents(spans, "text"))
 
     return parse
 

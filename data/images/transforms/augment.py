@@ -20,7 +20,7 @@ _NUM_TRIES = 10
 def augment(
     image: Image.Image, config: ImageConfig, random: np.random.Generator, view: int = 0
 ) -> np.ndarray:
-    """Crop and augment an image at random, as in training.
+    """Crop and augment an image at random, as in training, to uint8[size, size, channels].
 
     The operations are applied in this order: crop, flip, color jitter, grayscale, blur, solarize,
     RandAugment, erasing.
@@ -29,9 +29,6 @@ def augment(
         image: image, preferably not decoded yet, so that only the needed pixels are decoded.
         view: 0 or 1, the view of a pair; selects one of the two probabilities of `blur` and
             `solarize`.
-
-    Returns:
-        uint8[size, size, channels].
     """
     width, height = image.size
     box = (0.0, 0.0, float(width), float(height))

@@ -118,32 +118,26 @@ def random_box(
 
 
 def crop(image: Image.Image, box: Box, size: int, channels: int) -> Image.Image:
-    """Crop a box of an image and resize it to size × size pixels (bicubic).
+    """Crop a box and resize it to size × size pixels (bicubic), in mode L or RGB.
 
     Args:
         image: image, preferably not decoded yet.
         box: box to keep, in pixels of the image.
         size: height and width of the result in pixels.
         channels: 1 or 3.
-
-    Returns:
-        The resized crop, of mode L or RGB.
     """
     scaled, box = _decode(image, box, size, channels)
     return scaled.resize((size, size), Image.Resampling.BICUBIC, box)
 
 
 def central_crop(image: Image.Image, size: int, channels: int, part: float) -> Image.Image:
-    """Resize the shorter side of an image to size ÷ part pixels, and crop the center.
+    """Resize the shorter side to size ÷ part pixels, and crop the center, in mode L or RGB.
 
     Args:
         image: image, preferably not decoded yet.
         size: height and width of the result in pixels.
         channels: 1 or 3.
         part: `images.eval_crop`: the side of the crop ÷ the shorter side of the resized image.
-
-    Returns:
-        The central crop, of mode L or RGB.
     """
     width, height = image.size
     shorter = int(size / part)

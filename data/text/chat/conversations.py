@@ -16,6 +16,7 @@ import numpy as np
 
 from data.cache import locked, read_array, write_array
 from data.config import DataConfig
+from data.sequences import LazySequence
 from data.text.chat.lines import ChatLines, Conversations, Preferences
 from data.text.chat.rendering import Span
 from data.text.chat.template import ChatTemplate, Dialogue, Rendered
@@ -31,19 +32,14 @@ _BATCH_LINES = 64
 _BATCH_BYTES = 2**20
 
 
-class MessageTexts(Sequence[str]):
-    """The contents of each line's messages as one document, to train a tokenizer on."""
+def texts_of_messages(lines: ChatLines) -> Sequence[str]:
+    """Return the contents of each line's messages as one document, to train a tokenizer on."""
 
-    def __init__(self, lines: ChatLines):
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        dialogues = self._lines[index]
-        messages = (message for each in dialogues for message in each.messages)
+    def read(index: int) -> str:
+        messages = (message for each in lines[index] for message in each.messages)
         return "\n".join(message.get("content") or "" for message in messages)
+
+    return LazySequence(len(lines), read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +78,6 @@ def open_chats(config: DataConfig) -> dict[str, ChatLines]:
 
     Args:
         config: config section `data`, with the objective "chat" or "preference".
-
-    Returns:
-        Split -> its conversations, or its pairs of them.
 
     Raises:
         FileNotFoundError: A glob matches nothing.

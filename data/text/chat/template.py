@@ -234,7 +234,7 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
 def find_template(
     setting: str, tokenizer: Path | None, eos_token: str, **options: Any
 ) -> ChatTemplate | None:
-    """Load a chat template if there is one.
+    """Load a chat template; None if the tokenizer has none.
 
     Args:
         setting: `data.chat_template`: "roles", the path of a file, or "" for the template of the
@@ -242,9 +242,6 @@ def find_template(
         tokenizer: path of the tokenizer, or of its directory; None: it has no file.
         eos_token: name of the tokenizer's end-of-document token.
         **options: options `is_repeatable` and `processes` of `ChatTemplate`.
-
-    Returns:
-        The template; None if the tokenizer has none.
 
     Raises:
         ValueError: The template cannot be read.

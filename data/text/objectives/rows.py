@@ -65,13 +65,10 @@ def _missing(what: str, names: tuple[str, ...], config: DataConfig) -> ValueErro
 
 
 def padded(ids: np.ndarray | Sequence[int], length: int, pad: int = 0) -> np.ndarray:
-    """Pad ids at the end.
+    """Pad ids at the end to int32[length].
 
     Args:
         ids: at most `length` ids.
-
-    Returns:
-        int32[length].
     """
     row = np.full(length, pad, np.int32)
     row[: len(ids)] = ids

@@ -1,9 +1,28 @@
-"""Concatenate sequences of documents without copying them."""
+"""Sequences whose items are read on access, and concatenations of them without copies."""
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+
+class LazySequence(Sequence[Any]):
+    """A sequence whose items are read on access.
+
+    Args:
+        size: number of items.
+        read: returns the item at a position, from 0 to `size - 1`.
+    """
+
+    def __init__(self, size: int, read: Callable[[int], Any]):
+        self._positions = range(size)
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._read(self._positions[index])
 
 
 class ConcatDocuments(Sequence[Any]):
