@@ -148,7 +148,25 @@ class Run:
     @_once
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
-        step = self._train_step_function()
+        update = Update(
+            optimizer=self.optimizer,
+            clip_norm=self.config.optimizer.clip_norm,
+            state_layout=self.state_layout,
+            layouts=self.layouts,
+            mesh=self.trace_mesh,
+            seed=self.config.train.seed,
+        )
+        functions = self.functions
+        if self.frozen is not None:
+            functions = with_frozen_params(functions, self.frozen)
+        step = make_train_step(
+            functions,
+            update,
+            self.learning_rate_schedule,
+            self._step_config(),
+            self._param_sharding(),
+            self.rules,
+        )
         out_shardings = (shardings_of(self.state_layout.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
@@ -214,27 +232,6 @@ class Run:
     @property
     def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
         return self.state_layout.abstract, self._abstract_batch()
-
-    def _train_step_function(self) -> Callable:
-        update = Update(
-            self.optimizer,
-            self.config.optimizer.clip_norm,
-            self.state_layout,
-            self.layouts,
-            self.trace_mesh,
-            self.config.train.seed,
-        )
-        functions = self.functions
-        if self.frozen is not None:
-            functions = with_frozen_params(functions, self.frozen)
-        return make_train_step(
-            functions,
-            update,
-            self.learning_rate_schedule,
-            self._step_config(),
-            self._param_sharding(),
-            self.rules,
-        )
 
     @_once
     def compile_eval_step(self) -> jax.stages.Compiled:
