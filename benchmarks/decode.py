@@ -33,7 +33,7 @@ from predict.time.prediction import predict
 from sharding import hardware
 from sharding.mesh import use_mesh
 from train.compile import load_config, run_for
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     target = parse_target(args.target)
     if target.num_devices != 1:
         raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
-    config = load_config(args.config, parse_overrides(others))
+    config = load_config(args.config, Overrides.parse(others))
     model = run_for(validate_config(config), target).model
     passes = [predicted(model, target, size, args.length) for size in sizes]
     figures = {"command": command, "versions": report.versions(), "target": target.name}

@@ -34,7 +34,7 @@ from predict.program.communication import collectives
 from predict.program.memory import memory
 from sharding.batches import place_batch
 from train.config import config_files
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.reporting.throughput import mfu
 from train.run.assemble import assemble_run
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     names = CONTENDERS if args.peer else ("ours",)
     figures = measure(
-        make_run(args.config, parse_overrides(others)),
+        make_run(args.config, Overrides.parse(others)),
         names=(args.only,) if args.only else names,
         with_compiled=not args.no_compile,
         num_rounds=args.rounds,
@@ -85,12 +85,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def make_run(config: str, overrides: list[str]) -> Run:
+def make_run(config: str, overrides: Overrides | Sequence[str]) -> Run:
     """Return the run of a config, without loading its data.
 
     Args:
         config: path of the config file, with or without an argument.
-        overrides: `section.key=value`.
+        overrides: parsed, or strings `section.key=value`.
 
     Returns:
         The run, on the mesh of its config.

@@ -34,7 +34,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     hf = read_config(path / "config.json", within=path)
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
-    check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
+    check_types(architecture.model_class.Config, fields, "config.json gives model")
     fields |= architecture.fields
     tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
     if architecture.detect is not None:

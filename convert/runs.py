@@ -129,7 +129,7 @@ def open_run(
     model_class = find_model(name)
     fields = split_model_keys(fields, model_class).own
     check_keys(model_class.Config, fields, f"{file}: model")
-    check_types(model_class.Config, fields, f"{file}: model", tuples=True)
+    check_types(model_class.Config, fields, f"{file}: model")
     files = workdir / HF_FILES
     check_link(files, workdir)
     hf_file = files / "config.json"

@@ -29,7 +29,7 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config import config_files
 from train.config.inherit_config import take_init_from
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED
 from train.planning.compiled_step import CompiledStep, compile_and_predict
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", force=True)
 
     def report() -> str:
-        overrides = parse_overrides(others)
+        overrides = Overrides.parse(others)
         target = parse_target(args.target, args.network)
         step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
         if args.out is not None:
@@ -116,12 +116,17 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
 
 
 def compile_step(
-    path: str, target: Target, overrides: list[str], *, allow_import: Sequence[str] = ()
+    path: str,
+    target: Target,
+    overrides: Overrides | Sequence[str],
+    *,
+    allow_import: Sequence[str] = (),
 ) -> CompiledStep:
     """Compile the training step of a config.
 
     Args:
         path: config file, as for `--config`.
+        overrides: parsed, or strings `section.key=value`.
 
     Raises:
         ValueError: the config, the mesh or the target is not valid.
@@ -131,8 +136,11 @@ def compile_step(
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 
 
-def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] = ()) -> Any:
+def load_config(
+    path: str, overrides: Overrides | Sequence[str], *, allow_import: Sequence[str] = ()
+) -> Any:
     """Return the ConfigDict of a run whose data is not read; arguments as for `compile_step`."""
+    overrides = Overrides.of(overrides)
     config_dict: Any = config_files.load(path, overrides, allow_import=allow_import)
     take_init_from(config_dict, overrides, allow_import=allow_import)
     if config_dict.data.name in _READ_FROM_PATHS and not config_dict.data.paths:

@@ -37,7 +37,7 @@ from train.compile import (
     target_parser,
 )
 from train.config import config_files
-from train.config.overrides import Override, parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrate
 from train.planning.explanation import (
@@ -96,9 +96,9 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     """Return the report on the best plans, and write the best into `--out`."""
     check_file("--out", args.out)
     check_picture("--picture", args.picture)
-    overrides = parse_overrides(others)
+    overrides = Overrides.parse(others)
     config_dict = load_config(args.config, overrides, allow_import=args.allow_import)
-    fixed = {Override.parse(override).key for override in overrides}
+    fixed = overrides.keys
     check_replicas(config_dict, fixed, _num_devices(args.target, args.network))
     config = open_config(config_dict, fixed)
     check_max_microbatches(args.max_microbatches, config, fixed)
@@ -161,7 +161,7 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
     directory = cache_path()
     if args.config is not None:
         config_dict = load_config(
-            args.config, parse_overrides(others), allow_import=args.allow_import
+            args.config, Overrides.parse(others), allow_import=args.allow_import
         )
         directory = cache_path(config_dict.data.cache_dir)
     elif others:

@@ -44,6 +44,7 @@ from train.compile import run_for
 from train.config import deepspeed
 from train.config.config_files import load, shorten
 from train.config.inherit_config import take_init_from
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.goodput import summarize
 from train.lifecycle.restore import restore_or_initialize
@@ -86,7 +87,7 @@ def _resume(directory: Path) -> None:
 def _read_deepspeed(directory: Path) -> None:
     path = str(directory / "deepspeed.json")
     translated = deepspeed.read(path, load("configs/gpt2.py"))
-    validate_config(load("configs/gpt2.py", translated.overrides))
+    validate_config(load("configs/gpt2.py", Overrides().with_deepspeed(translated.values)))
 
 
 def _read_target(directory: Path) -> None:
@@ -166,7 +167,7 @@ def _assemble(directory: Path, target: str) -> None:
     """Assemble a config's run without data, as far as the memory estimate needs."""
     given: Any = load(str(directory / "config.yaml"))
     shorten(given)
-    take_init_from(given, ())
+    take_init_from(given, Overrides())
     try:
         run_for(validate_config(given), _TargetOfCpus(**vars(parse_target(target))))
     finally:

@@ -23,9 +23,10 @@ from data.examples import Corpus
 from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
 from distributed.messages import Exchange
+from fields.keys import check_keys
 from sharding.memory import MemoryConfig
 from train.config.config_files import differences, load_data
-from train.config.schema import SECTIONS, build_section
+from train.config.schema import SECTIONS
 from train.lifecycle.config_history import write_config
 from train.run.run import Run
 from untrusted.files import check_links, write_text
@@ -151,7 +152,9 @@ def planned_memory(workdir: Path) -> MemoryConfig:
         saved = _load(path)
     except FileNotFoundError:
         saved = {}
-    return build_section(MemoryConfig, saved.get("memory", {}), f"{path}: memory")
+    values = saved.get("memory", {})
+    check_keys(MemoryConfig, values, f"{path}: memory")
+    return MemoryConfig(**values)
 
 
 def saved_config(workdir: Path) -> dict[str, Any] | None:

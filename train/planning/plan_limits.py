@@ -14,7 +14,7 @@ from typing import Any
 from predict.machines.machine import Machine
 from predict.machines.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
-from train.config.schema import RunConfig
+from train.config.schema import RunConfig, checked_value
 from train.optim.optimizer import ELEMENTWISE
 from train.planning.memory.budget import COMPILED, Budget, Needs, at_least, excess, size
 from train.planning.parallel_plan import (
@@ -158,11 +158,11 @@ def check_replicas(given: Any, fixed: Collection[str], num_devices: int) -> None
         num_devices: number of devices.
 
     Raises:
-        ValueError: mesh.data or mesh.fsdp does not divide them.
+        ValueError: mesh.data or mesh.fsdp does not divide them, or is not valid.
     """
-    batch = given.data.global_batch_size
+    batch = checked_value(given, "data.global_batch_size")
     for axis in ("data", "fsdp"):
-        count = given.mesh[axis]
+        count = checked_value(given, f"mesh.{axis}")
         if f"mesh.{axis}" in fixed and count > 0 and num_devices % count:
             others = [n for n in range(1, num_devices + 1) if num_devices % n == batch % n == 0]
             nearest = min(others, key=lambda n: abs(n - count))

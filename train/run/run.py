@@ -148,12 +148,12 @@ class Run:
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
         update = Update(
-            self.optimizer,
-            self.config.optimizer.clip_norm,
-            self.state_layout,
-            self.layouts,
-            self.trace_mesh,
-            self.config.train.seed,
+            optimizer=self.optimizer,
+            clip_norm=self.config.optimizer.clip_norm,
+            state_layout=self.state_layout,
+            layouts=self.layouts,
+            mesh=self.trace_mesh,
+            seed=self.config.train.seed,
         )
         functions = self.functions
         if self.frozen is not None:
