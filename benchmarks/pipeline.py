@@ -32,8 +32,8 @@ import numpy as np
 from benchmarks.harness import report
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, predict
-from benchmarks.harness.stage_parts import Part, StageParts
-from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
+from benchmarks.harness.stage_parts import ReplicaStep, StageParts
+from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, StepTimes, interleave, ratios
 from benchmarks.step import make_run
 from distributed import startup
 from pipeline.config import REMAT
@@ -245,10 +245,10 @@ def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Con
 
 def _figures(
     run: Run,
-    times: Times,
+    times: StepTimes,
     contender: Contender,
-    costs: Sequence[tuple[Mapping[Part, float], ...]],
-    flops: Mapping[Part, float | None],
+    costs: Sequence[tuple[Mapping[ReplicaStep, float], ...]],
+    flops: Mapping[ReplicaStep, float | None],
 ) -> dict[str, Any]:
     """Return the figures of one run.
 
@@ -257,8 +257,8 @@ def _figures(
     """
     predictions = [predict(run, alone, together) for alone, together in costs]
 
-    def predicted(name: str) -> Times:
-        return Times(rounds=tuple((getattr(p, name),) for p in predictions))
+    def predicted(name: str) -> StepTimes:
+        return StepTimes(rounds=tuple((getattr(p, name),) for p in predictions))
 
     shared = run.mesh.devices.flat[0].platform == "cpu"
     work_s = predicted("work_s")

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from distributed.channel import bind_address
 from distributed.handshake import Process, perform_handshake
+from distributed.message_socket import bind_address
 from distributed.secret import run_secret
 from distributed.variables import (
     COORDINATOR,

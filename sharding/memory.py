@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from fields.field import field
 from fields.section import Section
 
-#: Placement that lets train/planning/memory/planner.py choose settings with which the run fits.
+#: Placement that lets train/planning/memory/fitter.py choose settings with which the run fits.
 AUTO = "auto"
 
 #: Memory kind of arrays in host memory, and the memory spaces within a jitted function.

@@ -29,7 +29,7 @@ from train.lifecycle import workdir
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import plan_config
 from train.planning.memory.budget import Budget, budget_of
-from train.planning.memory.planner import MemoryPlanner
+from train.planning.memory.fitter import MemoryFitter
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.run.assemble import assemble_run
@@ -81,7 +81,7 @@ class BuiltRun:
     run: Run
     corpus: Corpus
     source: Source | None
-    planner: MemoryPlanner
+    planner: MemoryFitter
 
 
 def build_run(options: RunOptions) -> BuiltRun:
@@ -118,7 +118,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         config = plan_config(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
         mesh = make_mesh(config.mesh, [*mesh.devices.flat])
     assemble = partial(assemble, mesh=mesh)
-    planner = MemoryPlanner(assemble, budget)
+    planner = MemoryFitter(assemble, budget)
     if options.is_evaluation:
         run = assemble(config)
     elif config.memory.placement == AUTO:

@@ -34,7 +34,7 @@ from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import target_budget
-from train.planning.memory.planner import MemoryPlanner
+from train.planning.memory.fitter import MemoryFitter
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.commands import command_parser, refuses_bad_input, run_command
@@ -175,7 +175,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
         device_budget=budget.device_bytes,
     )
     if config.memory.placement == AUTO:
-        return MemoryPlanner(assemble, budget).search(config)
+        return MemoryFitter(assemble, budget).search(config)
     return assemble(config)
 
 

@@ -31,7 +31,7 @@ from benchmarks.harness.batches import random_batch
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS
 from pipeline.runtime.gather import ParamGatherer, ParamSharding
 from pipeline.runtime.layers import Layers, Work
-from pipeline.runtime.tick_plan import Slots
+from pipeline.runtime.tick_table import BufferSlots
 from pipeline.runtime.trees import add, total_of, wide_types, zeros
 from pipeline.stack_layout import StackLayout
 from predict.program.flops import matmul_flops
@@ -41,7 +41,7 @@ from train.run.run import Run
 Tree = Any
 
 #: (name, number of layers); the number is 0 for embedding and head.
-Part = tuple[str, int]
+ReplicaStep = tuple[str, int]
 
 
 class StageParts:
@@ -74,13 +74,13 @@ class StageParts:
         self._non_stack_params = self._copied(non_stack_params)
         self._params: dict[int, Tree] = {}  # number of layers -> their parameters
         self._compiled: dict[tuple, Any] = {}
-        self._flops: dict[Part, float | None] = {}
+        self._flops: dict[ReplicaStep, float | None] = {}
 
-    def repeats(self, part: Part) -> int:
+    def repeats(self, part: ReplicaStep) -> int:
         """Return how often a step of the part computes it."""
         return 1 if part[0] == "update" else self._num_microbatches
 
-    def flops(self, part: Part) -> float | None:
+    def flops(self, part: ReplicaStep) -> float | None:
         """Return the FLOPs of a part's matrix products on one device, or None if unknown.
 
         They are per microbatch, or per step for the update. `step_of` must have been called.
@@ -88,7 +88,7 @@ class StageParts:
         total = self._flops[part]
         return None if total is None else total / self.repeats(part)
 
-    def step_of(self, part: Part) -> Callable[[], None]:
+    def step_of(self, part: ReplicaStep) -> Callable[[], None]:
         """Return a step of the part, which has warmed up.
 
         It computes the part for all microbatches in sequence, on all devices at the same time.
@@ -193,7 +193,7 @@ class StageParts:
         make_layers = self._make_layers(num_layers, splits=splits)
 
         def work_on(m, microbatch):
-            slots = Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
+            slots = BufferSlots(saved=m % 2, for_weights=m % 2, handed=m % 2)
             return Work(chunk=jnp.int32(0), microbatch=microbatch, slots=slots)
 
         def evaluate(carry, m, microbatch, params, x):

@@ -20,7 +20,7 @@ import jax
 
 from benchmarks.harness import docs_page, ranks, report
 from benchmarks.published import libai_fit
-from benchmarks.published.libai_fit import Constants, Parts
+from benchmarks.published.libai_fit import Constants, StepParts
 from benchmarks.published.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_of, parse_rows
 from fields.paths import local_path
 from predict.machines.targets import parse_target
@@ -96,7 +96,7 @@ def _predicted(row: Row) -> dict[str, Any]:
     target = parse_target(row.target, NETWORK_GBIT_PER_S)
     step = compile_step(str(_ROOT / "configs" / MODELS[row.model]), target, row.overrides)
     mesh_shape = dict(step.run.mesh.shape)
-    parts = Parts.of_prediction(step.prediction, mesh_shape, target.gpus_per_host)
+    parts = StepParts.of_prediction(step.prediction, mesh_shape, target.gpus_per_host)
     figures = {
         "command": command_of(row),
         "seconds": round(step.trace_s + step.compile_s, 1),
@@ -109,9 +109,9 @@ def _predicted(row: Row) -> dict[str, Any]:
     return figures
 
 
-def parts_of(results: dict[str, Any], rows: Sequence[Row]) -> dict[tuple[str, str], Parts]:
+def parts_of(results: dict[str, Any], rows: Sequence[Row]) -> dict[tuple[str, str], StepParts]:
     """Return the stored parts of all jobs, by `Row.key`."""
-    return {row.key: Parts(**results["jobs"][_name(row)]["parts"]) for row in jobs_of(rows)}
+    return {row.key: StepParts(**results["jobs"][_name(row)]["parts"]) for row in jobs_of(rows)}
 
 
 def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:

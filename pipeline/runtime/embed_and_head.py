@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from pipeline.runtime.packed_activations import PackedActivations
 from pipeline.runtime.pipeline_functions import PipelineFunctions
-from pipeline.runtime.tick_plan import Operation, TickPlan
+from pipeline.runtime.tick_table import ChunkOperation, TickTable
 from pipeline.runtime.trees import add, read, total_of, where, wide_types, without, write, zeros
 from sharding.collectives import psum
 from sharding.logical import on_whole_tokens
@@ -121,27 +121,27 @@ class EmbedAndHead:
 
     # What a class below leaves out does nothing.
 
-    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_ahead(self, inputs: Tree, tick: TickTable) -> Tree:
         """Return the buffer of inputs, into which an embedding may have been written."""
         return inputs
 
-    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+    def chunk_input(self, operation: ChunkOperation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return the input of a chunk; `x` arrived, or is in the buffer of inputs."""
         return x
 
     def head_ahead(
-        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick: TickTable
     ) -> HeadState:
         """Return the state after the head; `dy` is None if it did not run."""
         return HeadState(sums=sums, non_stack_grads=non_stack_grads, dy=None)
 
     def add_embed_gradient(
-        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+        self, operation: ChunkOperation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters, in a backward whose result is `dx`."""
         return non_stack_grads
 
-    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick: TickTable) -> Tree:
         """Return the gradients of non-stack parameters, after a backward whose result is `dx`."""
         return non_stack_grads
 
@@ -160,7 +160,7 @@ class EmbedAndHead:
 class OnOneStage(EmbedAndHead):
     """The first stage embeds, and the last stage runs the head."""
 
-    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+    def chunk_input(self, operation: ChunkOperation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return a chunk's input: the embedding on the first chunk, else `x`, which arrived."""
 
         def embedded(x: Tree) -> Tree:
@@ -169,7 +169,12 @@ class OnOneStage(EmbedAndHead):
         return update_if(operation.on_first_chunk, embedded, x)
 
     def loss_and_output_cotangent(
-        self, operation: Operation, state: HeadState, dy_from_head: Tree, y: Tree, microbatch: Tree
+        self,
+        operation: ChunkOperation,
+        state: HeadState,
+        dy_from_head: Tree,
+        y: Tree,
+        microbatch: Tree,
     ) -> HeadState:
         """Return the state before the backward of a chunk.
 
@@ -192,7 +197,7 @@ class OnOneStage(EmbedAndHead):
         return update_if(operation.on_last_chunk, run_head, state)
 
     def add_embed_gradient(
-        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+        self, operation: ChunkOperation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
 
@@ -201,13 +206,13 @@ class OnOneStage(EmbedAndHead):
 
         return update_if(operation.on_first_chunk, embedded, non_stack_grads)
 
-    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+    def collect(self, include: Callable, result: Tree, y: Tree, tick: TickTable) -> Tree:
         """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
 
         def more(result: Tree) -> Tree:
-            return include(result, y, tick_plan.forward.microbatch)
+            return include(result, y, tick.forward.microbatch)
 
-        return update_if(tick_plan.forward.on_last_chunk, more, result)
+        return update_if(tick.forward.on_last_chunk, more, result)
 
 
 class OnAllStages(EmbedAndHead):
@@ -238,24 +243,24 @@ class OnAllStages(EmbedAndHead):
         self._last = last
         self._is_split = is_split
 
-    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_ahead(self, inputs: Tree, tick: TickTable) -> Tree:
         """Embed a microbatch; the first stage writes it to its buffer of inputs."""
 
         def embed(inputs: Tree) -> Tree:
-            x = self.embed(read(self._microbatches, tick_plan.embed.microbatch))
-            written = write(inputs, tick_plan.forward.slots.input, x)
+            x = self.embed(read(self._microbatches, tick.embed.microbatch))
+            written = write(inputs, tick.forward.slots.input, x)
             return self._only_on(self._first, written, inputs)
 
-        return update_if(tick_plan.embed.runs, embed, inputs)
+        return update_if(tick.embed.runs, embed, inputs)
 
     def head_ahead(
-        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick: TickTable
     ) -> HeadState:
         """Run the head and its gradient; return the state after it."""
 
         def run_head(state: HeadState) -> HeadState:
-            y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
-            microbatch = read(self._microbatches, tick_plan.head.microbatch)
+            y = self._broadcast(self._last, read(head_inputs, tick.backward.slots.head_input))
+            microbatch = read(self._microbatches, tick.head.microbatch)
             sums, grads, dy = self.head_gradient(y, microbatch)
             return HeadState(
                 sums=self._only_on(self._last, add(state.sums, sums), state.sums),
@@ -264,33 +269,38 @@ class OnAllStages(EmbedAndHead):
             )
 
         state = HeadState(sums=sums, non_stack_grads=non_stack_grads, dy=zeros(self._packed.type))
-        return update_if(tick_plan.head.runs, run_head, state)
+        return update_if(tick.head.runs, run_head, state)
 
     def loss_and_output_cotangent(
-        self, operation: Operation, state: HeadState, dy_from_head: Tree, y: Tree, microbatch: Tree
+        self,
+        operation: ChunkOperation,
+        state: HeadState,
+        dy_from_head: Tree,
+        y: Tree,
+        microbatch: Tree,
     ) -> HeadState:
         """Return the state before the backward of a chunk; see `OnOneStage`."""
         dy = update_if(operation.on_last_chunk, lambda dy: dy_from_head, state.dy)
         return dataclasses.replace(state, dy=dy)
 
-    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick: TickTable) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""
 
         def embed(non_stack_grads: Tree) -> Tree:
-            microbatch = read(self._microbatches, tick_plan.embed_gradient.microbatch)
+            microbatch = read(self._microbatches, tick.embed_gradient.microbatch)
             grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
             return self._add_once(self._first, non_stack_grads, grads)
 
-        return update_if(tick_plan.embed_gradient.runs, embed, non_stack_grads)
+        return update_if(tick.embed_gradient.runs, embed, non_stack_grads)
 
-    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+    def collect(self, include: Callable, result: Tree, y: Tree, tick: TickTable) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
 
         def together(result: Tree) -> Tree:
-            more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
+            more = include(result, self._broadcast(self._last, y), tick.head.microbatch)
             return self._only_on(self._last, more, result)
 
-        return update_if(tick_plan.head.runs, together, result)
+        return update_if(tick.head.runs, together, result)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""

@@ -16,7 +16,7 @@ with 3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
     *   only with pipeline.share_vocab, see embed_and_head.py
 
 If backwards are whole, nothing of its own tick could hide the send of dx. An iteration of the scan
-then runs the backwards of one tick and the forwards of the next (`TickPlan.skewed`):
+then runs the backwards of one tick and the forwards of the next (`TickTable.skewed`):
 
     compute  [head*]  [    B3    ]  [embed gradient*]  [arrive]  [embed*]  [ F6 ]  [arrive]
     send     y of F5 to stage 2  ====================>  |
@@ -41,15 +41,15 @@ The path of a batch, from level to level; docs/architecture.md lists every call:
     BlockVJP        block_vjp.py             forward, backward, ..., unless nothing is saved
     block           models/stack.py          the model's block, a function
 
-A tick has a `TickPlan` (tick_plan.py). From it, the stage makes a `Work` for every operation, which
-the levels below pass on.
+A tick has a `TickTable` (tick_table.py). From it, the stage makes a `Work` for every operation,
+which the levels below pass on.
 
 In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
 replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
 
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
   written here and in gather.py. The other axes stay automatic.
-- Everything that waits for a later tick is stored in the buffers that execution_plan.py plans.
+- Everything that waits for a later tick is stored in the buffers that tick_program.py plans.
 - Gradients are summed over microbatches locally. They are summed over `data` and `fsdp` once, after
   the scan, except for parameters that are gathered layer by layer (ZeRO 3): their gradients are
   reduce-scattered at every layer.
@@ -62,7 +62,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pipeline.config import PipelineConfig
-from pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
 from pipeline.runtime.gather import (
     MANUAL_AXES,
     ParamSharding,
@@ -73,7 +72,8 @@ from pipeline.runtime.gather import (
 )
 from pipeline.runtime.pipeline_functions import PipelineFunctions
 from pipeline.runtime.stage import Stage
-from pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_program import TickProgram, make_tick_program
+from pipeline.runtime.tick_table import TICKS
 from pipeline.runtime.training import TrainingStage
 from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
@@ -83,8 +83,8 @@ Tree = Any
 Params = dict[str, Tree]
 
 
-def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
-    """Return the plan that the functions built here carry out.
+def tick_program_of(schedule: Schedule, config: PipelineConfig) -> TickProgram:
+    """Return the program that the functions built here carry out.
 
     Args:
         schedule: verified table.
@@ -93,7 +93,7 @@ def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
     Raises:
         ValueError: the table splits some backwards but not others.
     """
-    return make_execution_plan(
+    return make_tick_program(
         schedule,
         recomputes=config.recomputes_chunks,
         shares_vocab=config.shares_vocab(schedule.num_stages),
@@ -128,10 +128,10 @@ def make_loss_and_grad(
             split over `pipeline`.
     """
     assert schedule.has_backward()
-    plan = plan_execution(schedule, config)
+    program = tick_program_of(schedule, config)
 
     def train_on_device(params, microbatches):
-        stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
+        stage = TrainingStage(functions, program, layouts, param_sharding, params, microbatches)
         carry = stage.first_carry()
         column = stage.column()
         with jax.named_scope(TICKS):
@@ -140,7 +140,7 @@ def make_loss_and_grad(
         return sums, stage.reduce_gradients(carry)
 
     out_specs = (PartitionSpec(), manual_specs(param_sharding.specs))
-    return _on_mesh(train_on_device, plan, param_sharding, out_specs)
+    return _on_mesh(train_on_device, program, param_sharding, out_specs)
 
 
 def make_evaluate(
@@ -166,14 +166,14 @@ def make_evaluate(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = plan_execution(schedule, config)
+    program = tick_program_of(schedule, config)
 
     def evaluate_on_device(params, microbatches):
-        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+        stage = Stage(functions, program, layouts, param_sharding, params, microbatches)
         sums = stage.evaluate()
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
-    return _on_mesh(evaluate_on_device, plan, param_sharding, PartitionSpec())
+    return _on_mesh(evaluate_on_device, program, param_sharding, PartitionSpec())
 
 
 def make_teach(
@@ -200,20 +200,20 @@ def make_teach(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = plan_execution(schedule, config)
+    program = tick_program_of(schedule, config)
 
     def teach_on_device(params, microbatches):
-        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+        stage = Stage(functions, program, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.teach()
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
     out_specs = PartitionSpec(None, REPLICA_AXES)
-    return _on_mesh(teach_on_device, plan, param_sharding, out_specs)
+    return _on_mesh(teach_on_device, program, param_sharding, out_specs)
 
 
-def _on_mesh(run_on_device, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
-    assert plan.num_stages == param_sharding.mesh.shape["pipeline"]
-    check_specs(param_sharding, shares_vocab=plan.shares_vocab)
+def _on_mesh(run_on_device, program: TickProgram, param_sharding: ParamSharding, out_specs):
+    assert program.num_stages == param_sharding.mesh.shape["pipeline"]
+    check_specs(param_sharding, shares_vocab=program.shares_vocab)
     microbatches = PartitionSpec(None, REPLICA_AXES)
     in_specs = (manual_specs(param_sharding.specs), microbatches)
     return on_shards(run_on_device, param_sharding.mesh, in_specs, out_specs)

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from pipeline.runtime.block_vjp import BlockVJP
 from pipeline.runtime.gather import ParamGatherer
-from pipeline.runtime.tick_plan import Slots
+from pipeline.runtime.tick_table import BufferSlots
 from pipeline.runtime.trees import is_none, wide_types, without
 from pipeline.stack_layout import StackLayout
 from sharding.logical import automatic_axes
@@ -43,7 +43,7 @@ LAYERS = "layers"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """One stack's buffers for values that wait for a backward; execution_plan.py explains each.
+    """One stack's buffers for values that wait for a backward; tick_program.py explains each.
 
     An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
     buffer.
@@ -73,7 +73,7 @@ class Work:
 
     chunk: jax.Array
     microbatch: Tree
-    slots: Slots
+    slots: BufferSlots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

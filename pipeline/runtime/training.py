@@ -8,7 +8,7 @@ executor.py draws a tick. Between two ticks everything that waits is in the carr
                sums                        of losses, weights and metrics so far
                non_stack_grads             sums of gradients so far, outside all stacks
                stacks_grads                sums of gradients so far, of each stack
-    tick_plan  which microbatch and chunk to work on, and which slots to read and write
+    tick  which microbatch and chunk to work on, and which slots to read and write
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from pipeline.runtime.chunks import BackwardState, ChunkResiduals
 from pipeline.runtime.embed_and_head import HeadState
 from pipeline.runtime.stage import Stage, read_or_none
-from pipeline.runtime.tick_plan import Channel, Operation, TickPlan
+from pipeline.runtime.tick_table import Channel, ChunkOperation, TickTable
 from pipeline.runtime.trees import read, write, zeros
 from pipeline.schedules.table import BACKWARD, FORWARD
 from sharding.labels import counted_as
@@ -66,97 +66,93 @@ class TrainingStage(Stage):
     """A stage that runs forwards, backwards and weight gradients."""
 
     @property
-    def tick(self) -> Callable[[TrainingCarry, TickPlan], tuple[TrainingCarry, None]]:
+    def tick(self) -> Callable[[TrainingCarry, TickTable], tuple[TrainingCarry, None]]:
         """The function that runs one tick: the body of the loop over `column`."""
-        return self._skewed_tick if self._plan.is_skewed else self._plain_tick
+        return self._skewed_tick if self._program.is_skewed else self._plain_tick
 
     def first_carry(self) -> TrainingCarry:
         """Return the state before the first tick; frozen parameters have None as gradients."""
-        plan = self._plan
+        program = self._program
         non_stack_grads = self._embed_and_head.zero_non_stack_gradients()
         return TrainingCarry(
             num_backwards=jnp.int32(0),
             sums=zeros(self._sums_type),
             non_stack_grads=counted_as("gradients", non_stack_grads),
             stacks_grads=counted_as("gradients", self._chunks.zero_stacks_gradients()),
-            residuals=self._chunks.empty_chunk_residuals(plan.num_slots),
-            y=zeros(self._x_type) if plan.is_skewed else None,
+            residuals=self._chunks.empty_chunk_residuals(program.num_slots),
+            y=zeros(self._x_type) if program.is_skewed else None,
             inputs=self._buffer("input"),
             cotangents=self._buffer("cotangent") if self._chunks.has_backward else None,
             head_inputs=self._buffer("head_input"),
         )
 
-    def column(self) -> TickPlan:
+    def column(self) -> TickTable:
         """Return this stage's work in all ticks."""
-        return self._plan.iterations.column(self._stage_index)
+        return self._program.iterations.column(self._stage_index)
 
-    def _plain_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+    def _plain_tick(self, carry: TrainingCarry, tick: TickTable) -> tuple[TrainingCarry, None]:
         """Run one tick; the order of the code is the order of the phases."""
-        y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
+        y, carry = self._forward_phase(carry, zeros(self._x_type), tick)
         sent = self._send(FORWARD, y)
-        dx, carry = self._backward_phase(carry, tick_plan)
-        inputs = self._receive(FORWARD, carry.inputs, sent, tick_plan)
+        dx, carry = self._backward_phase(carry, tick)
+        inputs = self._receive(FORWARD, carry.inputs, sent, tick)
         sent = self._send_cotangent(dx)
-        cotangents = self._receive(BACKWARD, carry.cotangents, sent, tick_plan)
+        cotangents = self._receive(BACKWARD, carry.cotangents, sent, tick)
         return dataclasses.replace(carry, inputs=inputs, cotangents=cotangents), None
 
-    def _skewed_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
-        """Run the backwards of one tick and then the forwards of the next (`TickPlan.skewed`).
+    def _skewed_tick(self, carry: TrainingCarry, tick: TickTable) -> tuple[TrainingCarry, None]:
+        """Run the backwards of one tick and then the forwards of the next (`TickTable.skewed`).
 
         The barriers keep arrivals behind the work that hides them. XLA's scheduler would write them
         to their buffers as soon as possible.
         """
         sent = self._send(FORWARD, carry.y)
-        dx, carry = self._backward_phase(carry, tick_plan)
+        dx, carry = self._backward_phase(carry, tick)
         dx, inputs = jax.lax.optimization_barrier((dx, carry.inputs))
-        inputs = self._receive(FORWARD, inputs, sent, tick_plan)
+        inputs = self._receive(FORWARD, inputs, sent, tick)
         carry = dataclasses.replace(carry, inputs=inputs)
         sent = self._send_cotangent(dx)
         # The forward depends on the backward. XLA would otherwise copy the residual buffers,
         # because the one might write to them before the other has read them.
-        microbatch = jnp.where(carry.num_backwards >= 0, tick_plan.forward.microbatch, -1)
-        forward = dataclasses.replace(tick_plan.forward, microbatch=microbatch)
-        tick_plan = dataclasses.replace(tick_plan, forward=forward)
-        y, carry = self._forward_phase(carry, carry.y, tick_plan)
+        microbatch = jnp.where(carry.num_backwards >= 0, tick.forward.microbatch, -1)
+        forward = dataclasses.replace(tick.forward, microbatch=microbatch)
+        tick = dataclasses.replace(tick, forward=forward)
+        y, carry = self._forward_phase(carry, carry.y, tick)
         y, cotangents = jax.lax.optimization_barrier((y, carry.cotangents))
-        cotangents = self._receive(BACKWARD, cotangents, sent, tick_plan)
+        cotangents = self._receive(BACKWARD, cotangents, sent, tick)
         return dataclasses.replace(carry, y=y, cotangents=cotangents), None
 
     def _forward_phase(
-        self, carry: TrainingCarry, y: Tree, tick_plan: TickPlan
+        self, carry: TrainingCarry, y: Tree, tick: TickTable
     ) -> tuple[Tree, TrainingCarry]:
         """Run embedding and forward; return (output of the forward, or `y` without one, carry)."""
-        inputs = self._embed_and_head.embed_ahead(carry.inputs, tick_plan)
+        inputs = self._embed_and_head.embed_ahead(carry.inputs, tick)
         carry = dataclasses.replace(carry, inputs=inputs)
         # A table may have no forward of its own: the only virtual stage folds it into its backward.
-        if tick_plan.forward.always is False:
+        if tick.forward.always is False:
             return y, carry
         # Read ahead of the loop that runs the forward at most once, so that it does not read the
         # whole buffer.
-        x = read_or_none(carry.inputs, tick_plan.forward.slots.input)
-        run_forward = partial(self._run_forward, tick_plan.forward, x)
-        return update_if(tick_plan.forward.runs, run_forward, (y, carry))
+        x = read_or_none(carry.inputs, tick.forward.slots.input)
+        run_forward = partial(self._run_forward, tick.forward, x)
+        return update_if(tick.forward.runs, run_forward, (y, carry))
 
-    def _backward_phase(
-        self, carry: TrainingCarry, tick_plan: TickPlan
-    ) -> tuple[Tree, TrainingCarry]:
+    def _backward_phase(self, carry: TrainingCarry, tick: TickTable) -> tuple[Tree, TrainingCarry]:
         """Run head, backward and weight gradient; return (gradient of the input, carry)."""
         embed_and_head = self._embed_and_head
-        x = read_or_none(carry.inputs, tick_plan.backward.slots.input)
-        dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
+        x = read_or_none(carry.inputs, tick.backward.slots.input)
+        dy = read_or_none(carry.cotangents, tick.backward.slots.cotangent)
         if not self._chunks.has_backward:
             dy = zeros(self._x_type)
-        head = embed_and_head.head_ahead(
-            carry.sums, carry.non_stack_grads, carry.head_inputs, tick_plan
-        )
+        head = embed_and_head.head_ahead(carry.sums, carry.non_stack_grads, carry.head_inputs, tick)
         carry = dataclasses.replace(carry, sums=head.sums, non_stack_grads=head.non_stack_grads)
-        run_backward = partial(self._run_backward, tick_plan.backward, x, dy, head.dy)
-        dx, carry = update_if(tick_plan.backward.runs, run_backward, (zeros(self._x_type), carry))
-        non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick_plan)
+        run_backward = partial(self._run_backward, tick.backward, x, dy, head.dy)
+        dx, carry = update_if(tick.backward.runs, run_backward, (zeros(self._x_type), carry))
+        non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick)
         carry = dataclasses.replace(carry, non_stack_grads=non_stack_grads)
         # Without split backwards there are no weight gradients.
-        if tick_plan.weight_gradient.always is not False:
-            operation = tick_plan.weight_gradient
+        if tick.weight_gradient.always is not False:
+            operation = tick.weight_gradient
             run_weight_gradient = partial(self._run_weight_gradient, operation)
             carry = update_if(operation.runs, run_weight_gradient, carry)
         return dx, carry
@@ -166,7 +162,7 @@ class TrainingStage(Stage):
         return self._send(BACKWARD, dx) if self._chunks.has_backward else {}
 
     def _run_forward(
-        self, operation: Operation, x: Tree, state: tuple[Tree, TrainingCarry]
+        self, operation: ChunkOperation, x: Tree, state: tuple[Tree, TrainingCarry]
     ) -> tuple[Tree, TrainingCarry]:
         """Run a chunk's forward; the residuals are not kept if the backward recomputes them.
 
@@ -181,7 +177,7 @@ class TrainingStage(Stage):
         work = self._work(operation)
         x = self._embed_and_head.chunk_input(operation, x, work.microbatch)
         residuals = carry.residuals
-        if self._plan.recomputes:
+        if self._program.recomputes:
             y = self._chunks.chunk_forward(work, x)
         else:
             y, residuals = self._chunks.chunk_forward_saving(work, x, residuals)
@@ -196,7 +192,7 @@ class TrainingStage(Stage):
 
     def _run_backward(
         self,
-        operation: Operation,
+        operation: ChunkOperation,
         x: Tree,
         dy: Tree,
         dy_from_head: Tree,
@@ -218,7 +214,7 @@ class TrainingStage(Stage):
         work = self._work(operation)
         residuals = carry.residuals
         y = None
-        if self._plan.recomputes:
+        if self._program.recomputes:
             x = self._embed_and_head.chunk_input(operation, x, work.microbatch)
             residuals = self._with_scratch(residuals)
             slots = dataclasses.replace(work.slots, saved=jnp.int32(0))
@@ -242,7 +238,7 @@ class TrainingStage(Stage):
             operation, backward.non_stack_grads, dx, work.microbatch
         )
         residuals = backward.residuals
-        if self._plan.recomputes:
+        if self._program.recomputes:
             residuals = _without_scratch(residuals)
         return dx, dataclasses.replace(
             carry,
@@ -265,7 +261,9 @@ class TrainingStage(Stage):
             for name, stack_residuals in residuals.items()
         }
 
-    def _run_weight_gradient(self, operation: Operation, carry: TrainingCarry) -> TrainingCarry:
+    def _run_weight_gradient(
+        self, operation: ChunkOperation, carry: TrainingCarry
+    ) -> TrainingCarry:
         """Return the carry with the weight gradients of a chunk added."""
         stacks_grads = self._chunks.chunk_weight_gradient(
             self._work(operation), carry.residuals, carry.stacks_grads

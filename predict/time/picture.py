@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_table import TICKS
 from predict.time.execution import BUBBLE, HOST_LANES, Event, Execution, Repeat
 from predict.time.lanes import lane_of, lanes_of, seconds_by_lane
 from predict.time.prediction import Prediction, format_ms

@@ -1,6 +1,6 @@
 """Predicts the time of a training step from its compiled program.
 
-    prediction = predict(compiled.as_text(), mesh.shape, machine, Ticks.of_plan(plan))
+    prediction = predict(compiled.as_text(), mesh.shape, machine, Ticks.of_program(program))
     print(format_prediction(prediction))
 
 The program must be scheduled, as the text of every compiled program is. Compile it for GPUs with

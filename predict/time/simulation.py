@@ -31,7 +31,7 @@ the other stages, which is the bubble.
 import dataclasses
 
 from pipeline.runtime.layers import LAYERS
-from pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_table import TICKS
 from predict.program import asynchrony
 from predict.program.instruction import (
     Instruction,

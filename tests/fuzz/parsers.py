@@ -23,8 +23,8 @@ from data.cache import read_array, write_array
 from data.images.readability import problem_of
 from data.text.text_files import lazy_documents, split_files
 from data.text.token_files import open_token_file
-from distributed.channel import Channel
 from distributed.handshake import Process
+from distributed.message_socket import MessageSocket
 from pipeline.schedules.csv_table import read_csv, write_csv
 from pipeline.schedules.generators import one_f_one_b
 from pipeline.schedules.table import verify
@@ -115,7 +115,7 @@ def _receive_process(directory: Path) -> None:
         theirs.setblocking(False)
         theirs.send((directory / "message").read_bytes()[:50_000])
         theirs.close()
-        message = Channel(ours, time.monotonic() + 1).receive()
+        message = MessageSocket(ours, time.monotonic() + 1).receive()
     Process.from_json(json.dumps(message))
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipeline.runtime.tick_plan import TICKS, scope_of
+from pipeline.runtime.tick_table import TICKS, scope_of
 from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.picture import draw

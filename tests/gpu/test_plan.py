@@ -15,7 +15,7 @@ from train.config.config_files import as_yaml, load
 from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.planning import plan_search
-from train.planning.layer_times import CompiledPart, Part
+from train.planning.layer_times import CompiledReplica, ReplicaStep
 from train.planning.memory.budget import needs_of, target_budget
 from train.planning.parallel_plan import PlanSpace
 from train.planning.plan_devices import described_devices
@@ -113,8 +113,8 @@ def test_part_has_the_times_of_its_own_layers():
     config = validate_config(load_config(CONFIG, Overrides.parse(ARGUMENTS)))
     target = parse_target("h100:1x8")
     parts = [
-        CompiledPart(
-            Part(context=1, model=1, batch=batch, remat="none"),
+        CompiledReplica(
+            ReplicaStep(context=1, model=1, batch=batch, remat="none"),
             config,
             described_devices(target, target_budget(config.memory, target), run_for),
         )

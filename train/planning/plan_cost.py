@@ -22,7 +22,7 @@ from predict.machines.machine import Machine
 from predict.time.kernel_time import HOST_EFFICIENCY
 from predict.time.transfer import group_over, transfer_s
 from train.config.schema import RunConfig
-from train.planning.layer_times import Part
+from train.planning.layer_times import ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight, pipeline_s
 from train.planning.scaled_times import LayerTimes, ScaledTimes
@@ -59,7 +59,7 @@ class PlanCost:
     exposed_s: float
     update_s: float
     memory_bytes: float
-    unknown: tuple[Part, ...]
+    unknown: tuple[ReplicaStep, ...]
 
     @property
     def step_s(self) -> float:
@@ -140,9 +140,9 @@ class PlanCosts:
         leanest_plans = heapq.nsmallest(count, plans, key=self.memory_bytes)
         return [(plan, self.cost(plan)) for plan in leanest_plans]
 
-    def part(self, plan: ParallelPlan) -> Part:
+    def part(self, plan: ParallelPlan) -> ReplicaStep:
         """Return the part whose layers a plan consists of."""
-        return Part(
+        return ReplicaStep(
             context=plan.mesh.context,
             model=plan.mesh.model,
             batch=plan.microbatch_size(self._config.data.global_batch_size),
@@ -178,7 +178,7 @@ class PlanCosts:
         """Return the share of the layers' work in the stage that has most of it."""
         return max(self._shares(plan)) * plan.chunks
 
-    def _layers_s(self, plan: ParallelPlan, part: Part, times: LayerTimes) -> float:
+    def _layers_s(self, plan: ParallelPlan, part: ReplicaStep, times: LayerTimes) -> float:
         """Return the time of all microbatches on the slowest stage, with its bubble."""
         count = plan.num_microbatches
         head_s = self._layers.head_s(part)

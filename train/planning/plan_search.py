@@ -21,7 +21,7 @@ from models.functions import can_share_vocab
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
 from train.planning.fitting import MAX_TRIES, FittingRuns, promising, with_leaner
-from train.planning.layer_times import Part
+from train.planning.layer_times import ReplicaStep
 from train.planning.memory.budget import Needs, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import Costed, PlanCost, PlanCosts
@@ -233,7 +233,7 @@ class PlanSearch:
         Whenever a part has been compiled, the plans are ranked again to choose the next one. If no
         plan may fit, the leanest are returned.
         """
-        pending: dict[concurrent.futures.Future, Part] = {}
+        pending: dict[concurrent.futures.Future, ReplicaStep] = {}
         num_parts = num_early = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
         may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
@@ -283,7 +283,7 @@ class PlanSearch:
         config = with_values(plan.applied(self._config), values)
         return needs_of(self._devices.assemble_part(config, num_devices), self._budget)
 
-    def _submit(self, part: Part) -> concurrent.futures.Future:
+    def _submit(self, part: ReplicaStep) -> concurrent.futures.Future:
         """Compile a part in a thread."""
         compiled = self._layers.compiled(part)
         _ = compiled.run.trace_train_step()  # tracing holds the interpreter's lock

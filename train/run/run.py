@@ -59,7 +59,7 @@ def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _CompiledStep:
+class _Executable:
     """A compiled step, and the options with which it was compiled."""
 
     compiled: jax.stages.Compiled
@@ -176,14 +176,14 @@ class Run:
         return self._compile_train_step().compiled
 
     @_once
-    def _compile_train_step(self) -> _CompiledStep:
+    def _compile_train_step(self) -> _Executable:
         return self._compile(self.trace_train_step())
 
     def compiler_options(self) -> list[CompilerOption]:
         """Return the options with which the training step is compiled; the first call compiles."""
         return self._compile_train_step().options
 
-    def _compile(self, traced: jax.stages.Traced) -> _CompiledStep:
+    def _compile(self, traced: jax.stages.Traced) -> _Executable:
         """Compile for speed, and a second time to save memory if the step does not fit."""
         step = self._compile_with(traced, saves_memory=False)
         needs = memory(step.compiled).in_all
@@ -191,7 +191,7 @@ class Run:
             return self._compile_with(traced, saves_memory=True)
         return step
 
-    def _compile_with(self, traced: jax.stages.Traced, *, saves_memory: bool) -> _CompiledStep:
+    def _compile_with(self, traced: jax.stages.Traced, *, saves_memory: bool) -> _Executable:
         options = options_for(
             self.hardware,
             is_described=self.target is not None,
@@ -204,7 +204,7 @@ class Run:
                 compiled = self.target.compile(traced, self.trace_mesh, options)
             else:
                 compiled = traced.lower().compile(compiler_options=as_dict(options))
-        return _CompiledStep(compiled=compiled, options=options)
+        return _Executable(compiled=compiled, options=options)
 
     @_once
     def estimate_memory(self) -> Estimate:

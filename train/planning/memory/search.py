@@ -14,7 +14,7 @@ are four: more microbatches, a higher ZeRO stage, more rematerialization, and ho
 Here the plan (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the device.
 
 Memory and step time of a plan are estimated from a trace of the step. Only chosen plans are
-compiled; see train/planning/memory/planner.py.
+compiled; see train/planning/memory/fitter.py.
 """
 
 import bisect

@@ -17,7 +17,7 @@ _MAX_BYTES = 2**16
 _BACKLOG = 4096
 
 
-class Channel:
+class MessageSocket:
     """Sends and receives messages over a socket.
 
     Args:

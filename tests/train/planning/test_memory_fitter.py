@@ -20,7 +20,7 @@ from train.config.config_files import load
 from train.config.schema import RunConfig, validate_config
 from train.main import main
 from train.planning.memory.budget import Budget, budget_of, compiled_bytes, host_memory_bytes
-from train.planning.memory.planner import MemoryPlanner
+from train.planning.memory.fitter import MemoryFitter
 from train.planning.memory.search import MemorySearch
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
@@ -62,9 +62,9 @@ def base(corpus_overrides) -> tuple[str, ...]:
     return (*TINY, *corpus_overrides, "data.sequence_length=64", "data.global_batch_size=32")
 
 
-def planner(run: Run, budget: Budget) -> MemoryPlanner:
+def planner(run: Run, budget: Budget) -> MemoryFitter:
     vocab_size = run.model_config.vocab_size
-    return MemoryPlanner(
+    return MemoryFitter(
         lambda config: assemble_run(config, run.mesh, vocab_size=vocab_size), budget
     )
 
@@ -123,7 +123,7 @@ def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
         compiled.append(run.estimate_memory().device_bytes)
         return 2 * run.estimate_memory().device_bytes
 
-    monkeypatch.setattr("train.planning.memory.planner.compiled_bytes", twice_the_estimate)
+    monkeypatch.setattr("train.planning.memory.fitter.compiled_bytes", twice_the_estimate)
     run = planner(plain, budget).search(with_auto(plain))
     assert len(compiled) == 2 and compiled[1] <= budget.device_bytes / 2 < compiled[0]
     assert run.estimate_memory().device_bytes == compiled[1]
@@ -213,7 +213,7 @@ def test_run_that_does_not_fit_is_rejected_before_writing(corpus_overrides, tmp_
 def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatch):
     plain, _ = make_run(base(corpus_overrides))
     limit = 1.05 * plain.estimate_memory().device_bytes
-    monkeypatch.setattr("train.planning.memory.planner.compiled_bytes", lambda run: 1.1 * limit)
+    monkeypatch.setattr("train.planning.memory.fitter.compiled_bytes", lambda run: 1.1 * limit)
     with pytest.raises(ValueError, match="as compiled"):
         planner(plain, of_device(limit)).check_compiled(plain)
 

@@ -31,7 +31,7 @@ _MAX_COMPILED = 4
 _log = logging.getLogger(__name__)
 
 
-class MemoryPlanner:
+class MemoryFitter:
     """Checks runs against a memory budget, and searches for runs that fit.
 
     Args:
