@@ -1,4 +1,4 @@
-"""Limits of a channel: its deadline, the size of a message, and the interface it listens on."""
+"""Limits of a message socket: its deadline, the size of a message, and the interface it listens on."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ def send_byte_by_byte(connection: socket.socket, stop: threading.Event) -> None:
             connection.sendall(b" ")
 
 
-def test_channel_times_out_at_its_deadline_while_bytes_arrive():
+def test_socket_times_out_at_its_deadline_while_bytes_arrive():
     """Each byte arrives long before the socket's own timeout, which restarts at every byte."""
     receiving_end, sending_end = socket.socketpair()
     stop = threading.Event()
@@ -38,7 +38,7 @@ def test_channel_times_out_at_its_deadline_while_bytes_arrive():
     sending_end.close()
 
 
-def test_channel_rejects_a_long_message_because_of_its_size():
+def test_socket_rejects_a_long_message_because_of_its_size():
     receiving_end, sending_end = socket.socketpair()
     message = json.dumps({"nonce": "0" * message_socket._MAX_BYTES}).encode() + b"\n"
 
@@ -66,9 +66,9 @@ def test_channel_rejects_a_long_message_because_of_its_size():
     ],
 )
 def test_bind_address_is_loopback_only_for_peers_on_this_machine(address, expected):
-    assert channel.bind_address(address) == expected
+    assert message_socket.bind_address(address) == expected
 
 
 def test_listener_for_peers_on_this_machine_is_on_loopback():
-    with channel.listen("localhost:0") as server:
+    with message_socket.listen("localhost:0") as server:
         assert server.getsockname()[0] == "127.0.0.1"
