@@ -1,4 +1,4 @@
-"""Limits of a message socket: its deadline, the size of a message, and the interface it listens on."""
+"""Limits of a message socket: its deadline, the size of a message, its interface."""
 
 import contextlib
 import json
