@@ -62,9 +62,9 @@ test-device: setup-test
 
 reproduce: setup-test setup-compiler
 	.venv/bin/python -m benchmarks.published
-	.venv/bin/python -m benchmarks.libai
+	.venv/bin/python -m benchmarks.published.libai
 	.venv/bin/python -m benchmarks.published --docs
-	.venv/bin/python -m benchmarks.libai --docs
+	.venv/bin/python -m benchmarks.published.libai --docs
 
 test-all:
 	$(MAKE) test

@@ -26,15 +26,15 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from benchmarks.harness import docs_page, generation_peer, report
 from fields.paths import local_path
 from generate.decoder import decoder_of
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import Target, parse_target
 from predict.program.memory import memory
 from predict.time.prediction import predict
 from sharding import hardware
 from sharding.mesh import use_mesh
 from train.compile import load_config, run_for
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
-from train.planning.step_time import machine_of
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     target = parse_target(args.target)
     if target.num_devices != 1:
         raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
-    config = load_config(args.config, parse_overrides(others))
+    config = load_config(args.config, Overrides.parse(others))
     model = run_for(validate_config(config), target).model
     passes = [predicted(model, target, size, args.length) for size in sizes]
     figures = {"command": command, "versions": report.versions(), "target": target.name}

@@ -20,11 +20,11 @@ from typing import Any
 
 from benchmarks.harness import docs_page
 from fields.paths import local_path
+from predict.machines.datasheets import machine_of
 from predict.machines.machine import Machine
-from predict.machines.targets import TARGETS, parse_target
+from predict.machines.targets import target_of
 from predict.program.memory import Memory
 from predict.time.prediction import predict
-from train.planning.step_time import machine_of
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 
 _ROOT = Path(__file__).parents[1]
@@ -101,12 +101,10 @@ def by_category(kernels: list[dict[str, Any]]) -> dict[str, float]:
 
 def _machine(device_kind: str) -> Machine:
     """Return the datasheet rates of a GPU that gpu_targets/ describes."""
-    targets = [parse_target(f"{kind}:1x1") for kind in TARGETS]
-    # A described H200 is an "NVIDIA H200 141GB HBM3e", a real one an "NVIDIA H200".
-    matching_targets = [target for target in targets if target.device_kind.startswith(device_kind)]
-    if not matching_targets:
+    target = target_of(device_kind, 1, 1)
+    if target is None:
         raise ValueError(f"{device_kind!r} has no description in predict/machines/gpu_targets/")
-    return machine_of(matching_targets[0])
+    return machine_of(target)
 
 
 def with_table(text: str, results: dict[str, Any]) -> str:

@@ -32,8 +32,8 @@ import numpy as np
 from benchmarks.harness import report
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, predict
-from benchmarks.harness.stage_parts import Part, StageParts
-from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, Times, interleave, ratios
+from benchmarks.harness.stage_parts import ReplicaStep, StageParts
+from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, StepTimes, interleave, ratios
 from benchmarks.step import make_run
 from distributed import startup
 from pipeline.config import REMAT
@@ -43,7 +43,7 @@ from predict.program.flops import matmul_flops
 from predict.program.memory import memory
 from sharding.batches import place_batch
 from sharding.mesh import MeshConfig
-from train.config.overrides import Override, parse_overrides
+from train.config.overrides import Overrides
 from train.run.run import Run
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--steps={args.steps} --rounds={args.rounds} must be at least 1")
     runs = make_runs(
         args.config,
-        parse_overrides(others),
+        Overrides.parse(others),
         [name for name in args.schedules.split(",") if name],
         num_stages=_default_stages() if args.stages is None else args.stages,
         num_microbatches=args.microbatches,
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def make_runs(
     config: str,
-    overrides: Sequence[str],
+    overrides: Overrides | Sequence[str],
     schedules: Sequence[str],
     *,
     num_stages: int,
@@ -111,7 +111,8 @@ def make_runs(
 
     Args:
         config: path of the config file, with or without an argument.
-        overrides: `section.key=value`, for keys that this benchmark does not set itself.
+        overrides: parsed, or strings `section.key=value`, for keys that this benchmark does not
+            set itself.
         schedules: keys of SCHEDULES.
         num_stages: number of pipeline stages, at least 2.
         num_microbatches: microbatches per step.
@@ -122,7 +123,8 @@ def make_runs(
     Raises:
         ValueError: a setting is invalid, or this benchmark does not support it.
     """
-    for key in (Override.parse(override).key for override in overrides):
+    overrides = Overrides.of(overrides)
+    for key in overrides.keys:
         if key in _SET_BY:
             raise ValueError(f"--config.{key} cannot be set here; {_SET_BY[key]}")
     if not schedules:
@@ -142,11 +144,9 @@ def make_runs(
                 "pipeline.chunks": CHUNKS.get(schedule, 1),
                 "pipeline.remat": remat,
             }
-            settings = [
-                *overrides,
-                *(f"{key}={value}" for key, value in benchmark_settings.items()),
-            ]
-            runs[schedule, remat] = run = make_run(config, settings)
+            settings = Overrides.of([f"{key}={x}" for key, x in benchmark_settings.items()])
+            all_overrides = (*overrides.command_line, *settings.command_line)
+            runs[schedule, remat] = run = make_run(config, Overrides(command_line=all_overrides))
             _check(run)
     return runs
 
@@ -245,10 +245,10 @@ def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Con
 
 def _figures(
     run: Run,
-    times: Times,
+    times: StepTimes,
     contender: Contender,
-    costs: Sequence[tuple[Mapping[Part, float], ...]],
-    flops: Mapping[Part, float | None],
+    costs: Sequence[tuple[Mapping[ReplicaStep, float], ...]],
+    flops: Mapping[ReplicaStep, float | None],
 ) -> dict[str, Any]:
     """Return the figures of one run.
 
@@ -257,8 +257,8 @@ def _figures(
     """
     predictions = [predict(run, alone, together) for alone, together in costs]
 
-    def predicted(name: str) -> Times:
-        return Times(rounds=tuple((getattr(p, name),) for p in predictions))
+    def predicted(name: str) -> StepTimes:
+        return StepTimes(rounds=tuple((getattr(p, name),) for p in predictions))
 
     shared = run.mesh.devices.flat[0].platform == "cpu"
     work_s = predicted("work_s")

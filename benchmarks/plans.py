@@ -44,7 +44,7 @@ from fields.paths import local_path
 from predict.machines.targets import target_of
 from sharding.mesh import make_mesh
 from train.compile import load_config, sizes_without_data
-from train.config.overrides import Override, parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.plan import devices_of
 from train.planning.memory.budget import excess, needs_of
@@ -109,9 +109,9 @@ def _inputs(
     config: str, target: str, network: float | None, others: list[str]
 ) -> tuple[RunConfig, PlanDevices, set[str]]:
     """Return the config, the devices, and the keys that the command line fixes."""
-    overrides = parse_overrides(others)
+    overrides = Overrides.parse(others)
     config_dict = load_config(config, overrides)
-    fixed = {Override.parse(override).key for override in overrides}
+    fixed = overrides.keys
     opened = open_config(config_dict, fixed)
     return opened, devices_of(target, opened, network), fixed
 

@@ -24,7 +24,7 @@ from benchmarks.step import make_run
 from checkpoint.config import CheckpointConfig
 from checkpoint.manager import Checkpoints
 from fields.paths import local_path
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.run.run import Run
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     args, others = parser.parse_known_args(argv)
     if args.rounds < 1:
         raise ValueError(f"--rounds={args.rounds} must be at least 1")
-    run = make_run(args.config, parse_overrides(others))
+    run = make_run(args.config, Overrides.parse(others))
     scratch = Path(tempfile.mkdtemp(prefix="taibai_saves_", dir=args.directory))
     figures = measure(run, scratch, args.rounds)
     shutil.rmtree(scratch)

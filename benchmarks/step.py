@@ -28,14 +28,15 @@ from benchmarks.harness.kernel_times import profiled
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, interleave, ratios
 from distributed import startup
 from fields.paths import local_path
+from predict.machines.datasheets import peak_flops_per_s
 from predict.program.collective_table import summary
 from predict.program.communication import collectives
 from predict.program.memory import memory
 from sharding.batches import place_batch
 from train.config import config_files
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
-from train.reporting.throughput import mfu, peak_flops_per_s
+from train.reporting.throughput import mfu
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     names = CONTENDERS if args.peer else ("ours",)
     figures = measure(
-        make_run(args.config, parse_overrides(others)),
+        make_run(args.config, Overrides.parse(others)),
         names=(args.only,) if args.only else names,
         with_compiled=not args.no_compile,
         num_rounds=args.rounds,
@@ -84,12 +85,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def make_run(config: str, overrides: list[str]) -> Run:
+def make_run(config: str, overrides: Overrides | Sequence[str]) -> Run:
     """Return the run of a config, without loading its data.
 
     Args:
         config: path of the config file, with or without an argument.
-        overrides: `section.key=value`.
+        overrides: parsed, or strings `section.key=value`.
 
     Returns:
         The run, on the mesh of its config.

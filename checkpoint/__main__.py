@@ -51,16 +51,7 @@ def find_directory(workdir: Path) -> Path:
 
 
 def ls(directory: Path, best_metric: str, best_is_max: bool) -> int:
-    """Print a table of the checkpoints.
-
-    Args:
-        directory: contains the checkpoints.
-        best_metric: name of the metric that decides which checkpoint is the best.
-        best_is_max: whether large values of the metric are good.
-
-    Returns:
-        The exit code 0.
-    """
+    """Print a table of the checkpoints."""
     steps = steps_in(directory)
     metrics = {step: read_metrics(directory / str(step)) for step in steps}
     scores = {step: metrics[step].get(best_metric) for step in steps}
@@ -93,7 +84,6 @@ def verify(directory: Path, step: int | None) -> int:
     This compares their files with the checksums, and opens all arrays.
 
     Args:
-        directory: contains the checkpoints.
         step: checkpoint to verify; None verifies all of them.
 
     Returns:
@@ -118,11 +108,7 @@ def show(directory: Path, step: int | None) -> int:
     """Print the names, shapes and sizes of a checkpoint's arrays, and its position in the data.
 
     Args:
-        directory: contains the checkpoints.
         step: checkpoint to show; None shows the newest.
-
-    Returns:
-        The exit code 0.
 
     Raises:
         ValueError: the checkpoint cannot be read.

@@ -38,13 +38,7 @@ _CHUNK = re.compile(r"(.+)/c((?:/\d+)*)")
 
 
 def find_damage_of_arrays(step: Path) -> str | None:
-    """Check that all arrays of a checkpoint can be read, without reading their contents.
-
-    Args:
-        step: directory of the checkpoint.
-
-    Returns:
-        One sentence that describes the first damage, or None.
+    """Return a sentence about the first array that cannot be read, or None; no contents are read.
 
     Raises:
         ValueError: no checkpoint can be stored in this directory; see `check_path`.
@@ -59,13 +53,7 @@ def find_damage_of_arrays(step: Path) -> str | None:
 
 
 def open_arrays(step: Path) -> dict[str, ts.TensorStore]:
-    """Open the arrays of a checkpoint, and check that they are complete.
-
-    Args:
-        step: directory of the checkpoint.
-
-    Returns:
-        The arrays by name, such as `params.decoder.layers.norm.scale`.
+    """Open the arrays of a checkpoint by name, such as `params.layers.norm.scale`, and check them.
 
     Raises:
         ValueError: the arrays are damaged; the message is one sentence.

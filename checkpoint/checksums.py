@@ -60,9 +60,7 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
     that the checkpoint lists.
 
     Args:
-        directory: checkpoint.
         part: part of the files to check, from 0 to `num_parts - 1`.
-        num_parts: number of parts.
 
     Returns:
         One sentence that names the first damaged file, or None if all files are intact.
@@ -84,9 +82,6 @@ def find_damage(directory: Path, part: int = 0, num_parts: int = 1) -> str | Non
 def find_damage_of_config(directory: Path) -> str | None:
     """Compare only `config.yaml` of a checkpoint with its checksum.
 
-    Args:
-        directory: checkpoint.
-
     Returns:
         One sentence that describes the damage; or None if the config is intact, or if the
         checkpoint is older and has no checksum of it.
@@ -102,13 +97,7 @@ def find_damage_of_config(directory: Path) -> str | None:
 
 
 def find_missing(directory: Path) -> str | None:
-    """Check that all files of a checkpoint exist, without reading them.
-
-    Args:
-        directory: checkpoint.
-
-    Returns:
-        One sentence that names the first missing file, or None if all files exist.
+    """Return a sentence about the first missing file, or None if all exist; no contents are read.
 
     Raises:
         ReadError: a file cannot be read.

@@ -29,20 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointDirectory:
-    """A directory of checkpoints. Only the first process may change it.
-
-    Attributes:
-        path: directory.
-    """
+    """A directory of checkpoints. Only the first process may change it."""
 
     def __init__(self, path: Path, config: CheckpointConfig, state_files: StateFiles):
-        """Describe a directory; nothing is read or created.
-
-        Args:
-            path: directory.
-            config: how many checkpoints to keep.
-            state_files: writes the arrays.
-        """
+        """Describe a directory; nothing is read or created."""
         self.path = path
         self._config = config
         self._state_files = state_files
@@ -86,8 +76,6 @@ class CheckpointDirectory:
         """Commit a checkpoint, or remove it if a process failed.
 
         Args:
-            step: step of the checkpoint.
-            temporary: its temporary directory.
             texts: contents of the text files by name.
             damaged: steps of damaged checkpoints, which are set aside before the rename. They are
                 not deleted, because a file that was missing or altered may have been so only on

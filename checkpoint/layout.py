@@ -60,9 +60,6 @@ def steps_in(directory: Path) -> list[int]:
 def read_data_state(step: Path) -> dict[str, Any]:
     """Return the position in the data that is stored in a checkpoint.
 
-    Args:
-        step: directory of the checkpoint.
-
     Raises:
         ValueError: the file is damaged.
         OSError: there is no such file, or it cannot be read.
@@ -72,13 +69,7 @@ def read_data_state(step: Path) -> dict[str, Any]:
 
 
 def read_metrics(step: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint by name.
-
-    Args:
-        step: directory of the checkpoint.
-
-    Returns:
-        The metrics, empty if the state was not evaluated or the file is damaged.
+    """Return the metrics by name; empty if the state was not evaluated or the file is damaged.
 
     Raises:
         ReadError: the file cannot be read. Without its metrics, the best checkpoint would not be
@@ -103,7 +94,6 @@ def best_steps(scores: Mapping[int, float | None], *, num_best: int, best_is_max
         scores: value of the metric by step. A checkpoint whose value is None was not evaluated
             and is never among the best.
         num_best: how many to return; fewer are returned if fewer have been evaluated.
-        best_is_max: whether large values are good.
     """
 
     def quality(step: int) -> tuple[bool, float, int]:

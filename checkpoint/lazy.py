@@ -112,16 +112,12 @@ def save_args(leaf: Any) -> ocp.SaveArgs:
 
 
 def blocks(shape: Sequence[int], block: Sequence[int]) -> Iterator[Index]:
-    """Yield the indices of the blocks that cover an array.
+    """Yield the indices of the blocks that cover an array in C order, with one slice per dimension.
 
     `blocks((5,), (2,))` yields `(slice(0, 2),)`, `(slice(2, 4),)` and `(slice(4, 5),)`.
 
     Args:
-        shape: shape of the array.
         block: shape of a block; blocks at the end of a dimension may be smaller.
-
-    Yields:
-        One slice per dimension, in C order.
     """
     starts = (range(0, size, step) for size, step in zip(shape, block, strict=True))
     for start in itertools.product(*starts):
@@ -154,13 +150,10 @@ class StoredArray(LazyArray):
 
 
 def stored_arrays(directory: str | Path) -> Mapping[str, StoredArray]:
-    """Open the arrays of a checkpoint without reading them.
+    """Open the arrays of a checkpoint by name, without reading them.
 
     Args:
         directory: checkpoint, `<step>/`.
-
-    Returns:
-        The arrays by name, such as `params.decoder.layers.norm.scale`.
 
     Raises:
         ValueError: the checkpoint is damaged.

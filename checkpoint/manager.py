@@ -48,7 +48,6 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import WRITE_ERRORS, SaveError, first_error, reason_of
 from checkpoint.layout import CONFIG, DATA_STATE, DIVERGED_SUFFIX, METRICS, read_data_state
-from checkpoint.quiet import keep_quiet
 from checkpoint.state_files import StateFiles
 from distributed.messages import LONGEST_START_S, Exchange
 
@@ -70,13 +69,11 @@ class Checkpoints:
 
         Args:
             directory: directory, usually `WORKDIR/checkpoints`.
-            config: when to save and how many checkpoints to keep.
 
         Raises:
             ValueError: checkpoints cannot be stored there; see `checkpoint.paths.check_path`.
             OSError: the directory cannot be created or read.
         """
-        keep_quiet()
         self._config = config
         self._exchange = Exchange(config.timeout_s)
         # The timeout is for saves. Reading may take much longer on one host, whose file system is
@@ -227,9 +224,6 @@ class Checkpoints:
         They are renamed to `<step>.diverged`, so that neither a rollback nor the next start
         resumes from them.
 
-        Args:
-            from_step: first of the steps.
-
         Raises:
             OSError: the directory cannot be written.
         """
@@ -291,11 +285,7 @@ class Checkpoints:
         """Complete a save; runs in the writer thread of each process.
 
         Args:
-            step: step of the checkpoint.
-            path: its temporary directory.
             written: futures of Orbax's writes on this process.
-            texts: contents of the text files by name.
-            score: value of best_metric, or None.
             proven: step of a checkpoint to keep in any case, or None.
 
         Returns:

@@ -1,11 +1,15 @@
-"""Writes and reads the arrays of a training state with Orbax."""
+"""Writes and reads the arrays of a training state with Orbax, if they are those of the run."""
 
 import asyncio
+import functools
+import logging
+import sys
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from checkpoint.arrays import DESCRIPTIONS, find_damage_of_arrays
@@ -13,7 +17,6 @@ from checkpoint.errors import read_patiently
 from checkpoint.layout import STATE
 from checkpoint.lazy import LazyArray, LazyHandler, save_args
 from checkpoint.paths import check_path
-from checkpoint.structure import check_same_structure, describe
 from untrusted.messages import shortened
 
 T = TypeVar("T")
@@ -23,31 +26,25 @@ class StateFiles:
     """Writes and reads the arrays of checkpoints. Every process handles its own shards."""
 
     def __init__(self):
+        _keep_orbax_quiet()
         self._handler = _state_handler()
 
     def start_writing(self, path: Path, state: Any) -> Sequence[Any]:
-        """Copy the arrays of a state, and start to write them in Orbax's threads.
+        """Copy the arrays of a state, and return the futures of their writes in Orbax's threads.
 
         Args:
-            path: directory of the checkpoint.
             state: pytree of jax.Arrays or LazyArrays.
-
-        Returns:
-            Futures of the writes of this process.
         """
         args = ocp.args.PyTreeSave(
             state,
             save_args=jax.tree.map(save_args, state),
-            custom_metadata={DESCRIPTIONS: {**describe(state)}},
+            custom_metadata={DESCRIPTIONS: {**_describe(state)}},
         )
         # Returns as soon as the arrays are copied. Orbax writes them in its own threads.
         return _run(self._handler.async_save(_orbax_path(path), args=args)) or []
 
     def finalize(self, path: Path) -> None:
         """Complete the files, once all processes have written theirs; runs on the first process.
-
-        Args:
-            path: directory of the checkpoint.
 
         Raises:
             OSError: the arrays are not complete. Orbax only logs a warning if it does not find the
@@ -62,7 +59,6 @@ class StateFiles:
         """Read the arrays of a checkpoint; each device reads its own shard.
 
         Args:
-            path: directory of the checkpoint.
             abstract_state: state, as in `Checkpoints.restore`.
             may_lack: fields that either of them may lack, as in `Checkpoints.restore`.
 
@@ -75,7 +71,7 @@ class StateFiles:
         """
         directory = _orbax_path(path)
         saved_tree = _read(path, lambda: self._handler.metadata(directory).tree)
-        present = check_same_structure(path, saved_tree, abstract_state, may_lack)
+        present = _check_same_structure(path, saved_tree, abstract_state, may_lack)
         args = ocp.args.PyTreeRestore(
             present,
             restore_args=ocp.checkpoint_utils.construct_restore_args(present),
@@ -137,3 +133,90 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
         return loop.run_until_complete(coroutine)
     finally:
         loop.close()
+
+
+@functools.cache
+def _keep_orbax_quiet() -> None:
+    """Suppress the tracebacks of writes that fail in Orbax's threads, from now on.
+
+    `Checkpoints` still receives these errors and logs each failed save in one line. Without this
+    function, Orbax prints a traceback, and asyncio reports every other array of the same save as
+    an exception that was never retrieved.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
+    logging.getLogger("asyncio").addFilter(_is_not_of_orbax)
+    previous = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            previous(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "exception was never retrieved" not in message or "orbax" not in message
+
+
+def _check_same_structure(
+    path: Path, saved_tree: Any, abstract_state: Any, may_lack: Collection[str]
+) -> Any:
+    """Check that a checkpoint matches a state.
+
+    Args:
+        saved_tree: checkpoint's arrays, as a pytree whose leaves have a shape and a dtype.
+        abstract_state: state, as in `Checkpoints.restore`.
+        may_lack: fields that either of them may lack, as in `Checkpoints.restore`.
+
+    Returns:
+        `abstract_state`, with None in place of each field that the checkpoint does not have.
+
+    Raises:
+        ValueError: other names, shapes or dtypes differ.
+    """
+    saved = _describe(saved_tree)
+    wanted = _describe(abstract_state)
+    differences = [
+        f"{name} is {saved.get(name, 'missing')} in the checkpoint and "
+        f"{wanted.get(name, 'missing')} in this run"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+        and not (name.partition(".")[0] in may_lack and not (name in saved and name in wanted))
+    ]
+    if differences:
+        more = f" (and {len(differences) - 1} more differ)" if len(differences) > 1 else ""
+        raise ValueError(
+            f"checkpoint {path} does not match the model: "
+            f"{differences[0]}{more}; use the config it was saved with, or another workdir"
+        )
+    lacking = {name.partition(".")[0] for name in wanted.keys() - saved.keys()}
+
+    def is_lacking(keys: Sequence[Any], _: Any = None) -> bool:
+        return _leaf_name(keys) in lacking
+
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, part: None if is_lacking(keys) else part,
+        abstract_state,
+        is_leaf=is_lacking,
+        is_leaf_takes_path=True,
+    )
+
+
+def _leaf_name(path: Sequence[Any]) -> str:
+    """Return the name of an array in a checkpoint, such as `params.layer.kernel`."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+
+
+def _describe(tree: Any) -> dict[str, str]:
+    """Return dtypes and shapes by name, as in `{'params.layer.kernel': 'float32[4, 8]'}`.
+
+    Args:
+        tree: pytree whose leaves have a shape and a dtype; other leaves are ignored.
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+    return {
+        _leaf_name(path): f"{np.dtype(leaf.dtype)}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if hasattr(leaf, "shape")
+    }

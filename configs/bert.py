@@ -13,7 +13,6 @@ base or large. These need a corpus and a tokenizer of matching size.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
@@ -36,20 +35,16 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model = ConfigDict()
     config.model.name = "bert"
     config.model.head = "pretraining"  # masked_lm | pretraining | sequence
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
-    config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.embed_dim = 128
     config.model.mlp_dim = 512
     config.model.dropout = 0.0
-    config.model.num_labels = placeholder(int)  # for the head "sequence"; None: the data's number
     config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
     if size == "tiny":
         config.data.vocab_size = 2048
-        # BERT normalizes after the residual sums. With a larger rate, such a model never learns
-        # more than token frequencies.
-        config.optimizer.learning_rate = 1e-3
+        # The default learning rate, 1e-3: BERT normalizes after the residual sums, and with a
+        # larger rate such a model never learns more than token frequencies.
         config.optimizer.warmup_steps = 60
         config.train.num_steps = 600
         return config

@@ -12,7 +12,6 @@ set of labels is read from the file.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common
 
@@ -24,11 +23,9 @@ def get_config() -> ConfigDict:
     config.model.name = "bert"  # also for RoBERTa
     config.model.head = "sequence"
     config.model.dropout = 0.1
-    config.model.num_labels = placeholder(int)  # None: the number of labels in the data
     config.data.name = "text"
     config.data.objective = "classification"
     config.data.tokenizer = "init_from"
-    config.data.sequence_length = 128
     config.data.global_batch_size = 32
     config.optimizer.learning_rate = 2e-5
     config.optimizer.warmup_steps = 50

@@ -31,7 +31,4 @@ def get_config() -> ConfigDict:
     config.data.objective = "chat"
     config.data.chat_template = "roles"
     config.data.vocab_size = 512
-    config.data.global_batch_size = 16
-    config.optimizer.learning_rate = 3e-3
-    config.train.num_steps = 300
     return config

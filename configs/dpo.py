@@ -32,7 +32,6 @@ def get_config() -> ConfigDict:
     config.data.objective = "preference"
     config.data.chat_template = "roles"
     config.data.tokenizer = "init_from"
-    config.data.global_batch_size = 16
     config.optimizer.learning_rate = 3e-5
     config.optimizer.weight_decay = 0.0
     config.train.num_steps = 40

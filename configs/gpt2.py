@@ -11,7 +11,6 @@ tokenizer of matching size: set `data.name` or `data.paths`, and `data.tokenizer
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
@@ -35,8 +34,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "gpt2"  # or package.module:Class for a model of your own
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
-    config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.embed_dim = 128

@@ -13,7 +13,6 @@ matching size.
 from typing import Any
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
@@ -71,21 +70,12 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "llama"
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
-    config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.num_kv_heads = 2
     config.model.head_dim = 32
     config.model.embed_dim = 128
     config.model.mlp_dim = 344
-    config.model.rope_theta = 10000.0
-    config.model.rope_scaling = placeholder(dict)  # see models/layers/rope.py
-    config.model.qkv_bias = False
-    config.model.qk_norm = False
-    config.model.sliding_window = placeholder(int)  # attention window in tokens; None: unlimited
-    config.model.tie_embeddings = False
-    config.model.rms_norm_epsilon = 1e-5
     config.model.head = "lm"  # "none" returns activations and cannot be trained
     config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
     if size == "tiny":

@@ -35,12 +35,9 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.decoder_mlp_dim = 128
     config.model.mask_ratio = 0.75  # fraction of patches to mask
     config.model.normalise_targets = True  # normalize each target patch by its mean and stddev
-    config.model.positions = "sincos"  # initial position embedding of the encoder: random | sincos
-    config.model.kernels = "xavier"  # kernel init: normal (with init_stddev) | xavier
     config.model.dropout = 0.0
     config.model.drop_path = 0.0  # stochastic depth of the encoder
     config.optimizer.frozen = ("position_embedding", "decoder_position_embedding")
-    config.optimizer.beta2 = 0.95
     config.optimizer.weight_decay = 0.05
     if size == "tiny":
         sizes.digits(config)

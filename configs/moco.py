@@ -41,14 +41,10 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.hidden_dim = 256  # hidden size of the projection and prediction MLPs
     config.model.projection_dim = 64  # size of the vectors that the loss compares
     config.model.temperature = 0.2
-    config.model.positions = "sincos"  # initial position embedding: random | sincos
-    config.model.kernels = "xavier"  # kernel init: normal (with init_stddev) | xavier
     config.model.dropout = 0.0
     config.model.drop_path = 0.0
-    config.optimizer.weight_decay = 0.1
     config.optimizer.beta2 = 0.999
     config.optimizer.frozen = FROZEN
-    config.train.num_microbatches = 1
     config.train.ema_decay = 0.99  # for the momentum encoder, which computes the keys
     config.train.ema_schedule = "cosine"
     if size == "tiny":

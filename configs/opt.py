@@ -10,7 +10,6 @@ of about 4.60 nats per token (7.64 at the start).
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
@@ -34,14 +33,10 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "opt"
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
-    config.model.max_positions = placeholder(int)  # None: data.sequence_length
     config.model.num_layers = 4
     config.model.num_heads = 4
     config.model.embed_dim = 128
     config.model.mlp_dim = 512
-    config.model.token_embed_dim = placeholder(int)  # None: embed_dim
-    config.model.norm_first = True  # False: norms after the residual sums, as in 350m
     config.model.dropout = 0.0
     config.model.head = "lm"  # "none" returns activations and cannot be trained
     config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py
@@ -59,6 +54,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.dropout = 0.1
     if size == "350m":
         config.model.token_embed_dim = 512
-        config.model.norm_first = False
+        config.model.norm_first = False  # norms after the residual sums
     sizes.at_scale(config, sequence_length=2048, vocab_size=50272, learning_rate=learning_rate)
     return config

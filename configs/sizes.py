@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common
 
@@ -38,11 +37,8 @@ def of_images(model: str, objective: str) -> ConfigDict:
     config.data.objective = objective
     config.model = ConfigDict()
     config.model.name = model
-    config.model.image_size = placeholder(int)  # None: images.size
-    config.model.num_channels = placeholder(int)  # None: images.channels
     if objective == "image_classification":
         config.model.head = "labels"  # labels | none
-        config.model.num_labels = placeholder(int)  # None: the number of labels in the data
     return config
 
 

@@ -34,7 +34,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
     sizes.choose("swin", size, SIZES)
     config = sizes.of_images("swin", "image_classification")
-    config.model.version = 1  # 1 | 2
     config.model.patch_size = 1
     config.model.embed_dim = 32
     config.model.depths = (2, 2)  # blocks per stage of the network, even numbers

@@ -11,7 +11,6 @@ corpus and a tokenizer of matching size.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common, sizes
 
@@ -46,7 +45,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.data.objective = "span_corruption"
     config.model = ConfigDict()
     config.model.name = "t5"
-    config.model.vocab_size = placeholder(int)  # None: the tokenizer's size
     config.model.num_layers = 3  # encoder layers
     config.model.num_decoder_layers = 3
     config.model.num_heads = 4

@@ -40,7 +40,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.optimizer.learning_rate = 3e-2
         config.train.num_steps = 500
         config.eval.every_steps = 100
-        config.checkpoint.every_steps = 500
         return config
 
     sizes.encoder(config, *SIZES[size], patch_size=16)

@@ -68,12 +68,7 @@ class Architecture:
     def tensor_mappings(
         self, shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int | None
     ) -> list[TensorMapping]:
-        """Return the mappings of all parameters; see `convert.names.tensor_mappings`.
-
-        Args:
-            shapes: path of a parameter -> its shape, with a leading layers axis in stacks.
-            vocab_size: vocabulary size without padding; None if the model has no vocabulary.
-        """
+        """Return the mappings of all parameters; see `convert.names.tensor_mappings`."""
         rows = self.rows
         if self.is_base:
             rows = [
@@ -83,25 +78,12 @@ class Architecture:
         return tensor_mappings(rows, shapes, vocab_size=vocab_size)
 
     def base(self, name: str, **changes: Any) -> "Architecture":
-        """Derive the architecture of the base model, which has no head.
-
-        Args:
-            name: name of the base model's class, such as "GPT2Model".
-            **changes: attributes that differ from this architecture.
-        """
+        """Derive the architecture of the base model, which has no head."""
         fields = {**self.fields, "head": "none"}
         changes = {"is_generative": False, **changes}
         return dataclasses.replace(self, name=name, is_base=True, fields=fields, **changes)
 
 
 def detect_pooler(tensors: Mapping[str, Tensor], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Detect the pooler, the layer that a base model may have after its last norm.
-
-    Args:
-        tensors: tensors in the files, by name.
-        hf: content of config.json; not read.
-
-    Returns:
-        The config field `use_pooler`.
-    """
+    """Return `use_pooler`: whether the files have a pooler, a layer after the last norm."""
     return {"use_pooler": any(name.endswith("pooler.dense.weight") for name in tensors)}

@@ -72,14 +72,8 @@ def load(
 
     Args:
         path: Hugging Face model, the directory of a run, whose newest intact checkpoint is
-            loaded, or one checkpoint.
+            loaded, or one checkpoint. The other arguments are those of `read_source`.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
-        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
@@ -96,10 +90,6 @@ def load(
 
 def load_model(source: Source, *, dtype: str = "float32") -> Any:
     """Load a model that has been opened; see `load`.
-
-    Args:
-        source: model on disk.
-        dtype: dtype of the parameters and the computation.
 
     Raises:
         ValueError: The model cannot be sharded over the mesh, or the mesh has explicit axes; or the
@@ -143,12 +133,8 @@ def convert(
     convert.to_hf` needs to restore the original model.
 
     Args:
-        src: directory of the Hugging Face model.
-        dst: directory to write.
         mesh: mesh to check: the model must be shardable over it. The mesh does not affect the
-            files.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
+            files. The arguments that follow are those of `read_source`.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
@@ -189,7 +175,6 @@ def keep_hf_files(source: Source, workdir: Path) -> None:
 
     Args:
         source: model; nothing is copied if it does not come from Hugging Face.
-        workdir: directory of the run.
     """
     if source.hf_files is None:
         return
@@ -208,7 +193,6 @@ def copy_hf_files(directory: Path, target: Path, names: Sequence[str] = KEPT_FIL
 
     Args:
         directory: directory of the model; a file in it must not be a link that leads outside.
-        target: directory to write to.
         names: files to copy, some of which may be absent.
 
     Raises:
@@ -237,14 +221,7 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None for the command line of the process.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
-    """
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.from_hf")
     parser.add_argument("src", type=local_path, help="directory of a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")

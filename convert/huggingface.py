@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,6 @@ _log = logging.getLogger(__name__)
 def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weights: bool) -> Source:
     """Open a Hugging Face model.
 
-    Args:
-        path: directory of the model.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
-
-    Returns:
-        The model.
-
     Raises:
         ValueError: The architecture or a key of config.json is not supported, or tensors are
             missing, unknown or of the wrong shape.
@@ -42,7 +34,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     hf = read_config(path / "config.json", within=path)
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
-    check_types(architecture.model_class.Config, fields, "config.json gives model", tuples=True)
+    check_types(architecture.model_class.Config, fields, "config.json gives model")
     fields |= architecture.fields
     tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
     if architecture.detect is not None:
@@ -73,12 +65,7 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
         tensor_mappings = architecture.tensor_mappings(
             {**model_shapes, **shapes}, vocab_size=fields.get("vocab_size")
         )
-        parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {name: [] for name in shapes}
-        for place in tensor_mappings:
-            if place.ours in shapes:
-                check_shape(place, by_name[place.theirs])
-                parts[place.ours].append((place, by_name[place.theirs]))
-        return {name: ConvertedArray(shapes[name], part) for name, part in parts.items()}
+        return convert_arrays(shapes, tensor_mappings, by_name)
 
     dtypes = {name: tensor.dtype.name for name, tensor in by_name.items()}
     return dataclasses.replace(source, open=open_arrays, dtypes=dtypes)
@@ -136,9 +123,6 @@ def _tensor_at(place: TensorMapping, tensors: Mapping[str, Tensor]) -> Tensor:
 def check_shape(place: TensorMapping, tensor: Tensor) -> None:
     """Check that a tensor is a weight of the shape that a mapping expects.
 
-    Args:
-        place: mapping.
-
     Raises:
         ValueError: It has another shape, or a dtype that weights cannot have.
     """
@@ -152,7 +136,19 @@ def check_shape(place: TensorMapping, tensor: Tensor) -> None:
         )
 
 
-class ConvertedArray(LazyArray):
+def convert_arrays(
+    shapes: Shapes, tensor_mappings: Iterable[TensorMapping], tensors: Mapping[str, Tensor]
+) -> dict[str, LazyArray]:
+    """Return the parameters of `shapes` that have mappings, read from the tensors these name."""
+    parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {}
+    for place in tensor_mappings:
+        if place.ours in shapes:
+            check_shape(place, tensors[place.theirs])
+            parts.setdefault(place.ours, []).append((place, tensors[place.theirs]))
+    return {name: _ConvertedArray(shapes[name], part) for name, part in parts.items()}
+
+
+class _ConvertedArray(LazyArray):
     """A parameter that is read from the tensors of its layers, or from its single tensor.
 
     Its dtype is the smallest one that can represent the values of all these tensors.

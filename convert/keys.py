@@ -17,19 +17,13 @@ Config = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key that corresponds to one field.
-
-    Attributes:
-        theirs: key.
-        ours: field.
-        default: value if the key is absent; REQUIRED if it must not be absent.
-        values: value of the key -> value of the field, if they differ. If several values of the key
-            have the same meaning, the first one is written.
-    """
+    """A key that corresponds to one field."""
 
     theirs: str
     ours: str
-    default: Any = REQUIRED
+    default: Any = REQUIRED  # value if the key is absent; REQUIRED if it must not be absent
+    # value of the key -> value of the field, if they differ. If several values of the key have
+    # the same meaning, the first one is written
     values: Mapping[Any, Any] | None = None
 
     @property
@@ -39,9 +33,6 @@ class Key:
 
     def read(self, hf: Config) -> dict[str, Any]:
         """Return the field with the value of the key.
-
-        Args:
-            hf: content of config.json.
 
         Raises:
             ValueError: The key is missing, or its value is not supported.
@@ -63,17 +54,11 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Only:
-    """A key that affects the computation, but for which only some values are supported.
-
-    Attributes:
-        theirs: key.
-        values: supported values; the first one is the value if the key is absent.
-        why: explanation, appended to the error message.
-    """
+    """A key that affects the computation, but for which only some values are supported."""
 
     theirs: str
-    values: tuple[Any, ...]
-    why: str = ""
+    values: tuple[Any, ...]  # supported values; the first one is the value if the key is absent
+    why: str = ""  # explanation, appended to the error message
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,9 +67,6 @@ class Only:
 
     def read(self, hf: Config) -> dict[str, Any]:
         """Check the value of the key; there is no corresponding field.
-
-        Args:
-            hf: content of config.json.
 
         Raises:
             ValueError: The value is not supported.
@@ -102,18 +84,12 @@ class Only:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """Keys that determine some fields together.
+    """Keys that determine some fields together."""
 
-    Attributes:
-        names: keys. A key that `write` does not return is removed from the original
-            config.json.
-        read: config.json -> fields.
-        write: fields -> keys.
-    """
-
+    # keys. A key that `write` does not return is removed from the original config.json
     names: tuple[str, ...]
-    read: Callable[[Config], dict[str, Any]]
-    write: Callable[[Config], dict[str, Any]]
+    read: Callable[[Config], dict[str, Any]]  # config.json -> fields
+    write: Callable[[Config], dict[str, Any]]  # fields -> keys
 
 
 KeyMap = Sequence[Key | Only | Keys]
@@ -143,12 +119,7 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
     """Translate config.json to config fields.
 
     Args:
-        hf: content of config.json.
-        keys: keys of the architecture.
         harmless: keys, in addition to HARMLESS, that do not affect the computation of this model.
-
-    Returns:
-        Field -> value.
 
     Raises:
         ValueError: A key is missing, unknown, or has a value that is not supported.
@@ -187,13 +158,8 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
     model that is imported and exported again gets the same config.json.
 
     Args:
-        fields: config fields.
-        keys: keys of the architecture.
         original: original config.json; empty to write all keys.
         harmless: as in `read`.
-
-    Returns:
-        The content of config.json.
     """
     hf = dict(original)
     original_fields = read(original, keys, harmless=harmless) if original else {}

@@ -19,10 +19,6 @@ from untrusted.schema import check_fields
 
 Tree = Any
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-NO_ADAPTERS = LoraConfig()
-
 #: The file in `hf_files` with the names of a classifier's labels, in order.
 LABELS_FILE = "labels.json"
 
@@ -68,7 +64,7 @@ class Source:
     tokenizer: Path | None
     open: Callable[[Shapes], Mapping[str, LazyArray]]
     dtypes: Mapping[str, str]
-    lora: LoraConfig = NO_ADAPTERS
+    lora: LoraConfig = LoraConfig()
     init_from: str = ""
     adapter_files: Path | None = None
 
@@ -117,7 +113,6 @@ def read_config(file: Path, *, within: Path) -> dict[str, Any]:
     """Read a config.json, and check the types of the keys that every architecture may have.
 
     Args:
-        file: config.json.
         within: directory that it must be in, even if it is a link.
 
     Raises:
@@ -143,16 +138,7 @@ def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def check_known(path: Path, shapes: Shapes, known: Shapes) -> None:
-    """Check that a model on disk has all wanted parameters.
-
-    Args:
-        path: path of the model, for the message.
-        shapes: wanted parameters.
-        known: parameters of the model.
-
-    Raises:
-        ValueError: The model lacks some of the wanted parameters.
-    """
+    """Raise a ValueError if a model on disk lacks some of the wanted parameters."""
     unknown = sorted(shapes.keys() - known.keys())
     if unknown:
         raise ValueError(

@@ -37,36 +37,24 @@ _KIND_BY_NAME: dict[str, Kind] = {"kernel": "linear", "bias": "flat", "scale": "
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One weight, or the same weight of all layers of a stack.
+    """One weight, or the same weight of all layers of a stack."""
 
-    Attributes:
-        ours: path of the parameter, such as `decoder.layers.mlp.up.kernel`.
-        theirs: name of the tensor, with `{layer}` in place of the number of a layer. If two
-            stacks have the same name, the numbers of the second stack continue after the first.
-        kind: see `Kind`; None derives it from the last word of `ours`.
-        num_inputs: for a kernel, how many of the dimensions of `ours` are inputs.
-        tied: other names under which a file may contain the same values.
-        first: number in `theirs` of layer 0.
-        step: difference in `theirs` between the numbers of successive layers.
-        without: row applies only to models that do not have this parameter.
-    """
-
-    ours: str
+    ours: str  # path of the parameter, such as `decoder.layers.mlp.up.kernel`
+    # name of the tensor, with `{layer}` in place of the number of a layer. If two stacks have the
+    # same name, the numbers of the second stack continue after the first
     theirs: str
-    kind: Kind | None = None
-    num_inputs: int = 1
-    tied: tuple[str, ...] = ()
-    first: int = 0
-    step: int = 1
-    without: str | None = None
+    kind: Kind | None = None  # see `Kind`; None derives it from the last word of `ours`
+    num_inputs: int = 1  # for a kernel, how many of the dimensions of `ours` are inputs
+    tied: tuple[str, ...] = ()  # other names under which a file may contain the same values
+    first: int = 0  # number in `theirs` of layer 0
+    step: int = 1  # difference in `theirs` between the numbers of successive layers
+    without: str | None = None  # row applies only to models that do not have this parameter
 
 
 def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple[Row, Row]:
     """Return the rows of a linear layer: its kernel and its bias.
 
     Args:
-        ours: path of the layer.
-        theirs: name of the layer.
         num_inputs: how many of the dimensions of the kernel are inputs.
         **options: other fields of both rows.
     """
@@ -78,8 +66,6 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
     """Return the rows of a norm: its scale and its bias.
 
     Args:
-        ours: path of the norm.
-        theirs: name of the norm.
         **options: other fields of both rows.
     """
     scale = Row(f"{ours}.scale", f"{theirs}.weight", **options)
@@ -88,27 +74,16 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorMapping:
-    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to.
+    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to."""
 
-    Attributes:
-        theirs: name of the tensor.
-        tied: other names under which a file may contain the same values.
-        ours: path of the parameter.
-        layer: layer of the parameter; None if it is not stacked.
-        shape: shape of the parameter without the layers axis.
-        kind: see `Kind`.
-        num_inputs: for a kernel, how many dimensions of `shape` are inputs.
-        vocab_size: vocabulary size without padding; None if the model has no vocabulary.
-    """
-
-    theirs: str
-    tied: tuple[str, ...]
-    ours: str
-    layer: int | None
-    shape: tuple[int, ...]
-    kind: Kind
-    num_inputs: int
-    vocab_size: int | None
+    theirs: str  # name of the tensor
+    tied: tuple[str, ...]  # other names under which a file may contain the same values
+    ours: str  # path of the parameter
+    layer: int | None  # layer of the parameter; None if it is not stacked
+    shape: tuple[int, ...]  # shape of the parameter without the layers axis
+    kind: Kind  # see `Kind`
+    num_inputs: int  # for a kernel, how many dimensions of `shape` are inputs
+    vocab_size: int | None  # vocabulary size without padding; None if the model has no vocabulary
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -230,13 +205,6 @@ def match(
     Files may omit the prefix of the base model, or have it although the model has none, and may
     call the parameters of norms gamma and beta.
 
-    Args:
-        found: names in the files.
-        tensor_mappings: mappings of the model.
-        prefix: prefix of the base model's names, including its dot.
-        buffers: regular expressions for names that are not weights.
-        other_heads: regular expressions for weights of other models with the same base.
-
     Returns:
         {name in the mappings: name in the files}, and the names of the weights in the files that
         belong to other models and are left out.
@@ -291,11 +259,6 @@ def check_names(
 
 def assemble(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
     """Assemble a Hugging Face tensor from the chunks of a parameter on disk.
-
-    Args:
-        place: mapping.
-        array: parameter.
-        dtype: dtype of the tensor.
 
     Raises:
         ValueError: A value is too large for `dtype`.

@@ -17,14 +17,7 @@ def architectures() -> dict[str, Architecture]:
 
 
 def find(hf: Mapping[str, Any]) -> Architecture:
-    """Find the architecture that a config.json names.
-
-    Args:
-        hf: content of config.json.
-
-    Returns:
-        The architecture. If config.json lists no architectures, it is the default of its
-        model_type.
+    """Find the architecture that a config.json names, or else the default of its model_type.
 
     Raises:
         ValueError: The architecture is not supported.

@@ -52,9 +52,6 @@ def newest_checkpoint(path: Path) -> Path:
     Args:
         path: directory of a run, or one of its checkpoints, which is then the only candidate.
 
-    Returns:
-        The directory of the checkpoint.
-
     Raises:
         ValueError: There is no intact checkpoint, or a link in it leads out of the run.
         ReadError: A checkpoint cannot be read, though it may be intact.
@@ -112,12 +109,7 @@ def open_run(
 
     Args:
         path: path that the user gave: the directory of the run or of the checkpoint.
-        step: directory of the checkpoint, as `newest_checkpoint` returns it.
         averaged: whether to use the averages of the parameters, if the run kept such averages.
-        allow_import: import paths, packages and modules that the config may import from.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: The checkpoint has no valid config, or its model class may not or cannot be
@@ -137,7 +129,7 @@ def open_run(
     model_class = find_model(name)
     fields = split_model_keys(fields, model_class).own
     check_keys(model_class.Config, fields, f"{file}: model")
-    check_types(model_class.Config, fields, f"{file}: model", tuples=True)
+    check_types(model_class.Config, fields, f"{file}: model")
     files = workdir / HF_FILES
     check_link(files, workdir)
     hf_file = files / "config.json"
@@ -179,7 +171,6 @@ class _PaddedArray(LazyArray):
     """A parameter whose first axis is the vocabulary, padded with zeros to `shape`.
 
     Args:
-        array: stored parameter.
         shape: shape with padding; only its first axis differs from the stored one.
     """
 

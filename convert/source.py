@@ -40,9 +40,6 @@ def read_source(
         averaged: whether to use the averages of the parameters, if the run kept such averages.
         allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
 
-    Returns:
-        The model.
-
     Raises:
         ValueError: There is neither a model nor a run at `path`, the architecture or a key of
             config.json is not supported, or tensors are missing, unknown or of the wrong shape.
@@ -67,12 +64,8 @@ def load_params(source: Source, abstract: Tree) -> Tree:
     """Load parameters; each device's shard is read from the files separately.
 
     Args:
-        source: model on disk.
         abstract: tree with a jax.ShapeDtypeStruct, including a sharding, for each parameter to
             load; these may be some of the model's parameters.
-
-    Returns:
-        A tree of the same structure with a jax.Array for each parameter.
 
     Raises:
         ValueError: The model on disk lacks a parameter or has another shape for it.

@@ -54,32 +54,20 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor in a file.
-
-    Attributes:
-        name: name of the tensor.
-        file: file that contains the tensor.
-        dtype: dtype of the values.
-        shape: shape of the tensor.
-        map: returns the memory-mapped values, which are read on access.
-    """
+    """A tensor in a file."""
 
     name: str
     file: Path
     dtype: np.dtype
     shape: tuple[int, ...]
-    map: Callable[[], np.ndarray]
+    map: Callable[[], np.ndarray]  # returns the memory-mapped values, which are read on access
 
 
 def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict[str, Tensor]:
-    """Open the tensors of a model.
+    """Open the tensors of a model, by name.
 
     Args:
-        directory: directory of the model.
         allow_pickle_weights: whether to open pickle files if there are no safetensors files.
-
-    Returns:
-        The tensors by name.
 
     Raises:
         ValueError: There are no tensor files, a file is damaged or missing, or the files are
@@ -108,13 +96,7 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
 
 
 def same_values(a: Tensor, b: Tensor, block_rows: int = 1024) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits.
-
-    Args:
-        a: tensor.
-        b: another tensor.
-        block_rows: number of rows to compare at a time.
-    """
+    """Return whether two tensors have the same dtype, shape and bits."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     left, right = (np.atleast_1d(tensor.map()).view(np.uint8) for tensor in (a, b))
@@ -128,7 +110,6 @@ class ShardWriter:
     If everything fits into one file, that file is the only one and there is no index.
 
     Args:
-        directory: directory to write to.
         tensors: (name, dtype, shape) of all tensors.
         max_shard_bytes: maximum number of bytes of values in a file, unless it contains a
             single tensor; None: everything is in one file.

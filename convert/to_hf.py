@@ -64,15 +64,13 @@ def convert(
     Args:
         checkpoint: directory of a run, whose newest intact checkpoint is read, or one of its
             checkpoints.
-        dst: directory to write.
         dtype: dtype of all tensors. None gives each tensor the dtype that it has in the
             original model, if the run was imported, and float32 otherwise.
         max_shard_bytes: maximum size of a file in bytes, at least 1, unless it contains a
             single tensor.
         averaged: whether to write the averages of the parameters, if the run kept such averages.
         merge: whether to merge the adapters into the model, instead of writing only them.
-        allow_import: import paths, packages and modules that the run's `config.yaml` may import
-            from.
+        allow_import: as for `convert.source.read_source`.
 
     Raises:
         ValueError: There is no intact checkpoint, no Hugging Face architecture can express this
@@ -117,22 +115,6 @@ def _write_model(
 ) -> None:
     """Write the files of a model; `hf` is its config.json without dtype and labels."""
     hf, default = _with_dtype({**hf, **_labels(source)}, dtype)
-    _write_tensors(source, architecture, directory, dtype, default, max_shard_bytes)
-    preprocessor.write(source, directory)
-    # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
-    hf = {**write_tokenizer(source, architecture, directory), **hf}
-    write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
-
-
-def _write_tensors(
-    source: Source,
-    architecture: Architecture,
-    directory: Path,
-    dtype: str | None,
-    default: str,
-    max_shard_bytes: int,
-) -> None:
-    """Write the safetensors files; tensors whose dtype is not known have the dtype `default`."""
     shapes = source.shapes()
     arrays = source.open(shapes)
     tensor_mappings = {
@@ -159,19 +141,19 @@ def _write_tensors(
             tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
         )
     )
+    preprocessor.write(source, directory)
+    # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
+    hf = {**write_tokenizer(source, architecture, directory), **hf}
+    write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
 
 
 def describe(model: str, config: Any, source: Source | None) -> tuple[Architecture, dict[str, Any]]:
-    """Find the Hugging Face architecture that expresses a model exactly.
+    """Find the Hugging Face architecture that expresses a model exactly, and its config.json.
 
     Args:
         model: `model.name` of the run.
-        config: config of its model class.
         source: model on disk that the run starts from, or that is exported; None if there is
             none.
-
-    Returns:
-        The architecture, and the content of its config.json.
 
     Raises:
         ValueError: There is no such architecture; the message names the fields that the closest
@@ -204,11 +186,6 @@ def export_problem(model: str, config: Any, source: Source | None) -> str | None
     """Return why a model could not be exported after training, or None if it could.
 
     Models without any counterpart in Hugging Face, such as a user's own, are not reported.
-
-    Args:
-        model: `model.name` of the run.
-        config: config of its model class.
-        source: checkpoint that the run starts from, or None.
     """
     if not _candidates(model):
         return None
@@ -273,14 +250,7 @@ def _with_dtype(hf: dict[str, Any], dtype: str | None) -> tuple[dict[str, Any], 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None for the command line of the process.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
-    """
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.to_hf")
     parser.add_argument(
         "checkpoint", type=local_path, help="directory of a run, or of one of its checkpoints"

@@ -74,12 +74,6 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
     `pixel_values`, float32[B, C, H, W], normalized. The output is `logits`, in float32. B and T may
     have any size.
 
-    Args:
-        src: directory of a run, one of its checkpoints, or a Hugging Face model.
-        dst: directory to write.
-        allow_import: import paths, packages and modules that the run's `config.yaml` may import
-            from.
-
     Returns:
         The largest difference between the logits of the ONNX file and of Taibai, divided by the
         largest logit.
@@ -213,30 +207,19 @@ def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
     (output,) = session.run(None, inputs)
     logits = np.asarray(output)
     if "pixel_values" in inputs:
-        return _relative(logits, model(inputs["pixel_values"].transpose(0, 2, 3, 1)))
-    names = {"input_ids": "tokens", "token_type_ids": "token_types"}
-    ours = {names.get(key, key): array.astype(np.int32) for key, array in inputs.items()}
-    expected = np.asarray(model(**ours))
+        expected = np.asarray(model(inputs["pixel_values"].transpose(0, 2, 3, 1)))
+    else:
+        names = {"input_ids": "tokens", "token_type_ids": "token_types"}
+        ours = {names.get(key, key): array.astype(np.int32) for key, array in inputs.items()}
+        expected = np.asarray(model(**ours))
     if logits.ndim == 3:  # logits of each token; ignore padding
         is_token = inputs["attention_mask"] == 1
         logits, expected = logits[is_token], expected[is_token]
-    return _relative(logits, expected)
-
-
-def _relative(logits: np.ndarray, expected: Any) -> float:
-    expected = np.asarray(expected)
     return float(np.max(np.abs(logits - expected)) / np.max(np.abs(expected)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None for the command line of the process.
-
-    Returns:
-        The exit code: 0, or 2 after an error, which is printed to stderr in one sentence.
-    """
+    """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.to_onnx")
     parser.add_argument("src", type=local_path, help="a run, a checkpoint, or a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")

@@ -39,8 +39,6 @@ def train_batches(
     nothing else, so a state saved by one process can be restored by any number of processes.
 
     Args:
-        corpus: corpus to read.
-        config: batch size and number of threads.
         rows: rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
         seed: seed of shuffling, masking and image transforms, from 0 to 2**32 - 1.
@@ -74,7 +72,6 @@ def validation_batches(
 
     Args:
         corpus: corpus to read; an empty validation split gives no batches.
-        config: batch size and number of threads.
         rows: rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
         num_batches: maximum number of batches; None for all of them.
@@ -108,10 +105,6 @@ def batches_ahead(batch_bytes: int) -> int:
 
 def check_rows(rows: Sequence[int], global_batch_size: int) -> None:
     """Check that all rows are distinct rows of the global batch.
-
-    Args:
-        rows: numbers of rows of the global batch.
-        global_batch_size: number of rows of the global batch.
 
     Raises:
         ValueError: There are no rows, a row is repeated, or a row is out of range.
@@ -166,10 +159,6 @@ def _iterate(
     Args:
         read: returns the rows of the given elements; row r of batch k is element
             k * global_batch_size + r.
-        config: batch size and number of threads.
-        rows: rows of the global batch that this process supplies.
-        num_batches: number of batches after which the iterator ends.
-        row_bytes: size of a row in bytes.
     """
     num_ahead = batches_ahead(len(rows) * row_bytes)
     batches = _Batches(read, config.global_batch_size, rows, num_batches)
@@ -180,14 +169,7 @@ def _iterate(
 
 
 class _Batches(Sequence[Batch]):
-    """A random-access sequence whose item k holds this process's rows of batch k.
-
-    Args:
-        read: returns the rows of the given elements.
-        global_batch_size: number of elements in a global batch.
-        rows: rows of the global batch that this process supplies.
-        num_batches: length of the sequence.
-    """
+    """A random-access sequence whose item k holds this process's rows of batch k."""
 
     def __init__(
         self,

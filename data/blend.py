@@ -20,13 +20,10 @@ _ENTRY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s+(\S.*?)\s*")
 
 
 def parse_mixture(entries: Sequence[str]) -> list[tuple[Fraction, str]]:
-    """Parse the entries of `data.mixture`.
+    """Return (share, source) of each entry of `data.mixture`; the shares sum to 1.
 
     Args:
         entries: strings of the form 'WEIGHT SOURCE'.
-
-    Returns:
-        The (share, source) of each entry; the shares are normalized to sum to 1.
 
     Raises:
         ValueError: An entry has another form, a weight is not positive, or the weights have too
@@ -92,8 +89,7 @@ class Blend:
         floor(k / s), and before place ceil((k + 1) / s), its deadline.
 
         Args:
-            place: place in the pattern.
-            given: how many elements each source has supplied before this place.
+            num_supplied: how many elements each source has supplied before this place.
         """
         # In integers: the share of source i is self._counts[i] / period.
         period = self._period

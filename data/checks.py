@@ -29,7 +29,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 def first_names(found: Sequence[str], most: int = 3) -> str:
     """Join the first `most` strings with commas, and append how many more there are.
 
-    For example, `listed(["a", "b", "c", "d", "e"])` is `"a, b, c and 2 more"`.
+    For example, `first_names(["a", "b", "c", "d", "e"])` is `"a, b, c and 2 more"`.
     """
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more

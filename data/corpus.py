@@ -9,12 +9,8 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     """Load the corpus `data.name`, and prepare it on first use.
 
     Args:
-        config: config section `data`: the corpus, the objective and the tokenizer.
         images: config section `images`: crops, augmentation and selection of images. None
             stands for the defaults.
-
-    Returns:
-        The rows of the train and validation splits.
 
     Raises:
         ValueError: The corpus or its tokenizer is unknown, broken, unsuitable for the objective or

@@ -80,7 +80,6 @@ class CheckedExamples(Examples):
     """The rows of a source, after a check before each of them.
 
     Args:
-        rows: source.
         check: raises an error if the source has turned out to be damaged.
     """
 
@@ -101,7 +100,6 @@ class ConcatExamples(Examples):
     """The concatenation of several sources.
 
     Attributes:
-        parts: sources.
         offsets: number of each source's first row, then the total number of rows.
     """
 
@@ -136,7 +134,6 @@ class Corpus:
     """The data that a run trains on and is evaluated on.
 
     Attributes:
-        train: rows of the train split.
         validation: rows of the validation split; empty if nothing is held out.
         fingerprint: hash of all data that is read. Processes whose fingerprints differ would
             train on different data. It covers the sizes of image files, not their contents.

@@ -170,10 +170,6 @@ class ImageConfig(Section, section="images"):
 def check_images(data: DataConfig, images: ImageConfig) -> None:
     """Check that the config sections `data` and `images` are compatible.
 
-    Args:
-        data: config section `data`.
-        images: config section `images`.
-
     Raises:
         ValueError: A field of `images` is set that the objective does not read, or mixing or
             repetition is impossible with this batch size.

@@ -11,9 +11,6 @@ from data.table_files import SUFFIXES
 def sources(config: DataConfig) -> list[DataConfig]:
     """Split the config of a mixture into one config per source.
 
-    Args:
-        config: config section `data`.
-
     Returns:
         The config of each source, in the order of `data.mixture`. If the corpus is not a mixture,
         the config itself is the only one.
@@ -35,13 +32,9 @@ def mixed_order(
     numbered as if the sources were concatenated.
 
     Args:
-        config: config of the mixture, with its weights.
         orders: for each source, a function that maps an element of that source's own shuffled
             stream to a row of the source.
         offsets: for each source, the number of its first row in the concatenation.
-
-    Returns:
-        Element number -> row number in the concatenation.
     """
     blend = Blend([share for share, _ in parse_mixture(config.mixture)])
 

@@ -9,14 +9,11 @@ SPLITS = ("train", "validation")
 
 
 def call_own(name: str, kind: str) -> Mapping[str, Sequence[Any]]:
-    """Call the user's function and check its result.
+    """Call the user's function, and return its dict, which has a sequence for each of SPLITS.
 
     Args:
         name: import path of the function, `package.module:function`.
         kind: type of the items in the sequences, for messages.
-
-    Returns:
-        The dict that the function returned, with a sequence for each of SPLITS.
 
     Raises:
         ValueError: There is no such function, it raises, or it returns anything else.

@@ -15,14 +15,10 @@ Shapes = dict[str, tuple[tuple[int, ...], np.dtype]]
 
 
 def example_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
-    """Return the shape of one example and its dtype, for every key of a batch except `index`.
+    """Return (shape of one example, dtype) for every key of a batch except `index`.
 
     Args:
-        config: config section `data`.
         images: config section `images`; read only if the objective is one of images.
-
-    Returns:
-        Key -> (shape of one example, without the batch axis; dtype).
 
     Raises:
         ValueError: `data.target_length` is too short for the spans.

@@ -49,9 +49,6 @@ class Budget:
     """Counts the rows, values and bytes that tables expand to.
 
     It refuses more than real files of their size expand to.
-
-    Args:
-        files: tables.
     """
 
     def __init__(self, files: Sequence[Path]):
@@ -100,15 +97,12 @@ class Budget:
 
 
 def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]) -> int:
-    """Convert tables in a process with limits.
+    """Convert tables in a process with limits, and return the number of rows.
 
     Args:
         function: function of a module that returns `num_rows_or_error(…)`.
         argument: its argument, a JSON value.
         files: tables, whose size determines the limits.
-
-    Returns:
-        The number of rows.
 
     Raises:
         ValueError: The tables are damaged, or expand to too much.
@@ -134,14 +128,10 @@ def convert(function: Callable[[Any], Any], argument: Any, files: Sequence[Path]
 
 
 def num_rows_or_error(write: Callable[[Budget], Any], files: Sequence[Path]) -> dict[str, Any]:
-    """Convert tables; in the process with limits.
+    """Convert tables, and return the number of rows or an OSError as JSON; in the limited process.
 
     Args:
         write: converts the tables, and counts the rows.
-        files: tables.
-
-    Returns:
-        The number of rows, or an error of the file system, as JSON.
     """
     budget = Budget(files)
     try:

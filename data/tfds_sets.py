@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from data.locks import locked
+from data.cache import locked
+from data.sequences import LazySequence
 from fields.paths import check_local
 from untrusted.cached import read_cached, write_cached
 from untrusted.files import digest_of, remove
@@ -45,12 +46,7 @@ def open_builder(name: str, cache_path: Path, check: Callable[[Any], object]) ->
     the data set.
 
     Args:
-        name: name of the data set.
-        cache_path: cache directory.
         check: raises a ValueError if the builder is of the wrong kind.
-
-    Returns:
-        The TFDS builder.
 
     Raises:
         ValueError: TFDS has no such data set, it is of the wrong kind, or it could not be prepared.
@@ -89,23 +85,32 @@ def builder_key(builder: Any) -> str:
     return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
 
 
+def splits_of(builder: Any) -> list[str]:
+    """Return the names of the splits of a prepared data set, which include 'train'.
+
+    Raises:
+        ValueError: There is no train split.
+    """
+    splits = sorted(builder.info.splits)
+    if "train" not in splits:
+        raise ValueError(
+            f"data.name: the TFDS set {builder.info.full_name!r} has the splits {splits}, but no "
+            "'train'; choose a set that has one"
+        )
+    return splits
+
+
 def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
-    """Return the examples of a split of a prepared data set.
+    """Return the examples of a split of a prepared data set, by position.
 
     Args:
-        builder: TFDS builder of the data set.
-        split: name of the split.
         decoders: decoders that replace TFDS's own for some features, in TFDS's format.
-
-    Returns:
-        The examples, by position; a ValueError if one cannot be read.
 
     Raises:
         ValueError: The file format of the data set has no random access.
     """
     try:
         source = builder.as_data_source(split, decoders=decoders)
-        return _Examples(source, f"the {split} split of the TFDS set at {builder.data_path}")
     except (NotImplementedError, ValueError) as error:
         raise ValueError(
             f"data.name: the {split} split of the TFDS set {builder.info.full_name!r} at "
@@ -113,32 +118,17 @@ def open_split(builder: Any, split: str, decoders: Any = None) -> Sequence[Any]:
             "built again as array_record, or set data.cache_dir to build it elsewhere"
         ) from error
 
-
-class _Examples(Sequence[Any]):
-    """The examples of a data source of TFDS, with errors of one sentence.
-
-    Args:
-        source: data source.
-        where: its split and directory, for messages.
-    """
-
-    def __init__(self, source: Sequence[Any], where: str):
-        self._source = source
-        self._where = where
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def __getitem__(self, index):
+    def read(index: int) -> Any:
         try:
-            return self._source[index]
-        except IndexError:
-            raise
+            return source[index]
         except Exception as error:  # TFDS and array_record raise many types for damaged files.
             raise ValueError(
-                f"example {index} of {self._where} cannot be read ({shortened(error)}); delete the "
-                "set there, so that it is built again"
+                f"example {index} of the {split} split of the TFDS set at {builder.data_path} "
+                f"cannot be read ({shortened(error)}); delete the set there, so that it is built "
+                "again"
             ) from error
+
+    return LazySequence(len(source), read)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,11 +22,7 @@ _paused: list[bool] = []  # not empty within `without_compilation_cache`
 
 
 class VerifiedCache(CacheInterface):
-    """Compiled programs in files that carry digests.
-
-    Args:
-        directory: directory of the cache.
-    """
+    """Compiled programs in files that carry digests."""
 
     def __init__(self, directory: Path):
         self._path = directory  # pyright: ignore[reportIncompatibleVariableOverride]

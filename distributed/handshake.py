@@ -29,8 +29,9 @@ from importlib import metadata
 from pathlib import Path
 
 import taibai
-from distributed.channel import Channel, connect, listen
-from distributed.secret import SECRET, is_proof, proof
+from distributed.message_socket import MessageSocket, connect, listen
+from distributed.secret import is_proof, proof
+from distributed.variables import SECRET
 from untrusted.documents import parse_json
 from untrusted.schema import check_fields
 
@@ -240,7 +241,7 @@ class _Reception:
 
     def _talk(self, connection: socket.socket) -> None:
         """Let one peer introduce itself, and remember it if it knows the secret."""
-        channel = Channel(connection, time.monotonic() + _INTRODUCTION_S)
+        channel = MessageSocket(connection, time.monotonic() + _INTRODUCTION_S)
         try:
             own_nonce = secrets.token_hex(16)
             channel.send({"nonce": own_nonce})
@@ -268,7 +269,7 @@ class _Peer:
         nonces: random numbers of both sides, without which a recorded message could be replayed.
     """
 
-    channel: Channel
+    channel: MessageSocket
     nonces: tuple[str, str]
 
 
@@ -300,7 +301,7 @@ def _introduce(process: Process, coordinator: str, secret: bytes, deadline_s: fl
         ValueError: The process that answers does not know the secret.
     """
     timeout_s = max(deadline_s - _INTRODUCTION_S - time.monotonic(), 0.01)
-    channel = Channel(connect(coordinator, timeout_s), deadline_s)
+    channel = MessageSocket(connect(coordinator, timeout_s), deadline_s)
     try:
         hello = channel.receive()
         check_fields(hello, {"nonce": str}, "a message")

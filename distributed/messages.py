@@ -75,13 +75,10 @@ class Exchange:
         self._told: list[str] = []  # keys that process 0 may delete once all have read them
 
     def gather(self, problem: str | None) -> str | None:
-        """Collect problems on process 0.
+        """Return on process 0 the problems of all processes as one string; None if there are none.
 
         Args:
             problem: this process's problem in a few words, or None.
-
-        Returns:
-            On process 0, the problems of all processes in one string, or None if there are none.
 
         Raises:
             TimeoutError: on process 0; names the processes that did not answer.
@@ -125,9 +122,6 @@ class Exchange:
     def words(self, word: str | None) -> list[str | None]:
         """Return, on all processes, the words of all processes, in the order of their ids.
 
-        Args:
-            word: this process's word.
-
         Raises:
             OSError: on all processes, if one does not answer.
         """
@@ -147,9 +141,6 @@ class Exchange:
 
     def agree(self, problem: str | None) -> str | None:
         """Return the problems of all processes on every process, or None if there are none.
-
-        Args:
-            problem: this process's problem in a few words, or None.
 
         Raises:
             OSError: on all processes, if one does not answer.

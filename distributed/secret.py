@@ -13,16 +13,13 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-#: The environment variable with the secret.
-SECRET = "TAIBAI_SECRET"
+from distributed.variables import SECRET
+
 _MAX_BYTES = 4096
 
 
 def run_secret(env: Mapping[str, str]) -> bytes:
     """Return the secret of this run.
-
-    Args:
-        env: environment variables of this process.
 
     Raises:
         ValueError: Others may read or have written the file with the secret.

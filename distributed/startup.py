@@ -1,15 +1,6 @@
 """Joins the processes of a run and creates the mesh: one code path for CPUs and accelerators.
 
-A process learns from its environment how it was started. `python -m launch.local` sets
-
-    TAIBAI_COORDINATOR         address of process 0: host:port, or unix:PATH on one machine
-    TAIBAI_NUM_PROCESSES       number of processes
-    TAIBAI_PROCESS_ID          0 .. TAIBAI_NUM_PROCESSES - 1
-    TAIBAI_DEVICES_PER_PROCESS CPU devices that each process simulates
-    TAIBAI_SECRET              the secret with which processes recognize each other
-
-Under SLURM's `srun`, SLURM's own variables contain the same information, except for the secret;
-`launch/train.sbatch` sets it.
+A process learns from its environment how it was started; see distributed/variables.py.
 """
 
 import contextlib
@@ -24,20 +15,20 @@ from typing import Any
 
 import jax
 
-from distributed.channel import bind_address
 from distributed.handshake import Process, perform_handshake
+from distributed.message_socket import bind_address
 from distributed.secret import run_secret
+from distributed.variables import (
+    COORDINATOR,
+    CPU_XLA_FLAGS,
+    DEVICES_PER_PROCESS,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    merge_xla_flags,
+)
 from fields.numbers import shown
 from sharding.mesh import MeshConfig, make_mesh
 from untrusted.messages import shortened
-
-#: Longer timeouts: with simulated devices on few, busy cores, a collective can take longer than
-#: XLA's default timeouts, and XLA would abort the process.
-CPU_XLA_FLAGS = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
-    "xla_cpu_collective_call_terminate_timeout_seconds": "300",
-    "xla_cpu_collective_timeout_seconds": "300",
-}
 
 #: Most devices that a CPU simulates for a mesh; each takes memory.
 _MAX_SIMULATED_DEVICES = 512
@@ -65,13 +56,10 @@ def start(
         OSError: processes are missing, or process 0 cannot listen or cannot be reached.
     """
     skip_absent_gpus()
-    flags = os.environ.get("XLA_FLAGS", "")
-    extra = [f"--{name}={value}" for name, value in CPU_XLA_FLAGS.items() if name not in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *extra])
-
+    os.environ["XLA_FLAGS"] = merge_xla_flags(CPU_XLA_FLAGS, os.environ.get("XLA_FLAGS", ""))
     per_process = None
-    if "TAIBAI_DEVICES_PER_PROCESS" in os.environ:
-        per_process = _number(os.environ, "TAIBAI_DEVICES_PER_PROCESS", 1, _MAX_SIMULATED_DEVICES)
+    if DEVICES_PER_PROCESS in os.environ:
+        per_process = _number(os.environ, DEVICES_PER_PROCESS, 1, _MAX_SIMULATED_DEVICES)
     how = read_distributed_env(os.environ)
     if how is not None:
         _join(how, start_timeout_s, heartbeat_timeout_s)
@@ -143,12 +131,12 @@ def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
     Raises:
         ValueError: a variable is missing or is not a number; the message names it.
     """
-    num_processes = _number(env, "TAIBAI_NUM_PROCESSES", 1, default="1")
+    num_processes = _number(env, NUM_PROCESSES, 1, default="1")
     if num_processes > 1:
         return DistributedEnv(
-            coordinator=_text(env, "TAIBAI_COORDINATOR"),
+            coordinator=_text(env, COORDINATOR),
             num_processes=num_processes,
-            process_id=_number(env, "TAIBAI_PROCESS_ID", 0, num_processes - 1),
+            process_id=_number(env, PROCESS_ID, 0, num_processes - 1),
             local_device_ids=None,
         )
     num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1, default="1")

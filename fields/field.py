@@ -34,6 +34,7 @@ class Declaration:
     length: int | None = None
     nonempty: bool = False
     is_path: bool = False
+    splits: bool = False
     remedy: str = ""
 
     @property
@@ -126,6 +127,7 @@ def field(
     length: int | None = None,
     nonempty: bool = False,
     is_path: bool = False,
+    splits: bool = False,
     remedy: str = "",
     required: bool = False,
 ) -> Any:
@@ -144,6 +146,7 @@ def field(
         nonempty: whether the string, or each string of a tuple, must not be empty.
         is_path: whether the string, or each string of a tuple, may be a path, which must not be a
             URL.
+        splits: whether a string stands for a tuple of its parts, which commas separate.
         remedy: end of the error message, which says what to do instead.
         required: whether a ConfigDict that lost this key is an error. It has the key at first: a
             config starts from the default ConfigDict, and a dict or a YAML file is merged into it.
@@ -164,6 +167,7 @@ def field(
         length=length,
         nonempty=nonempty,
         is_path=is_path,
+        splits=splits,
         remedy=remedy,
     )
     metadata = {_KEY: declaration}
@@ -181,13 +185,13 @@ def declarations(section: type) -> dict[str, Declaration]:
     }
 
 
-def bound_of(field: dataclasses.Field) -> float | None:
-    """Return the largest value that the declaration of a field states; None if there is none."""
-    return field.metadata[_KEY].le if _KEY in field.metadata else None
+def declaration_of(field: dataclasses.Field) -> Declaration | None:
+    """Return the declaration of a field of a dataclass; None if it has none."""
+    return field.metadata.get(_KEY)
 
 
 def join_values(values: Sequence[Any]) -> str:
-    """Join values for a message: `joined(["a", "b", None])` is "a, b or None"."""
+    """Join values for a message: `join_values(["a", "b", None])` is "a, b or None"."""
     *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 

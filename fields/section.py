@@ -1,10 +1,10 @@
 """The base class of the config's sections: a dataclass that checks its declared fields."""
 
+import dataclasses
 from typing import Any, ClassVar
 
-from fields.field import declarations
-from fields.numbers import exponent_hint, shown
-from fields.types import check_types
+from fields.field import declaration_of
+from fields.types import check_value
 
 
 class Section:
@@ -42,15 +42,11 @@ class Section:
             ValueError: a value is not valid. The message names the key, the value, the rule and
                 the remedy: `images.channels=4 is unknown; choose 3 (color) or 1 (gray)`.
         """
-        declared = declarations(type(self))
-        values = {name: getattr(self, name) for name in declared}
-        check_types(type(self), values, self.section)
-        for name, value in values.items():
-            value = tuple(value) if isinstance(value, list) else value
-            self._set(name, value)
-            if problem := declared[name].problem(value):
-                hint = exponent_hint(value) if declared[name].has_numbers else ""
-                raise ValueError(f"{self.section}.{name}={shown(value)} {problem}{hint}")
+        values: Any = self  # a subclass is a dataclass
+        for field in dataclasses.fields(values):
+            if declaration_of(field) is not None:
+                value = getattr(self, field.name)
+                self._set(field.name, check_value(field, value, f"{self.section}.{field.name}"))
 
     def _set(self, name: str, value: Any) -> None:
         """Set a field of this frozen dataclass while it is initialized."""

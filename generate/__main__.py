@@ -176,17 +176,13 @@ def _write_all(
     return sum(map(len, continuations))
 
 
-def _text_of(prompt: Prompt, codec: TextCodec) -> str:
-    return codec.decode(prompt.tokens) if prompt.text is None else prompt.text
-
-
 def _print_stream(
     prompt: Prompt, tokens: Iterator[int], codec: TextCodec, follows_prompt: bool
 ) -> int:
     """Print a continuation while it grows; return the number of its tokens."""
     first = next(tokens)  # now it is certain that the model takes the prompt
     if follows_prompt:
-        print(_text_of(prompt, codec), end="")
+        print(codec.decode(prompt.tokens) if prompt.text is None else prompt.text, end="")
     stream = TextStream(codec, prompt.tokens if follows_prompt else ())
     count = 0
     for token in itertools.chain([first], tokens):
@@ -197,12 +193,7 @@ def _print_stream(
 
 
 def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:
-    """Return how beams are searched; None without `--num_beams`.
-
-    Raises:
-        ValueError: an option that only random choices have is set too, or one of beams without
-            beams.
-    """
+    """Return how beams are searched; None without `--num_beams`."""
     if args.num_beams is None:
         if args.length_penalty != 1.0 or args.early_stopping != "false":
             raise ValueError(
@@ -224,11 +215,7 @@ def _beams_of(args: argparse.Namespace, sampling: Sampling) -> Beams | None:
 
 
 def _drafts_of(args: argparse.Namespace, tokenizer: FileTokenizer | None) -> Drafts | None:
-    """Return where drafts come from; None without `--num_drafts`.
-
-    Raises:
-        ValueError: an option is missing or does not fit, or the draft model has other tokens.
-    """
+    """Return where drafts come from; None without `--num_drafts`."""
     if args.num_drafts is not None and args.num_drafts < 1:
         raise ValueError(f"--num_drafts={args.num_drafts} must be at least 1, or left out")
     if args.num_drafts is None:

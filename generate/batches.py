@@ -14,9 +14,6 @@ _MULTIPLE = 32
 def check_batch_size(mesh: Any, batch_size: int) -> int:
     """Return the number of replicas of a mesh.
 
-    Args:
-        batch_size: most texts of a batch.
-
     Raises:
         ValueError: the batch size is not a positive multiple of the number of replicas.
     """

@@ -64,38 +64,21 @@ class Beams:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BeamState:
-    """A search between two tokens.
+    """A search between two tokens."""
 
-    Attributes:
-        caches: tokens of the beams that go on, but the newest; with R rows.
-        positions_R: int32, position of the newest token.
-        tokens_BKM: int32, new tokens of the beams that go on; -1 for none.
-        scores_BK: their log-probabilities.
-        ended_BKM: int32, new tokens of the best beams that have ended.
-        ended_scores_BK: their scores.
-        has_ended_BK: bool, whether there is such a beam.
-        can_improve_B: bool, whether a beam that goes on may become one of the best.
-        count: int32[], number of new tokens.
-    """
-
-    caches: Caches
-    positions_R: jax.Array
-    tokens_BKM: jax.Array
-    scores_BK: jax.Array
-    ended_BKM: jax.Array
-    ended_scores_BK: jax.Array
-    has_ended_BK: jax.Array
-    can_improve_B: jax.Array
-    count: jax.Array
+    caches: Caches  # tokens of the beams that go on, but the newest; with R rows
+    positions_R: jax.Array  # int32, position of the newest token
+    tokens_BKM: jax.Array  # int32, new tokens of the beams that go on; -1 for none
+    scores_BK: jax.Array  # their log-probabilities
+    ended_BKM: jax.Array  # int32, new tokens of the best beams that have ended
+    ended_scores_BK: jax.Array  # their scores
+    has_ended_BK: jax.Array  # bool, whether there is such a beam
+    can_improve_B: jax.Array  # bool, whether a beam that goes on may become one of the best
+    count: jax.Array  # int32[], number of new tokens
 
 
 class BeamSearch:
-    """Searches beams with a model.
-
-    Args:
-        decoder: model.
-        stop: ids of tokens that end a text.
-    """
+    """Searches beams with a model."""
 
     def __init__(self, decoder: Decoder, stop: tuple[int, ...]):
         self._decoder = decoder
@@ -114,10 +97,7 @@ class BeamSearch:
 
         Args:
             max_new_tokens: M.
-            beams: settings.
-            params: as for `Decoder.prefill`.
-            tokens_BT: as for `Decoder.prefill`.
-            lengths_B: as for `Decoder.prefill`.
+            params: this and the next two are as for `Decoder.prefill`.
             is_prompt_B: bool, false for rows that only fill up the batch.
         """
         size = len(lengths_B)
@@ -144,13 +124,7 @@ class BeamSearch:
         return self._with_next(state, repeated(logits_BV), beams)
 
     def rest(self, beams: Beams, params: Tree, *, state: BeamState) -> BeamState:
-        """Search until no beam can improve, or until all have M tokens.
-
-        Args:
-            beams: settings.
-            params: as for `Decoder.decode`.
-            state: from `first`.
-        """
+        """Search until no beam can improve, or until all have M tokens."""
         max_new_tokens = state.tokens_BKM.shape[2]
 
         def goes_on(state: BeamState) -> jax.Array:

@@ -17,11 +17,7 @@ from untrusted.imports import add_allow_import
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> None:
-    """Add these options to a parser.
-
-    Args:
-        batch_size: default of `--batch_size`.
-    """
+    """Add these options to a parser, `--batch_size` with the given default."""
     parser.add_argument(
         "--model",
         type=local_path,

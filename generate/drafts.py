@@ -17,7 +17,7 @@ Source: drafts of a model: Leviathan et al. 2023 (arXiv:2211.17192); of the text
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ class Drafts:
                 raise ValueError(f"{name}={getattr(self, name)} of drafts must be at least 1")
 
 
-class Drafter(Protocol):
-    """Proposes the next tokens of rows.
+class Drafter:
+    """Proposes the next tokens of rows. This one proposes none, so each pass finds one token.
 
     Attributes:
         num_tokens: D.
@@ -58,15 +58,15 @@ class Drafter(Protocol):
         params: parameters of the draft model, passed to both methods; None without one.
     """
 
-    num_tokens: int
-    max_positions: int | None
-    params: Tree
+    num_tokens: int = 0
+    max_positions: int | None = None
+    params: Tree = None
 
     def begin(
         self, params: Tree, tokens_BT: jax.Array, lengths_B: jax.Array, max_new_tokens: int
     ) -> Tree:
         """Return the drafter's state after the prompts; arguments as for `Decoder.prefill`."""
-        ...
+        return None
 
     def propose(
         self, params: Tree, memory: Tree, rows: Rows, sampling: Sampling
@@ -79,7 +79,7 @@ class Drafter(Protocol):
             rows: rows; each has at least one new token.
             sampling: how the model chooses tokens.
         """
-        ...
+        return jnp.zeros((len(rows.newest_B), 0), jnp.int32), None
 
 
 def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int | None) -> Drafter:
@@ -87,15 +87,13 @@ def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int |
 
     Args:
         drafts: where drafts come from; None: there are none.
-        model: model that checks them.
-        decoder: its functions.
         start: as for `decoder_of`.
 
     Raises:
         ValueError: the drafts come from a model that does not fit.
     """
     if drafts is None:
-        return NoDrafts()
+        return Drafter()
     if drafts.model is None:
         return NGrams(drafts)
     own_decoder = decoder_of(drafts.model, start)
@@ -107,30 +105,12 @@ def drafter_of(drafts: Drafts | None, model: Any, decoder: Decoder, start: int |
     return ModelDrafts(drafts, own_decoder, model.config.vocab_size)
 
 
-class NoDrafts:
-    """Proposes nothing, so each pass finds one token."""
-
-    num_tokens = 0
-    max_positions: int | None = None
-    params: Tree = None
-
-    def begin(self, params, tokens_BT, lengths_B, max_new_tokens) -> None:
-        """See `Drafter`."""
-
-    def propose(self, params, memory, rows: Rows, sampling: Sampling) -> tuple[jax.Array, None]:
-        """See `Drafter`."""
-        return jnp.zeros((len(rows.newest_B), 0), jnp.int32), None
-
-
-class NGrams:
+class NGrams(Drafter):
     """Proposes the continuation of an earlier occurrence of a row's last tokens.
 
     The longest match wins, and among equally long ones the latest. Without a match, the newest
     token is repeated.
     """
-
-    max_positions: int | None = None
-    params: Tree = None
 
     def __init__(self, drafts: Drafts):
         self.num_tokens = drafts.num_tokens
@@ -168,7 +148,6 @@ def following(
     Args:
         text_BL: int32, texts, each followed by padding, which is not read.
         lengths_B: int32, number of tokens of each text, at least 1.
-        num_tokens: D.
         max_ngram: most tokens that are looked for.
     """
     last_B1 = lengths_B[:, None] - 1
@@ -202,7 +181,7 @@ def _append(tokens_BT: jax.Array, lengths_B: jax.Array, new_BM: jax.Array) -> ja
     return jnp.where(is_prompt_BL, prompt_BL, new_BL)
 
 
-class ModelDrafts:
+class ModelDrafts(Drafter):
     """Proposes the tokens that a smaller model chooses."""
 
     def __init__(self, drafts: Drafts, decoder: Decoder, vocab_size: int):

@@ -29,18 +29,12 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-    """A batch of rows between two passes.
+    """A batch of rows between two passes."""
 
-    Attributes:
-        caches: all tokens of each row but the newest.
-        memory: state of the drafter; see `Drafter`.
-        passes_B: int32, number of decoding passes that the row took part in.
-    """
-
-    caches: Caches
+    caches: Caches  # all tokens of each row but the newest
     rows: Rows
-    memory: Tree
-    passes_B: jax.Array
+    memory: Tree  # state of the drafter; see `Drafter`
+    passes_B: jax.Array  # int32, number of decoding passes that the row took part in
 
 
 class Generator:
@@ -86,19 +80,16 @@ class Generator:
         self._stop = tuple(dict.fromkeys(stop))
         self._batch_size = batch_size
         self._codec = codec
-        self._rules = rules_on(mesh)
         self._drafter = drafter_of(drafts, model, self._decoder, start)
         self._params = self._decoder.params_of(model), self._drafter.params
         self.num_passes = 0
-        self._begin = jax.jit(self._traced(self._first), static_argnums=(0, 1))
-        self._advance = jax.jit(
-            self._traced(self._further), static_argnums=0, donate_argnames="state"
-        )
+        # Within these functions, activations follow the rules of the mesh.
+        on_mesh = axis_rules(rules_on(mesh))
+        self._begin = jax.jit(on_mesh(self._first), static_argnums=(0, 1))
+        self._advance = jax.jit(on_mesh(self._further), static_argnums=0, donate_argnames="state")
         search = BeamSearch(self._decoder, self._stop)
-        self._first_beams = jax.jit(self._traced(search.first), static_argnums=(0, 1))
-        self._other_beams = jax.jit(
-            self._traced(search.rest), static_argnums=0, donate_argnames="state"
-        )
+        self._first_beams = jax.jit(on_mesh(search.first), static_argnums=(0, 1))
+        self._other_beams = jax.jit(on_mesh(search.rest), static_argnums=0, donate_argnames="state")
 
     def generate(
         self,
@@ -115,9 +106,7 @@ class Generator:
 
         Args:
             prompts: token ids, at least one per prompt.
-            max_new_tokens: most tokens of a continuation.
             sampling: how tokens are chosen; as likely as the model says by default.
-            num_samples: number of continuations of each prompt.
             on_batch: called with the number of rows of each batch that is complete.
 
         Raises:
@@ -132,8 +121,11 @@ class Generator:
         continuations: list[list[int]] = [[] for _ in rows]
         for numbers in batches_of(rows, self._batch_size):
             batch = {number: rows[number] for number in numbers}
-            for number, tokens in self._continued(batch, max_new_tokens, sampling).items():
-                continuations[number] = tokens
+            state = self._started(batch, max_new_tokens, sampling)
+            state = self._advance(sampling, self._params, max_new_tokens, state=state)
+            self.num_passes += int(np.sum(state.passes_B))
+            for number, new_M in zip(numbers, np.asarray(state.rows.new_BM), strict=False):
+                continuations[number] = new_M[new_M != NONE].tolist()
             if on_batch is not None:
                 on_batch(len(numbers))
         return continuations
@@ -179,8 +171,6 @@ class Generator:
 
         Args:
             prompts: token ids, at least one per prompt.
-            max_new_tokens: most tokens of a continuation.
-            beams: how beams are searched.
             on_batch: called with the number of prompts of each batch that is complete.
 
         Raises:
@@ -247,19 +237,6 @@ class Generator:
                         "positions; shorten one of them"
                     )
 
-    def _continued(
-        self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
-    ) -> dict[int, list[int]]:
-        """Return the continuations of one batch: number of the row -> tokens."""
-        state = self._started(rows, max_new_tokens, sampling)
-        state = self._advance(sampling, self._params, max_new_tokens, state=state)
-        self.num_passes += int(np.sum(state.passes_B))
-        new_BM = np.asarray(state.rows.new_BM)
-        return {
-            number: [int(token) for token in new_BM[place] if token != NONE]
-            for place, number in enumerate(rows)
-        }
-
     def _started(
         self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling
     ) -> _State:
@@ -267,14 +244,7 @@ class Generator:
         tokens_BT, lengths_B = self._padded([*rows.values()])
         numbers_B = np.full(len(lengths_B), NONE, np.int32)
         numbers_B[: len(rows)] = [*rows]
-        return self._begin(
-            max_new_tokens,
-            sampling,
-            self._params,
-            tokens_BT,
-            lengths_B,
-            numbers_B,
-        )
+        return self._begin(max_new_tokens, sampling, self._params, tokens_BT, lengths_B, numbers_B)
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         limits = self._decoder.max_positions, self._drafter.max_positions
@@ -337,12 +307,3 @@ class Generator:
             )
 
         return jax.lax.while_loop(goes_on, step, state)
-
-    def _traced(self, function: Callable) -> Callable:
-        """Return a function whose activations follow the rules of the mesh."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with axis_rules(self._rules):
-                return function(*args, **kwargs)
-
-        return call

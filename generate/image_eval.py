@@ -49,6 +49,8 @@ from untrusted.outputs import check_new_directory
 from untrusted.schema import check_fields
 
 _TOP = 5
+#: Loads the images once; the checkpoints of a run share them.
+_load_corpus = functools.lru_cache(maxsize=1)(load_corpus)
 #: How many classes are printed, and how many have their names in the picture.
 _MAX_PRINTED = 20
 _MAX_NAMED = 40
@@ -56,36 +58,24 @@ _MAX_NAMED = 40
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClassScores:
-    """Scores of one class.
-
-    Attributes:
-        num_images: number of its images.
-        recall: share of its images that were recognized; NaN without images.
-        precision: share of the images that were taken for it, and are of it; NaN without such.
-        mistaken_for: the other class that its images were taken for most often; "" if none.
-    """
+    """Scores of one class."""
 
     name: str
     num_images: int
-    recall: float
-    precision: float
-    mistaken_for: str
+    recall: float  # share of its images that were recognized; NaN without images
+    precision: float  # share of the images that were taken for it, and are of it; NaN without such
+    mistaken_for: str  # the other class that its images were taken for most often; "" if none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageScores:
-    """Scores of a classifier.
-
-    Attributes:
-        labels: names of the classes.
-        confusion: int[K, K], number of images of each class (row) by the class that they were
-            taken for (column).
-        num_in_top: number of images whose class is among the five most likely.
-    """
+    """Scores of a classifier."""
 
     labels: Sequence[str]
+    # int[K, K], number of images of each class (row) by the class that they were taken for
+    # (column)
     confusion: np.ndarray
-    num_in_top: int
+    num_in_top: int  # number of images whose class is among the five most likely
 
     @property
     def num_images(self) -> int:
@@ -133,11 +123,8 @@ def evaluate_images(
 
     Args:
         model: classifier; called as `model(images)`, it returns logits `[B, K]`.
-        corpus: images.
-        data: section `data`.
         labels: model's labels, in the order of its logits. The data may order its labels
             differently. If the model's labels have no names, the names in the data are used.
-        batch_size: images at a time.
 
     Raises:
         ValueError: the data has other labels than the model.
@@ -196,8 +183,6 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
     """Return the sections `data` and `images` of the images to evaluate.
 
     Args:
-        source: model.
-        path: its directory.
         images: folder of images; None: use the images of the run.
 
     Raises:
@@ -229,9 +214,6 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
 
 def write_scores(scores: ImageScores, directory: Path) -> None:
     """Write scores.json, classes.csv, confusion.csv and confusion.png.
-
-    Args:
-        directory: directory to create.
 
     Raises:
         ValueError: the directory exists and is not empty.
@@ -328,15 +310,8 @@ def _scores(args: argparse.Namespace, path: Path) -> ImageScores:
     source = read_source(path, allow_import=args.allow_import)
     data, images = sections_of(source, path, args.images)
     model = load_model(source, dtype=args.dtype)
-    return evaluate_images(
-        model, _corpus(data, images), data, source.labels, batch_size=args.batch_size
-    )
-
-
-@functools.lru_cache(maxsize=1)
-def _corpus(data: DataConfig, images: ImageConfig) -> Corpus:
-    """Return the images; the checkpoints of a run share them."""
-    return load_corpus(data, images)
+    corpus = _load_corpus(data, images)
+    return evaluate_images(model, corpus, data, source.labels, batch_size=args.batch_size)
 
 
 if __name__ == "__main__":

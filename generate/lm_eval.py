@@ -88,15 +88,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 
 def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Return lm-eval's results for a model.
-
-    Args:
-        args: arguments of the command.
-        path: model.
-
-    Raises:
-        ValueError: the model has no tokenizer, or is not a language model; or a task is unknown.
-    """
+    """Return lm-eval's results for a model."""
     source = read_source(path, allow_import=args.allow_import)
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
@@ -124,11 +116,7 @@ def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def _check_tasks(args: argparse.Namespace) -> None:
-    """Check that lm-eval knows the tasks.
-
-    Raises:
-        ValueError: a task is unknown.
-    """
+    """Check that lm-eval knows the tasks."""
     known = _tasks_in(args.include_path).all_tasks
     unknown = [task for task in args.tasks.split(",") if task not in known]
     if unknown:

@@ -52,15 +52,7 @@ def generator_of(
     batch_size: int,
     drafts: Drafts | None,
 ) -> Generator:
-    """Load a model that has been opened; see `load_generator`.
-
-    Args:
-        source: model on disk.
-        tokenizer: its tokenizer, from `tokenizer_of`.
-        dtype: dtype of the parameters and the computation.
-        batch_size: most rows that are continued at the same time.
-        drafts: where drafts of the next tokens come from.
-    """
+    """Load a model that has been opened; see `load_generator`."""
     # The generator has copies of the parameters, so nothing else may keep them.
     return Generator(
         load_model(source, dtype=dtype),

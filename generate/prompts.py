@@ -24,11 +24,7 @@ INCOMPLETE = "\ufffd"
 
 
 class TextCodec:
-    """Turns texts into the tokens that a model was trained on, and back.
-
-    Args:
-        tokenizer: tokenizer of the model.
-    """
+    """Turns texts into the tokens that a model was trained on, and back."""
 
     def __init__(self, tokenizer: FileTokenizer):
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.content)
@@ -75,10 +71,6 @@ def stop_tokens_of(source: Source, tokenizer: FileTokenizer | None) -> list[int]
     generation_config.json lists them, or else config.json. If neither does, the end-of-text token
     of the tokenizer ends a text.
 
-    Args:
-        source: model on disk.
-        tokenizer: its tokenizer, from `tokenizer_of`.
-
     Raises:
         ValueError: the ids in a file are not numbers.
     """
@@ -92,14 +84,7 @@ def start_token_of(source: Source, tokenizer: FileTokenizer | None) -> int | Non
     """Return the id of the token that the decoder of a sequence-to-sequence model begins with.
 
     generation_config.json has it, or else config.json. If neither does, it is the padding token of
-    the tokenizer, as in training.
-
-    Args:
-        source: model on disk.
-        tokenizer: its tokenizer, from `tokenizer_of`.
-
-    Returns:
-        The id; None if nothing says which.
+    the tokenizer, as in training; None without a tokenizer.
 
     Raises:
         ValueError: the id in a file is not a number.
@@ -142,11 +127,7 @@ def generation_config_of(source: Source) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt.
-
-    Attributes:
-        text: None if the prompt was given as tokens.
-    """
+    """A prompt; its text is None if it was given as tokens."""
 
     text: str | None
     tokens: list[int]
@@ -154,10 +135,6 @@ class Prompt:
 
 def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
     """Read a file with a JSON object per line, which has `prompt` (text) or `tokens` (ids).
-
-    Args:
-        path: file.
-        codec: tokenizer; None if the model has none.
 
     Raises:
         ValueError: a line is something else, or a text needs a tokenizer.
@@ -203,13 +180,7 @@ def as_prompt(text: str, codec: TextCodec | None) -> Prompt:
 def as_line(
     prompt: Prompt, tokens: list[int], codec: TextCodec | None, *, follows_prompt: bool
 ) -> str:
-    """Return a continuation as a line of JSON, with the keys prompt, tokens and text.
-
-    Args:
-        tokens: tokens of the continuation.
-        codec: tokenizer; None if the model has none.
-        follows_prompt: whether the continuation follows the prompt, and is not an answer to it.
-    """
+    """Return a continuation as a line of JSON, with the keys prompt, tokens and text."""
     before = prompt.tokens if follows_prompt else []
     text = None if codec is None else codec.decode_after(before, tokens)
     prompt_value = prompt.tokens if prompt.text is None else prompt.text

@@ -18,25 +18,15 @@ NONE = -1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The tokens of the rows so far, and the state needed to choose the next ones.
+    """The tokens of the rows so far, and the state needed to choose the next ones."""
 
-    Attributes:
-        newest_B: int32, the newest token.
-        positions_B: int32, its position.
-        is_done_B: bool, whether it is a stop token or the last one, or the row is padding.
-        seen_BV: bool, tokens that the row has; None without a repetition penalty.
-        numbers_B: int32, number of the row in the request; `NONE` for padding.
-        new_BM: int32, the new tokens, and then `NONE`.
-        counts_B: int32, number of new tokens.
-    """
-
-    newest_B: jax.Array
-    positions_B: jax.Array
-    is_done_B: jax.Array
-    seen_BV: jax.Array | None
-    numbers_B: jax.Array
-    new_BM: jax.Array
-    counts_B: jax.Array
+    newest_B: jax.Array  # int32, the newest token
+    positions_B: jax.Array  # int32, its position
+    is_done_B: jax.Array  # bool, whether it is a stop token or the last one, or the row is padding
+    seen_BV: jax.Array | None  # bool, tokens that the row has; None without a repetition penalty
+    numbers_B: jax.Array  # int32, number of the row in the request; `NONE` for padding
+    new_BM: jax.Array  # int32, the new tokens, and then `NONE`
+    counts_B: jax.Array  # int32, number of new tokens
 
     @classmethod
     def of_prompts(
@@ -52,8 +42,6 @@ class Rows:
 
         Args:
             tokens_BT: int32, prompts; padding follows them.
-            lengths_B: int32, number of tokens of each prompt.
-            numbers_B: int32, number of the row in the request; `NONE` for padding.
             max_new_tokens: M.
             seen_size: V, if there is a repetition penalty.
         """
@@ -84,8 +72,6 @@ class Rows:
         """Return the rows with one more token each, unless they are done.
 
         Args:
-            sampling: how tokens are chosen.
-            stop: ids of tokens that end a row.
             logits_BV: logits after the newest token.
             goes_on_B: bool, whether the row gets a token; None: all do.
         """
@@ -121,8 +107,6 @@ class Rows:
         """Return the rows with 1 to D + 1 more tokens each, up to the first draft that is wrong.
 
         Args:
-            sampling: how tokens are chosen.
-            stop: ids of tokens that end a row.
             drafts_BD: int32, proposals for the next tokens; D may be 0.
             logits_BTV: logits after the newest token, and after each draft; T = D + 1.
         """

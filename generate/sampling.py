@@ -99,7 +99,6 @@ def choose(
     """Return the next token of each row, int32[B].
 
     Args:
-        sampling: settings.
         logits_BV: logits, float32 or wider.
         seen_BV: bool, tokens that the row has; may be None without a repetition penalty.
         rows_B: int32, number of the row in the request.
@@ -115,23 +114,14 @@ def choose(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """How the tokens of each row are chosen, if the rows differ; without penalties and bans.
+    """How the tokens of each row are chosen, if the rows differ; without penalties and bans."""
 
-    Attributes:
-        temperature_B: float32.
-        top_k_B: int32; 0 for all tokens.
-        left_out_B: float32, 1 - top-p.
-        min_p_B: float32.
-        seeds_B: uint32.
-        rows_B: int32, number of the row in its request.
-    """
-
-    temperature_B: jax.Array | np.ndarray
-    top_k_B: jax.Array | np.ndarray
-    left_out_B: jax.Array | np.ndarray
-    min_p_B: jax.Array | np.ndarray
-    seeds_B: jax.Array | np.ndarray
-    rows_B: jax.Array | np.ndarray
+    temperature_B: jax.Array | np.ndarray  # float32
+    top_k_B: jax.Array | np.ndarray  # int32; 0 for all tokens
+    left_out_B: jax.Array | np.ndarray  # float32, 1 - top-p
+    min_p_B: jax.Array | np.ndarray  # float32
+    seeds_B: jax.Array | np.ndarray  # uint32
+    rows_B: jax.Array | np.ndarray  # int32, number of the row in its request
 
     @classmethod
     def of(cls, rows: Sequence[tuple[Sampling, int]]) -> "RowSampling":
@@ -159,7 +149,6 @@ def choose_each(rows: RowSampling, logits_BV: jax.Array, positions_B: jax.Array)
     """Return the next token of each row, int32[B], as `choose` does for rows of equal settings.
 
     Args:
-        rows: settings of each row.
         logits_BV: logits, float32 or wider.
         positions_B: int32, position that the token will have.
     """

@@ -12,8 +12,6 @@ class TextStream:
     beginning of a text that ends the continuation.
 
     Args:
-        codec: tokenizer.
-        prompt: tokens that the continuation follows.
         stop: texts that end the continuation.
 
     Attributes:
@@ -35,7 +33,6 @@ class TextStream:
         """Return the text that is known after these tokens, and was not known before.
 
         Args:
-            tokens: new tokens.
             is_last: whether no tokens follow, so that nothing is held back.
         """
         if self.is_stopped:

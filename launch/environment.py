@@ -16,22 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from distributed.variables import CPU_XLA_FLAGS, merge_xla_flags
 from untrusted.commands import command_parser, run_command
-
-# Read by `train.main`. Set either all of the first three or none of them.
-COORDINATOR = "TAIBAI_COORDINATOR"  # host:port of process 0, or unix:PATH of its socket
-NUM_PROCESSES = "TAIBAI_NUM_PROCESSES"
-PROCESS_ID = "TAIBAI_PROCESS_ID"
-DEVICES_PER_PROCESS = "TAIBAI_DEVICES_PER_PROCESS"  # CPU devices to simulate in each process
-SECRET = "TAIBAI_SECRET"  # the secret with which processes recognize each other
-
-# Simulated devices share the CPU cores, so one of them can reach a collective minutes after
-# another. By default XLA assumes a deadlock after 40 s and aborts; these flags allow 5 minutes.
-CPU_XLA_FLAGS = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
-    "xla_cpu_collective_call_terminate_timeout_seconds": "300",
-    "xla_cpu_collective_timeout_seconds": "300",
-}
 
 GPU_VARIABLES = {
     # A single hardware queue runs collectives in the order in which the scheduler issued them.
@@ -45,9 +31,6 @@ PLATFORMS = ("cpu", "gpu")
 
 def detect_platform(user: Mapping[str, str]) -> str:
     """Return the platform that JAX will choose, without importing JAX.
-
-    Args:
-        user: environment variables that the user has set.
 
     Returns:
         'cpu' or 'gpu'. JAX_PLATFORMS decides if it is set; otherwise, it is 'gpu' if an NVIDIA
@@ -63,7 +46,6 @@ def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]
     """Return the variables to set for XLA and NCCL on a platform.
 
     Args:
-        platform: 'cpu' or 'gpu'.
         user: environment variables that the user has set; they are not overridden.
 
     Returns:
@@ -79,52 +61,6 @@ def compiler_variables(platform: str, user: Mapping[str, str]) -> dict[str, str]
     return {name: value for name, value in GPU_VARIABLES.items() if name not in user}
 
 
-def merge_xla_flags(flags: Mapping[str, str], user: str) -> str:
-    """Return an XLA_FLAGS string with the given flags and the user's flags.
-
-    A flag that the user has set keeps the user's value:
-
-        merge_xla_flags({"xla_a": "1", "xla_b": "2"}, "--xla_b=9") == "--xla_a=1 --xla_b=9"
-
-    Args:
-        flags: values by flag name, without dashes.
-        user: XLA_FLAGS that the user has set, '' if none.
-    """
-    tokens = user.split()
-    if tokens and not tokens[0].startswith("-"):
-        return user  # XLA reads its flags from a file of this name; nothing can be added to them
-    taken = {token.lstrip("-").partition("=")[0] for token in tokens}
-    ours = [f"--{name}={value}" for name, value in flags.items() if name not in taken]
-    return " ".join(ours + ([user] if tokens else []))
-
-
-def process_variables(
-    *,
-    coordinator: str,
-    secret: str,
-    num_processes: int,
-    process_id: int,
-    devices_per_process: int | None,
-) -> dict[str, str]:
-    """Return the variables that `train.main` needs to connect its process to the others.
-
-    Args:
-        coordinator: 'host:port' or 'unix:PATH' on which process 0 will listen.
-        num_processes: number of processes of the run.
-        process_id: number of this process, from 0.
-        devices_per_process: CPU devices to simulate in each process; None on accelerators.
-    """
-    variables = {
-        COORDINATOR: coordinator,
-        SECRET: secret,
-        NUM_PROCESSES: str(num_processes),
-        PROCESS_ID: str(process_id),
-    }
-    if devices_per_process is not None:
-        variables[DEVICES_PER_PROCESS] = str(devices_per_process)
-    return variables
-
-
 def gpu_variables(
     process_id: int, num_processes: int, devices_per_process: int, user: Mapping[str, str]
 ) -> dict[str, str]:
@@ -134,9 +70,6 @@ def gpu_variables(
     and process 1 gets `6,7`.
 
     Args:
-        process_id: number of the process, from 0.
-        num_processes: number of processes on this machine.
-        devices_per_process: number of GPUs of each process.
         user: environment variables that the user has set. CUDA_VISIBLE_DEVICES limits the GPUs
             to share; without it, all GPUs of this machine are shared.
 

@@ -25,11 +25,17 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import taibai
+from distributed.variables import (
+    COORDINATOR,
+    DEVICES_PER_PROCESS,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    SECRET,
+)
 from launch import environment
 from launch.processes import Event, Processes
 from train.lifecycle.exit_codes import FINAL, FINISHED, STOPPED
@@ -119,26 +125,12 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-@contextlib.contextmanager
-def private_directory() -> Iterator[Path]:
-    """Create a directory that only this user can enter, and remove it at the end.
-
-    Yields:
-        The directory. Its path is short, because the path of a socket may have at most 107 bytes.
-    """
-    base = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(prefix="taibai-", dir=base if len(base) < 60 else "/tmp") as d:
-        yield Path(d)
-
-
 def environments(
-    num_processes: int, devices_per_process: int, user: Mapping[str, str], directory: Path
+    num_processes: int, devices_per_process: int, user: Mapping[str, str], directory: str
 ) -> list[dict[str, str]]:
     """Return the complete environment of each process.
 
     Args:
-        num_processes: number of processes.
-        devices_per_process: number of devices of each process.
         user: launcher's own environment; its XLA and NCCL settings override the defaults.
         directory: directory that only the user can enter, for the socket of process 0.
 
@@ -146,22 +138,22 @@ def environments(
         ValueError: the processes need more GPUs than there are.
     """
     platform = environment.detect_platform(user)
-    shared = {**user, **environment.compiler_variables(platform, user)}
-    secret = secrets.token_hex(32)
+    shared = {
+        **user,
+        **environment.compiler_variables(platform, user),
+        COORDINATOR: f"unix:{directory}/coordinator",
+        SECRET: secrets.token_hex(32),
+        NUM_PROCESSES: str(num_processes),
+    }
     result = []
     for process_id in range(num_processes):
-        variables = environment.process_variables(
-            coordinator=f"unix:{directory / 'coordinator'}",
-            secret=secret,
-            num_processes=num_processes,
-            process_id=process_id,
-            devices_per_process=devices_per_process if platform == "cpu" else None,
-        )
-        if platform == "gpu":
-            variables |= environment.gpu_variables(
+        if platform == "cpu":
+            devices = {DEVICES_PER_PROCESS: str(devices_per_process)}
+        else:
+            devices = environment.gpu_variables(
                 process_id, num_processes, devices_per_process, user
             )
-        result.append(shared | variables)
+        result.append(shared | devices | {PROCESS_ID: str(process_id)})
     return result
 
 
@@ -248,8 +240,11 @@ def main(argv: Sequence[str]) -> int:
     options, command = parse_arguments(argv)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     requests = StopRequests(events)
+    # Only this user can enter the directory. The path of a socket may have at most 107 bytes.
+    base = tempfile.gettempdir()
+    base = base if len(base) < 60 else "/tmp"
     for restarts_left in reversed(range(options.max_restarts + 1)):
-        with private_directory() as directory:
+        with tempfile.TemporaryDirectory(prefix="taibai-", dir=base) as directory:
             try:
                 variables = environments(
                     options.processes, options.devices_per_process, os.environ, directory

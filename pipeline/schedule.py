@@ -22,7 +22,7 @@ from pipeline.schedules.generators import (
     zbv,
     zero_bubble,
 )
-from pipeline.schedules.simulate import CLOCKS, Times, bubble_fraction
+from pipeline.schedules.simulate import CLOCKS, OperationTimes, bubble_fraction
 from pipeline.schedules.table import Schedule, check_size, max_in_flight, verify
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
         draw_picture(schedule, times, args.clock, args.picture)
 
 
-def describe(schedule: Schedule, times: Times) -> str:
+def describe(schedule: Schedule, times: OperationTimes) -> str:
     """Return a schedule's bubbles, step times and activations in flight as lines of text."""
     in_flight = max_in_flight(schedule)
     rows = [("clock", "bubble", "step time")]
@@ -167,10 +167,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _times(args: argparse.Namespace) -> Times:
+def _times(args: argparse.Namespace) -> OperationTimes:
     """Return the times from the command line; a lone --backward is halved for split backwards."""
     half = 1.0 if args.backward is None else args.backward / 2
-    return Times(
+    return OperationTimes(
         forward=args.forward,
         backward=args.backward,
         input_gradient=half if args.input_gradient is None else args.input_gradient,

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from fields.field import field
 from fields.section import Section
 
-#: Placement that lets train/planning/memory/planner.py choose settings with which the run fits.
+#: Placement that lets train/planning/memory/fitter.py choose settings with which the run fits.
 AUTO = "auto"
 
 #: Memory kind of arrays in host memory, and the memory spaces within a jitted function.
@@ -77,6 +77,7 @@ class MemoryConfig(Section, section="memory"):
         "Activations that are kept in host memory between a block's forward and backward pass: "
         "names, as for `train.remat`, such as `qkv,mlp`.",
         nonempty=True,
+        splits=True,
         remedy="write for example ('qkv',)",
     )
     device_budget: float | None = _budget(
@@ -92,10 +93,6 @@ class MemoryConfig(Section, section="memory"):
         return self.offload_optimizer_fraction if self.placement == "host" else 0.0
 
     def __post_init__(self):
-        names = self.offload_activations
-        if isinstance(names, str | list):
-            names = tuple(names.split(",") if isinstance(names, str) else names)
-            self._set("offload_activations", names)
         super().__post_init__()
         if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
             raise ValueError(

@@ -16,7 +16,8 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
-from distributed.startup import CPU_XLA_FLAGS
+from distributed.variables import CPU_XLA_FLAGS
+from tests.drawn import SEED, draw_cases
 from tests.runs import write_corpus
 from untrusted import imports
 
@@ -108,11 +109,12 @@ def case_of(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply `thorough(but=ids)` and `slow(only=ids)`, and run the longest tests first.
+    """Apply the markers of tiers, and run the longest tests first.
 
-    `but` names the cases of a parametrized test that stay among the quick tests, and `only` those
-    that CI does not run. If the longest tests ran last, one worker would still be busy when the
-    others have finished.
+    `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
+    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the others CI runs
+    (tests/drawn.py). If the longest tests ran last, one worker would still be busy when the others
+    have finished.
     """
     for item in items:
         for marker in [*item.own_markers]:
@@ -120,6 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_other = case_of(item) not in marker.kwargs.get("only", [case_of(item)])
             if (marker.name == "thorough" and is_kept) or (marker.name == "slow" and is_other):
                 item.own_markers.remove(marker)
+    draw_cases(items)
     longest = (
         "test_slurm",
         "test_stop_signals",
@@ -129,6 +132,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         "test_executor",
     )
     items.sort(key=lambda item: item.path.stem not in longest)
+
+
+def pytest_report_header() -> str:
+    """Print the seed of the drawn cases."""
+    return f"cases of tests with many cases: TAIBAI_TEST_SEED={SEED} (-m slow runs all)"
 
 
 @pytest.fixture

@@ -23,13 +23,13 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
-from train.config.overrides import Override
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import plan_config
 from train.planning.memory.budget import Budget, budget_of
-from train.planning.memory.planner import MemoryPlanner
+from train.planning.memory.fitter import MemoryFitter
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.run.assemble import assemble_run
@@ -46,7 +46,6 @@ class RunOptions:
 
     Attributes:
         config: config file, as given to `--config`.
-        overrides: strings `section.key=value`.
         workdir: directory of the run's files.
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.
@@ -56,7 +55,7 @@ class RunOptions:
     """
 
     config: str
-    overrides: list[str]
+    overrides: Overrides
     workdir: Path
     deepspeed: str | None = None
     is_evaluation: bool = False
@@ -82,7 +81,7 @@ class BuiltRun:
     run: Run
     corpus: Corpus
     source: Source | None
-    planner: MemoryPlanner
+    planner: MemoryFitter
 
 
 def build_run(options: RunOptions) -> BuiltRun:
@@ -96,7 +95,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     check_path(options.workdir)
     loaded = _load_config(options)
     source = loaded.source
-    fixed = loaded.fixed
+    fixed = loaded.overrides.keys
     mesh = _start_devices(loaded.config, options, fixed)
     config = _complete_config(loaded, mesh)
     if options.is_evaluation and config.memory.placement == AUTO:
@@ -119,7 +118,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         config = plan_config(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
         mesh = make_mesh(config.mesh, [*mesh.devices.flat])
     assemble = partial(assemble, mesh=mesh)
-    planner = MemoryPlanner(assemble, budget)
+    planner = MemoryFitter(assemble, budget)
     if options.is_evaluation:
         run = assemble(config)
     elif config.memory.placement == AUTO:
@@ -143,16 +142,14 @@ class _LoadedConfig:
 
     Attributes:
         source: checkpoint that its `init_from` names, or None.
-        fixed: keys that the DeepSpeed JSON and the command line set.
+        overrides: values of the command line and of the DeepSpeed JSON.
         open_batch: batch sizes of the DeepSpeed JSON that depend on the devices, or None.
-        command_line: keys that the command line sets.
     """
 
     config: RunConfig
     source: Source | None
-    fixed: set[str]
+    overrides: Overrides
     open_batch: deepspeed.BatchSizes | None
-    command_line: set[str]
 
 
 def _load_config(options: RunOptions) -> _LoadedConfig:
@@ -163,15 +160,17 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
     line that contradicts them is an error (see config/inherit_config.py).
     """
     overrides = options.overrides
-    load = partial(config_files.load, options.config, allow_import=options.allow_import)
-    config_dict: Any = load(overrides)
-    command_line = _keys_of(overrides)
+    config_dict: Any = config_files.load(
+        options.config, overrides, allow_import=options.allow_import
+    )
     open_batch = None
     if options.deepspeed is not None:
-        translated = deepspeed.read(options.deepspeed, config_dict, fixed=command_line)
-        overrides = [*translated.overrides, *overrides]
+        translated = deepspeed.read(
+            options.deepspeed, config_dict, fixed=overrides.command_line_keys
+        )
+        overrides = overrides.with_deepspeed(translated.values)
+        Overrides(deepspeed=overrides.deepspeed).apply(config_dict)
         open_batch = translated.open_batch
-        config_dict = load(overrides)
     if options.is_evaluation and not (
         config_dict.get("init_from") or workdir.has_checkpoint(options.workdir)
     ):
@@ -182,20 +181,14 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
     if options.is_fast_dev_run:
         config_files.shorten(config_dict)
     source = take_init_from(config_dict, overrides, allow_import=options.allow_import)
-    fixed = _keys_of(overrides)
     return _LoadedConfig(
-        config=open_config(config_dict, fixed)
+        config=open_config(config_dict, overrides.keys)
         if config_dict.mesh.auto
         else validate_config(config_dict),
         source=source,
-        fixed=fixed,
+        overrides=overrides,
         open_batch=open_batch,
-        command_line=command_line,
     )
-
-
-def _keys_of(overrides: Collection[str]) -> set[str]:
-    return {Override.parse(override).key for override in overrides}
 
 
 def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfig:
@@ -211,7 +204,7 @@ def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfi
     if loaded.open_batch is not None:
         num_replicas = mesh.shape["data"] * mesh.shape["fsdp"]
         completed = loaded.open_batch.completed(num_replicas, config.train.num_microbatches)
-        for key in completed.keys() - loaded.command_line:
+        for key in completed.keys() - loaded.overrides.command_line_keys:
             section, _, name = key.partition(".")
             changed = dataclasses.replace(getattr(config, section), **{name: completed[key]})
             sections[section] = changed
@@ -286,7 +279,7 @@ def _program_cache(config: RunConfig, options: RunOptions) -> Path:
     not choose their directory.
     """
     data = config.data
-    overridden = [Override.parse(override).key for override in options.overrides]
-    if config_files.is_data_file(options.config) and "data.cache_dir" not in overridden:
+    is_overridden = "data.cache_dir" in options.overrides.command_line_keys
+    if config_files.is_data_file(options.config) and not is_overridden:
         data = dataclasses.replace(data, cache_dir="")
     return data.cache_path / "xla"

@@ -20,6 +20,7 @@ import jax
 
 from data.text.text_corpus import load_fixed_tokenizer
 from fields.paths import local_path
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import TARGETS, Target, parse_target
 from predict.time.picture import draw
 from predict.time.trace import write_trace
@@ -28,13 +29,12 @@ from sharding.memory import AUTO
 from sharding.mesh import make_mesh
 from train.config import config_files
 from train.config.inherit_config import take_init_from
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle.exit_codes import FINISHED
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import target_budget
-from train.planning.memory.planner import MemoryPlanner
-from train.planning.step_time import machine_of
+from train.planning.memory.fitter import MemoryFitter
 from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.commands import command_parser, refuses_bad_input, run_command
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s", force=True)
 
     def report() -> str:
-        overrides = parse_overrides(others)
+        overrides = Overrides.parse(others)
         target = parse_target(args.target, args.network)
         step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
         if args.out is not None:
@@ -81,13 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 def target_parser(
     module: str, description: str, *, required: bool = True
 ) -> argparse.ArgumentParser:
-    """Return a parser with the arguments of all commands that compile for absent GPUs.
-
-    Args:
-        module: name of the command's module.
-        description: one-line summary for `--help`.
-        required: whether the config and the target must be given.
-    """
+    """Return a parser with the arguments of all commands that compile for absent GPUs."""
     parser = command_parser(module, description=description)
     parser.add_argument(
         "--config", required=required, help="file.py, file.py:argument or config.yaml"
@@ -110,7 +104,6 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
     """Print a report, or the error of invalid input in one sentence; return the exit code.
 
     Args:
-        report: returns the report.
         needs_devices: whether it runs programs on the devices of this machine.
     """
     if not needs_devices:
@@ -123,15 +116,17 @@ def print_or_refuse(report: Callable[[], str], *, needs_devices: bool = False) -
 
 
 def compile_step(
-    path: str, target: Target, overrides: list[str], *, allow_import: Sequence[str] = ()
+    path: str,
+    target: Target,
+    overrides: Overrides | Sequence[str],
+    *,
+    allow_import: Sequence[str] = (),
 ) -> CompiledStep:
     """Compile the training step of a config.
 
     Args:
         path: config file, as for `--config`.
-        target: GPUs to compile for.
-        overrides: `section.key=value`.
-        allow_import: packages and modules that a `config.yaml` may import from.
+        overrides: parsed, or strings `section.key=value`.
 
     Raises:
         ValueError: the config, the mesh or the target is not valid.
@@ -141,8 +136,11 @@ def compile_step(
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 
 
-def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] = ()) -> Any:
+def load_config(
+    path: str, overrides: Overrides | Sequence[str], *, allow_import: Sequence[str] = ()
+) -> Any:
     """Return the ConfigDict of a run whose data is not read; arguments as for `compile_step`."""
+    overrides = Overrides.of(overrides)
     config_dict: Any = config_files.load(path, overrides, allow_import=allow_import)
     take_init_from(config_dict, overrides, allow_import=allow_import)
     if config_dict.data.name in _READ_FROM_PATHS and not config_dict.data.paths:
@@ -152,9 +150,6 @@ def load_config(path: str, overrides: list[str], *, allow_import: Sequence[str] 
 
 def run_for(config: RunConfig, target: Target) -> Run:
     """Build the run of a config for target GPUs, without reading its data.
-
-    Args:
-        target: GPUs.
 
     Raises:
         ValueError: the mesh does not match the target's number of GPUs, or the config is not
@@ -180,7 +175,7 @@ def run_for(config: RunConfig, target: Target) -> Run:
         device_budget=budget.device_bytes,
     )
     if config.memory.placement == AUTO:
-        return MemoryPlanner(assemble, budget).search(config)
+        return MemoryFitter(assemble, budget).search(config)
     return assemble(config)
 
 
@@ -188,7 +183,6 @@ def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
     """Compile and analyze the training step of a run that has a target.
 
     Args:
-        run: run from `run_for`.
         assumed: assumptions about values that the data would determine, as text.
     """
     assert run.target is not None
@@ -222,8 +216,10 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
     num_labels = None
     assumed = []
     if not config.data.reads_images:
-        vocab_size = _vocab_size(config)
-        if config.model_fields.get("vocab_size") is None:
+        vocab_size = config.model_fields.get("vocab_size")
+        if vocab_size is None:
+            tokenizer = load_fixed_tokenizer(config.data)
+            vocab_size = config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
             assumed.append(f"{vocab_size:,} tokens of data.tokenizer={config.data.tokenizer!r}")
     if "num_labels" in fields and config.model_fields.get("num_labels") is None:
         num_labels = _TEXT_LABELS
@@ -231,14 +227,6 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
             num_labels = _IMAGE_LABELS.get(config.data.name, _OTHER_IMAGE_LABELS)
         assumed.append(f"{num_labels:,} labels; set --config.model.num_labels=N to change this")
     return DataSizes(vocab_size, num_labels, tuple(assumed))
-
-
-def _vocab_size(config: RunConfig) -> int:
-    """Return the vocabulary size, from the config or from a tokenizer file."""
-    if config.model_fields.get("vocab_size") is not None:
-        return config.model_fields["vocab_size"]
-    tokenizer = load_fixed_tokenizer(config.data)
-    return config.data.vocab_size if tokenizer is None else tokenizer.vocab_size
 
 
 if __name__ == "__main__":

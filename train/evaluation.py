@@ -30,8 +30,6 @@ def evaluate(
     A model that learns from its average (MoCo) is evaluated with its own parameters.
 
     Args:
-        corpus: its validation split is used.
-        state: training state.
         phases: enters the phase "eval", again for every batch.
         is_stopping: called after every batch; if it returns True, the evaluation is abandoned.
 
@@ -85,8 +83,6 @@ def is_due_at(step: int, every_steps: int, num_steps: int) -> bool:
     """Return whether something that is due every `every_steps`, and at the end, is due now.
 
     Args:
-        step: current step.
         every_steps: period; 0: only at the end.
-        num_steps: last step.
     """
     return step == num_steps or (every_steps > 0 and step % every_steps == 0)

@@ -103,12 +103,8 @@ class GoodputRecord:
 
         Args:
             workdir: run's directory; it is created if necessary.
-            phases: phases of this process.
             first_step: step that this start resumes from; 0 at the beginning.
-            num_devices: number of devices of the mesh.
-            num_processes: number of processes of this start.
             is_writer: False on all processes except the first.
-            time_of_day: returns seconds since 1970.
 
         Raises:
             OSError: `workdir/goodput` cannot be created or read.
@@ -145,7 +141,6 @@ class GoodputRecord:
         """Replace the file atomically. If it cannot be written, log one warning.
 
         Args:
-            last_step: last step that was done.
             ended: one of ENDS; None while the run continues.
 
         Raises:
@@ -161,17 +156,8 @@ class GoodputRecord:
             recomputed_steps=max(0, min(last_step, self._done_before) - self._start.first_step),
             ended=ended,
         )
-        if self._is_writer:
-            self._write()
-
-    def summary(self) -> Goodput:
-        """Return the goodput of the run up to the last `write`.
-
-        Call this on the first process only; the others do not know about earlier starts.
-        """
-        return _sum([*self._earlier, self._start])
-
-    def _write(self) -> None:
+        if not self._is_writer:
+            return
         entry = dataclasses.asdict(self._start)
         path = self._directory / f"{entry.pop('number'):04d}.json"
         try:
@@ -181,15 +167,19 @@ class GoodputRecord:
                 _log.warning("%s cannot be written; the run continues without it: %s", path, error)
             self._has_warned = True
 
+    def summary(self) -> Goodput:
+        """Return the goodput of the run up to the last `write`.
+
+        Call this on the first process only; the others do not know about earlier starts.
+        """
+        return _sum([*self._earlier, self._start])
+
 
 def summarize(workdir: str | Path) -> Goodput:
     """Return the goodput of the run in `workdir`, over all its starts.
 
     The time between the last write of a start and the next start counts as "down", unless the run
     had finished. If a start was killed, that includes its time after the last write.
-
-    Args:
-        workdir: run's directory.
 
     Raises:
         ValueError: `workdir` has no record of a start.
@@ -254,17 +244,13 @@ def _read_starts(directory: Path) -> list[Attempt]:
         if path.name.startswith("."):  # left by an interrupted write
             continue
         try:
-            starts.append(_read(path))
+            match = _FILE_NAME.fullmatch(path.name)
+            if match is None:
+                raise ValueError("its name is not a number")
+            starts.append(Attempt(number=int(match[1]), **read_json(path)))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             _log.warning("%s is ignored, it is not a record of a start: %s", path, error)
     return sorted(starts, key=lambda start: start.number)
-
-
-def _read(path: Path) -> Attempt:
-    match = _FILE_NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError("its name is not a number")
-    return Attempt(number=int(match[1]), **read_json(path))
 
 
 @refuses_bad_input()

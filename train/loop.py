@@ -14,6 +14,7 @@ import numpy as np
 
 from checkpoint.errors import ReadError
 from data.examples import BrokenExample, Corpus
+from predict.machines.datasheets import peak_flops_per_s
 from train.config.config_files import as_yaml
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
@@ -26,7 +27,7 @@ from train.lifecycle.stop_signals import StopSignals
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
-from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
+from train.reporting.throughput import ThroughputMeter, mfu
 from train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -45,8 +46,6 @@ def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
 
     Args:
         first_step: step that this start resumes from; 0 at the beginning.
-        workdir: directory for the files.
-        phases: phases of this process.
 
     Raises:
         ValueError: there is something other than a regular file in the place of a file.
@@ -82,13 +81,9 @@ def train(
     If a signal interrupts an evaluation, the next start repeats it.
 
     Args:
-        corpus: its data.
         restored: its state after the steps that are done, its batches and its checkpoints.
-        workdir: its directory.
         logs: files to which the loop writes; it closes them.
         saves: False disables checkpoints.
-        phases: phases of this process.
-        signals: records signals that ask this process to stop.
 
     Returns:
         The process's exit code; see train/lifecycle/exit_codes.py.
@@ -281,11 +276,7 @@ class _TrainingLoop:
         return count if state.spikes is None else count + int(state.spikes.num_in_a_row)
 
     def _refuse_to_save(self, num_skipped: int) -> None:
-        """Say that this step is not saved, or end the run if it is the last one.
-
-        Raises:
-            Diverged: it is the last step.
-        """
+        """Say that this step is not saved, or end the run if it is the last one."""
         what = f"step {self.step} is not saved, because the last {num_skipped} step(s) were skipped"
         if self.step == self._num_steps:
             raise Diverged(

@@ -41,7 +41,7 @@ from sharding.compiler_options import describe_options
 from train import evaluation, loop
 from train.build import BuiltRun, RunOptions, build_run
 from train.config import config_files, reference
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
@@ -122,7 +122,7 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
             check_local(f"--{name}", getattr(args, name))
         return RunOptions(
             config=args.config,
-            overrides=parse_overrides(others),
+            overrides=Overrides.parse(others),
             workdir=Path(args.workdir or config_files.default_workdir(args.config)),
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",

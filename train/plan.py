@@ -37,7 +37,7 @@ from train.compile import (
     target_parser,
 )
 from train.config import config_files
-from train.config.overrides import Override, parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.planning.calibration import calibrate
 from train.planning.explanation import (
@@ -96,9 +96,9 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     """Return the report on the best plans, and write the best into `--out`."""
     check_file("--out", args.out)
     check_picture("--picture", args.picture)
-    overrides = parse_overrides(others)
+    overrides = Overrides.parse(others)
     config_dict = load_config(args.config, overrides, allow_import=args.allow_import)
-    fixed = {Override.parse(override).key for override in overrides}
+    fixed = overrides.keys
     check_replicas(config_dict, fixed, _num_devices(args.target, args.network))
     config = open_config(config_dict, fixed)
     check_max_microbatches(args.max_microbatches, config, fixed)
@@ -130,12 +130,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
 
 
 def _settings(plan: ParallelPlan, config_dict: Any, fixed: Collection[str]) -> dict[str, Any]:
-    """Return the values to change in the user's config, so that it follows a plan.
-
-    Args:
-        config_dict: user's config.
-        fixed: keys of the config that stay as they are.
-    """
+    """Return the values to change in the user's config, so that it follows a plan."""
     settings = plan.settings()
     # Without a pipeline, a plan sets no keys of it, but the values of the file do not fit the mesh.
     others = {"mesh.auto": False} | {key: x for key, x in UNPLANNED.items() if key not in fixed}
@@ -166,7 +161,7 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
     directory = cache_path()
     if args.config is not None:
         config_dict = load_config(
-            args.config, parse_overrides(others), allow_import=args.allow_import
+            args.config, Overrides.parse(others), allow_import=args.allow_import
         )
         directory = cache_path(config_dict.data.cache_dir)
     elif others:
@@ -193,10 +188,6 @@ def _option(key: str, value: Any) -> str:
 
 def devices_of(target: str, config: RunConfig, network: float | None = None) -> PlanDevices:
     """Return the devices of a target, to plan for.
-
-    Args:
-        target: value of `--target`.
-        network: value of `--network`.
 
     Raises:
         ValueError: the target or the network is not valid.
@@ -225,11 +216,7 @@ def _num_devices(target: str, network: float | None) -> int:
 
 
 def _simulated_devices(target: str) -> list[Any]:
-    """Return N devices that this machine's CPU simulates, for a target `cpu:1xN`.
-
-    Raises:
-        ValueError: the target has another form, or jax has fewer devices already.
-    """
+    """Return N devices that this machine's CPU simulates, for a target `cpu:1xN`."""
     count = _num_simulated(target)
     with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
         jax.config.update("jax_num_cpu_devices", count)

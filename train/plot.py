@@ -6,16 +6,13 @@ python -m train.plot runs/a [runs/b ...] --out=loss.png [--title="..."]
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib.figure
 from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
 
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.outputs import check_file
-
-matplotlib.use("Agg")  # renders to files, and needs no display
-import matplotlib.pyplot as plt  # noqa: E402
 
 #: How many meshes a plot of plans shows.
 _MAX_MESHES = 40
@@ -24,15 +21,11 @@ _MAX_MESHES = 40
 def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
     """Plot `loss` (solid line) and `eval_loss` (dashed, with dots) of runs.
 
-    Args:
-        directories: workdirs of the runs.
-        out: image file to write.
-        title: title of the plot.
-
     Raises:
         ValueError: a run has no metrics, or `out` cannot be written as an image.
     """
-    figure, axes = plt.subplots(figsize=(7, 4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    axes = figure.subplots()
     for index, directory in enumerate(directories):
         # The first line is the widest, so that curves that coincide are all visible.
         width = 1.2 + 2.4 * (len(directories) - 1 - index)
@@ -43,15 +36,8 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
             if points:
                 label = f"{name}: {key}" if len(directories) > 1 else key
                 dark = key == "eval_loss" and len(directories) == 1
-                color = "black" if dark else f"C{index}"
-                axes.plot(
-                    *zip(*points, strict=True),
-                    style,
-                    color=color,
-                    label=label,
-                    ms=2 + width,
-                    lw=width,
-                )
+                look = {"color": "black" if dark else f"C{index}", "ms": 2 + width, "lw": width}
+                axes.plot(*zip(*points, strict=True), style, label=label, **look)
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
@@ -68,7 +54,6 @@ def plot_plans(
         composed: mesh -> for each of its plans, its composed step time in seconds and whether it
             fits into memory.
         compiled: mesh -> predicted step time of its compiled plan, in seconds.
-        out: image file to write.
 
     Raises:
         ValueError: `out` cannot be written as an image.
@@ -79,7 +64,8 @@ def plot_plans(
         return not times, min(times or [seconds for seconds, _ in composed[mesh]])
 
     meshes = sorted(composed, key=fastest)[:_MAX_MESHES]
-    figure, axes = plt.subplots(figsize=(9, 5.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 5.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
     for fits, color, label in (
         (False, "#d9d9d9", "composed, does not fit into memory"),
         (True, "#0072b2", "composed, fits"),
@@ -109,7 +95,6 @@ def check_picture(option: str, path: Path | None) -> None:
     """Check that a picture can be written, before the work that it shows.
 
     Args:
-        option: name of the option that names it, for the message.
         path: image file; None: nothing is written.
 
     Raises:
@@ -122,11 +107,8 @@ def check_picture(option: str, path: Path | None) -> None:
         raise ValueError(f"{option}={path} must end with one of {known}")
 
 
-def save(figure: matplotlib.figure.Figure, out: Path) -> None:
-    """Write a figure to a file and close it.
-
-    Args:
-        out: image file to write.
+def save(figure: Figure, out: Path) -> None:
+    """Write a figure to a file.
 
     Raises:
         ValueError: `out` cannot be written as an image.
@@ -135,8 +117,6 @@ def save(figure: matplotlib.figure.Figure, out: Path) -> None:
         figure.savefig(out)
     except (OSError, ValueError) as error:
         raise ValueError(f"--out={out} cannot be written: {error}") from error
-    finally:
-        plt.close(figure)
 
 
 def _read(directory: Path) -> list[dict]:

@@ -161,7 +161,6 @@ class LossScale:
 
         Args:
             finite: bool[], whether the step's loss and gradients were finite.
-            config: rules for changing the scale.
         """
         is_stuck = ~finite & ~self.can_fall(config)
         num_stuck = jnp.where(finite, 0, self.num_stuck + is_stuck)
@@ -197,8 +196,6 @@ def rounded_at_random(tree: Tree, like: Tree, row_ids: Tree, seed: int, step: ja
         like: the same tree with the target dtypes.
         row_ids: the same tree, int32 of the length of the first dimension: the number of each
             layer or row.
-        seed: `train.seed`.
-        step: int32[], the step.
 
     Source: Gupta et al., "Deep Learning with Limited Numerical Precision" (2015), section 3.
     """

@@ -6,8 +6,8 @@ python -m train.reconstructions runs/mae [--out=reconstructions.png] [--num_imag
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 
 from convert.from_hf import load
 from convert.runs import config_of, newest_checkpoint
@@ -30,9 +30,7 @@ def draw_reconstructions(
 
     Args:
         workdir: workdir of a run; its newest intact checkpoint is used.
-        out: image file to write.
         num_images: number of rows; fewer if there are fewer images.
-        allow_import: packages and modules that the run's `config.yaml` may import from.
 
     Raises:
         ValueError: there is no such run, its model does not reconstruct images, or `out` cannot be
@@ -40,9 +38,8 @@ def draw_reconstructions(
     """
     rows = _rows(workdir, num_images, allow_import)
     size = (1.2 * len(_TITLES), 1.2 * len(rows) + 0.3)
-    figure, axes = plt.subplots(
-        len(rows), len(_TITLES), figsize=size, dpi=150, layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=size, dpi=150, layout="constrained")
+    axes = figure.subplots(len(rows), len(_TITLES), squeeze=False)
     for row, images in zip(axes, rows, strict=True):
         for axis, image in zip(row, images, strict=True):
             is_grey = image.shape[-1] == 1

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from data.array_cache import read_array, write_array
 from data.batches import validation_batches
+from data.cache import read_array, write_array
 from data.examples import Corpus
 from data.shapes import example_shapes
 from data.text.objectives.preference import PreferenceExamples
@@ -32,7 +32,6 @@ def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Pa
 
     Args:
         corpus: its data, which is changed.
-        params: its parameters.
         step: step that they are from; at step 0 they are the reference.
         workdir: directory of the run's files; the reference is not kept if there is none.
 

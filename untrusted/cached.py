@@ -36,15 +36,7 @@ def write_cached(path: Path, content: bytes, *, plain: bool = False) -> None:
 
 
 def read_cached(path: Path, *, plain: bool = False) -> bytes | None:
-    """Read a cache file.
-
-    Args:
-        path: path of the file.
-        plain: whether the digest is in a file of its own.
-
-    Returns:
-        The content, or None if there is no such file or it is damaged, which is logged.
-    """
+    """Return the content of a cache file; None if it is absent, or damaged, which is logged."""
     try:
         content = _read(path)
         if plain:

@@ -36,7 +36,6 @@ def command_parser(module: str, **options: Any) -> argparse.ArgumentParser:
     """Return the parser of a command's arguments, which must not be abbreviated.
 
     Args:
-        module: name of the command's module.
         options: further arguments of argparse.ArgumentParser, such as the description.
     """
     # The user started it as `taibai train` or as `python -m train.main`.
@@ -48,7 +47,6 @@ def command_line(module: str, argv: Sequence[str] | None) -> str:
     """Return the command that makes a result, to store with it.
 
     Args:
-        module: name of the command's module.
         argv: its arguments; None: those of this process.
     """
     arguments = sys.argv[1:] if argv is None else argv

@@ -82,14 +82,7 @@ def read_json(
     max_bytes: int = MAX_BYTES,
     allows_nan: bool = False,
 ) -> T:
-    """Read a JSON file.
-
-    Args:
-        path: path of the file.
-        kind: type that the value must have: dict or list.
-        within: directory that the file must be in, even if `path` is a link.
-        max_bytes: maximum size of the file.
-        allows_nan: whether NaN and Infinity are numbers, as in files that Python's json wrote.
+    """Read a JSON file; the arguments are those of `parse_json` and `untrusted.files.read_bytes`.
 
     Raises:
         ValueError: See `parse_json` and `untrusted.files.read_bytes`.
@@ -101,10 +94,6 @@ def read_json(
 
 def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str, Any]]:
     """Read a file with a JSON object per line; other lines, such as torn ones, are left out.
-
-    Args:
-        path: path of the file.
-        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `untrusted.files.open_regular`.
@@ -155,10 +144,6 @@ def parse_yaml(content: bytes, where: object) -> dict[str, Any]:
 
 def read_yaml(path: Path, *, within: Path | None = None) -> dict[str, Any]:
     """Read a YAML file that contains a mapping with strings as keys.
-
-    Args:
-        path: path of the file.
-        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `parse_yaml` and `untrusted.files.read_bytes`.

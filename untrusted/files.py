@@ -14,20 +14,23 @@ are allowed:
 
 import contextlib
 import errno
+import fcntl
 import hashlib
+import io
+import logging
 import os
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
-from untrusted.named_errors import NamedFile, naming
 from untrusted.outputs import check_new_directory
 
 #: Maximum size of a file that is read as a whole, unless the caller allows more.
 MAX_BYTES = 16 * 2**20
+
+_log = logging.getLogger(__name__)
 
 
 def check_link(path: Path, directory: Path) -> None:
@@ -99,15 +102,11 @@ def check_tree(directory: Path, within: Path) -> None:
             check_link(path, within)
 
 
-def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
-    """Open a regular file for reading, without blocking.
+def open_regular(path: Path, *, within: Path | None = None) -> io.BufferedReader:
+    """Open a regular file for reading in binary mode, without blocking.
 
     Args:
-        path: path of the file.
         within: directory that the file must be in, even if `path` is a link.
-
-    Returns:
-        The file, opened in binary mode.
 
     Raises:
         ValueError: There is something other than a regular file at `path`, such as a named pipe,
@@ -120,7 +119,7 @@ def open_regular(path: Path, *, within: Path | None = None) -> BufferedReader:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_regular(descriptor, path)
-        return BufferedReader(NamedFile(descriptor, path, "r"))
+        return io.BufferedReader(NamedFile(descriptor, path, "r"))
     except BaseException:
         os.close(descriptor)
         raise
@@ -130,8 +129,6 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
     """Read a small regular file.
 
     Args:
-        path: path of the file.
-        within: directory that the file must be in, even if `path` is a link.
         max_bytes: maximum size of the file.
 
     Raises:
@@ -151,10 +148,6 @@ def read_bytes(path: Path, *, within: Path | None = None, max_bytes: int = MAX_B
 
 def digest_of(path: Path, *, within: Path | None = None) -> str:
     """Return the SHA-256 of the content of a regular file, in hex.
-
-    Args:
-        path: path of the file.
-        within: directory that the file must be in, even if `path` is a link.
 
     Raises:
         ValueError: See `open_regular`.
@@ -202,18 +195,14 @@ def open_new(path: Path) -> BinaryIO:
     path.unlink(missing_ok=True)  # Not the target, if it is a link.
     # O_EXCL also refuses a link that somebody put there in the meantime.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return BufferedWriter(NamedFile(os.open(path, flags, 0o666), path, "w"))
+    return io.BufferedWriter(NamedFile(os.open(path, flags, 0o666), path, "w"))
 
 
 def open_in_place(path: Path, flags: int) -> int:
-    """Open a regular file without following a link, and create it if it does not exist.
+    """Open or create a regular file without following a link, and return its descriptor.
 
     Args:
-        path: path of the file.
         flags: flags of `os.open`, without `os.O_TRUNC`, which would empty a refused file.
-
-    Returns:
-        The file descriptor.
 
     Raises:
         ValueError: There is a symbolic or hard link, or no regular file, at `path`.
@@ -244,6 +233,28 @@ def open_in_place(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def try_lock(file: IO[Any], path: Path) -> bool:
+    """Lock an open file, and return True, or False if another process has locked it.
+
+    The lock is `flock`'s, which the kernel releases when the process ends for any reason. On a file
+    system without `flock` this returns True after a warning.
+
+    The package `filelock` is not used, because its versions 3.16 and 4.2
+
+    - truncate the file at every attempt to lock it, so a waiting process would erase its content,
+      or the content of another file if the lock is a hard link to it;
+    - raise NotImplementedError on a file system without flock, or lock by the existence of the file
+      instead: if a process on another host is killed, its file stays and blocks the others.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        _log.warning("%s cannot be locked (%s): do not start a second run there", path, error)
+    return True
 
 
 def temporary_of(path: Path) -> Path:
@@ -289,8 +300,6 @@ def copy_file(
     """Copy a regular file atomically.
 
     Args:
-        source: file to copy.
-        target: path of the copy.
         within: directory that the source must be in, even if it is a link.
         max_bytes: maximum size of the file; a sparse file becomes as large as it claims to be.
 
@@ -360,3 +369,56 @@ def new_directory(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add a path to an OSError of the block that names no file.
+
+    Python names the file in errors of opening it, but not in later ones: a disk that fails while a
+    file is read raises `[Errno 5] Input/output error`.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
+
+
+class NamedFile(io.FileIO):
+    """An open file without a buffer, whose errors have its path.
+
+    Args:
+        descriptor: file descriptor, which is closed with this file.
+        mode: "r", "w" or "r+"; nothing is truncated.
+    """
+
+    def __init__(self, descriptor: int, path: Path, mode: str):
+        super().__init__(descriptor, mode)
+        self._path = path
+
+    def read(self, size: int | None = -1) -> Any:
+        """Read at most `size` bytes, or the rest of the file."""
+        with naming(self._path):
+            return super().read(-1 if size is None else size)
+
+    def readinto(self, buffer: Any) -> Any:
+        """Read into a buffer; return the number of bytes."""
+        with naming(self._path):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        """Read the rest of the file."""
+        with naming(self._path):
+            return super().readall()
+
+    def write(self, content: Any) -> Any:
+        """Write bytes; return how many were written."""
+        with naming(self._path):
+            return super().write(content)
+
+    def close(self) -> None:
+        """Close the file; a network file system may write buffered data only now."""
+        with naming(self._path):
+            super().close()

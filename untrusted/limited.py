@@ -16,6 +16,7 @@ may contain passwords, nor its open files, and it does not import jax unless its
 """
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -82,7 +83,6 @@ class LimitedProcesses:
     Args:
         function: function of a module, which takes and returns a JSON value. It raises a
             ValueError of one sentence for data that it refuses.
-        limits: limits of each call.
         num_processes: maximum number of processes, and so of calls at the same time; others
             wait.
     """
@@ -102,17 +102,15 @@ class LimitedProcesses:
         self._finalizer = weakref.finalize(self, _end, self._processes, os.getpid())
 
     def __reduce__(self) -> Any:
-        return _restore_from_pickle, (self._function, self._limits, self._num_processes)
+        new = functools.partial(LimitedProcesses, num_processes=self._num_processes)
+        return new, (self._function, self._limits)
 
     def call(self, argument: Any, subject: str) -> Any:
-        """Call the function.
+        """Call the function, and return the JSON value that it returns.
 
         Args:
             argument: JSON value; strings may have lone surrogates, and numbers may be NaN.
             subject: source of the argument, such as a file; errors begin with it.
-
-        Returns:
-            The JSON value that the function returns.
 
         Raises:
             LimitExceeded: The call exceeded a limit, or ended its process.
@@ -175,12 +173,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _restore_from_pickle(
-    function: Callable[[Any], Any], limits: Limits, count: int
-) -> LimitedProcesses:
-    return LimitedProcesses(function, limits, num_processes=count)
 
 
 def _end(processes: "set[_Process]", owner: int) -> None:

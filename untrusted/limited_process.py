@@ -72,9 +72,7 @@ def serve(descriptor: int, path: str, limits: Limits) -> None:
     """Answer calls until the parent closes its end of the socket.
 
     Args:
-        descriptor: file descriptor of the socket.
         path: function, `package.module:name`.
-        limits: limits of each call.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for number in (signal.SIGPROF, signal.SIGIO):

@@ -38,7 +38,6 @@ def check(value: Any, kind: Any, where: object) -> None:
     """Check the type of a value; see `is_of`.
 
     Args:
-        kind: type.
         where: place of the value, for the message.
 
     Raises:

@@ -21,11 +21,7 @@ READER_LEFT = 128 + 13
 
 
 class SafeStream:
-    """A text stream that ignores errors of writing and flushing, and drops the affected text.
-
-    Args:
-        stream: stream to write to.
-    """
+    """A text stream that ignores errors of writing and flushing, and drops the affected text."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

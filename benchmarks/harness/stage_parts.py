@@ -18,6 +18,7 @@ executor, through pipeline/runtime/layers.py:
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS
 from pipeline.runtime.gather import ParamGatherer, ParamSharding
-from pipeline.runtime.layers import Layers
-from pipeline.runtime.tick_plan import Slots
+from pipeline.runtime.layers import Layers, Work
+from pipeline.runtime.tick_table import BufferSlots
 from pipeline.runtime.trees import add, total_of, wide_types, zeros
 from pipeline.stack_layout import StackLayout
 from predict.program.flops import matmul_flops
@@ -40,7 +41,7 @@ from train.run.run import Run
 Tree = Any
 
 #: (name, number of layers); the number is 0 for embedding and head.
-Part = tuple[str, int]
+ReplicaStep = tuple[str, int]
 
 
 class StageParts:
@@ -73,13 +74,13 @@ class StageParts:
         self._non_stack_params = self._copied(non_stack_params)
         self._params: dict[int, Tree] = {}  # number of layers -> their parameters
         self._compiled: dict[tuple, Any] = {}
-        self._flops: dict[Part, float | None] = {}
+        self._flops: dict[ReplicaStep, float | None] = {}
 
-    def repeats(self, part: Part) -> int:
+    def repeats(self, part: ReplicaStep) -> int:
         """Return how often a step of the part computes it."""
         return 1 if part[0] == "update" else self._num_microbatches
 
-    def flops(self, part: Part) -> float | None:
+    def flops(self, part: ReplicaStep) -> float | None:
         """Return the FLOPs of a part's matrix products on one device, or None if unknown.
 
         They are per microbatch, or per step for the update. `step_of` must have been called.
@@ -87,7 +88,7 @@ class StageParts:
         total = self._flops[part]
         return None if total is None else total / self.repeats(part)
 
-    def step_of(self, part: Part) -> Callable[[], None]:
+    def step_of(self, part: ReplicaStep) -> Callable[[], None]:
         """Return a step of the part, which has warmed up.
 
         It computes the part for all microbatches in sequence, on all devices at the same time.
@@ -157,7 +158,7 @@ class StageParts:
         num_slots = {"saved": 2} | ({"for_weights": 2, "handed": 2} if splits else {})
         first = jax.tree.map(lambda x: x[0], params)
         make_layers = self._make_layers(num_layers, splits=splits)
-        residuals = self._copied(make_layers(first).residuals(num_slots))
+        residuals = self._copied(make_layers(first).empty_layer_residuals(num_slots))
         carry = (zeros(wide_types(params)), residuals)
         # Fill the buffers that this part reads, so that it does not compute with zeros.
         before = {"weight_gradient": ["forward", "input_gradient"], "forward": []}
@@ -167,8 +168,6 @@ class StageParts:
 
     def _make_layers(self, num_layers: int, *, splits: bool) -> Callable[[Tree], Layers]:
         """Return a function from the parameters of `num_layers` layers to these layers."""
-        block = self._run.functions.blocks[self._stack]
-        example = (self._x, self._microbatch)
         layout = StackLayout(num_layers=num_layers, chunks=(((0, num_layers),),))
 
         def make_layers(params):
@@ -176,12 +175,13 @@ class StageParts:
             param_sharding = ParamSharding(mesh=self._run.mesh, specs={}, gather_modes={})
             gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs))
             return Layers(
-                block,
-                params,
-                gatherer,
-                layout,
-                jnp.int32(0),
-                example,
+                block=self._run.functions.blocks[self._stack],
+                params=params,
+                gatherer=gatherer,
+                layout=layout,
+                stage_index=jnp.int32(0),
+                x=self._x,
+                microbatch=self._microbatch,
                 splits=splits,
                 accumulates=True,
             )
@@ -190,38 +190,48 @@ class StageParts:
 
     def _layer_bodies(self, num_layers: int, *, splits: bool) -> dict[str, Callable]:
         """Return, by name, the parts of layers: functions of one microbatch for `_scanned`."""
-        chunk = jnp.int32(0)
-        layers = self._make_layers(num_layers, splits=splits)
+        make_layers = self._make_layers(num_layers, splits=splits)
 
-        def slots(m):
-            return Slots(saved=m % 2, for_weights=m % 2, handed=m % 2)
+        def work_on(m, microbatch):
+            slots = BufferSlots(saved=m % 2, for_weights=m % 2, handed=m % 2)
+            return Work(chunk=jnp.int32(0), microbatch=microbatch, slots=slots)
 
         def evaluate(carry, m, microbatch, params, x):
-            return carry, layers(params).forward(chunk, x, microbatch)
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            return carry, layers.scan(work.chunk, partial(layers.layer_forward, work), x)
 
         def forward(carry, m, microbatch, params, x):
             grads, residuals = carry
-            y, residuals = layers(params).forward_saving_residuals(
-                chunk, x, microbatch, residuals, slots(m)
-            )
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_forward_saving, work)
+            y, residuals = layers.scan(work.chunk, body, (x, residuals))
             return (grads, residuals), y
 
         def backward(carry, m, microbatch, params, dx):
             grads, residuals = carry
-            args = (chunk, dx, microbatch, residuals, slots(m), grads)
-            dx, grads = layers(params).backward(*args)
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_backward, work, residuals)
+            dx, grads = layers.scan(work.chunk, body, (dx, grads), reverse=True)
             return (grads, residuals), dx
 
         def input_gradient(carry, m, microbatch, params, dx):
             grads, residuals = carry
-            args = (chunk, dx, microbatch, residuals, slots(m), grads)
-            dx, grads, handed = layers(params).input_gradient(*args)
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_input_gradient, work, residuals)
+            carry = (dx, grads, residuals.handed)
+            dx, grads, handed = layers.scan(work.chunk, body, carry, reverse=True)
             return (grads, dataclasses.replace(residuals, handed=handed)), dx
 
         def weight_gradient(carry, m, microbatch, params, x):
             grads, residuals = carry
-            args = (chunk, microbatch, residuals, slots(m), grads)
-            return (layers(params).weight_gradient(*args), residuals), None
+            layers = make_layers(params)
+            work = work_on(m, microbatch)
+            body = partial(layers.layer_weight_gradient, work, residuals)
+            return (layers.scan(work.chunk, body, grads), residuals), None
 
         bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
         return {body.__name__: body for body in bodies}

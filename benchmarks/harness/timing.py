@@ -34,7 +34,7 @@ class Contender:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
+class StepTimes:
     """Step times of one contender.
 
     Attributes:
@@ -68,7 +68,7 @@ class Times:
 
 def interleave(
     steps: Mapping[Name, Callable[[], object]], *, num_rounds: int, num_steps: int
-) -> dict[Name, Times]:
+) -> dict[Name, StepTimes]:
     """Time the steps of contenders in turns: A B C A B C ...
 
     Args:
@@ -86,10 +86,10 @@ def interleave(
         for name, step in steps.items():
             step()
             rounds[name].append(tuple(_time_s(step) for _ in range(num_steps)))
-    return {name: Times(rounds=tuple(times)) for name, times in rounds.items()}
+    return {name: StepTimes(rounds=tuple(times)) for name, times in rounds.items()}
 
 
-def ratios(ours: Times, peer: Times) -> dict[str, float | Sequence[float]]:
+def ratios(ours: StepTimes, peer: StepTimes) -> dict[str, float | Sequence[float]]:
     """Return our speed divided by the peer's speed; above 1, ours is faster.
 
     The ratio is computed within each round. `median`, `min` and `max` are taken over the rounds.

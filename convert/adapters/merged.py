@@ -7,16 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from checkpoint.lazy import Index, LazyArray
-from convert.model_on_disk import NO_ADAPTERS, Shapes, Source
+from convert.model_on_disk import Shapes, Source
 from models.layers.lora import LoraConfig
 
 
 def without_adapters(source: Source) -> Source:
-    """Return the same model without adapters: they are merged into its kernels.
-
-    Args:
-        source: model on disk, with or without adapters.
-    """
+    """Return the same model without adapters: they are merged into its kernels."""
     if source.lora.rank is None:
         return source
     all_shapes = source.shapes()
@@ -32,16 +28,11 @@ def without_adapters(source: Source) -> Source:
             for name, names in parts.items()
         }
 
-    return dataclasses.replace(source, open=open_arrays, lora=NO_ADAPTERS)
+    return dataclasses.replace(source, open=open_arrays, lora=LoraConfig())
 
 
 def adapter_parts(kernel: str, names: Mapping[str, object]) -> list[str]:
-    """Return the names of a kernel's adapter: A, B, and m with DoRA; empty if it has none.
-
-    Args:
-        kernel: name of a parameter; only kernels have adapters.
-        names: names of all parameters.
-    """
+    """Return the names of a kernel's adapter: A, B, and m with DoRA; empty if it has none."""
     layer, _, word = kernel.rpartition(".")
     parts = [f"{layer}.lora.{part}" for part in ("a", "b", "magnitude")]
     return [part for part in parts if word == "kernel" and part in names]
@@ -51,9 +42,7 @@ class _MergedArray(LazyArray):
     """A kernel with its adapter, `[*layers, *inputs, *outputs]`.
 
     Args:
-        kernel: kernel without the adapter.
         parts: A, B, and m with DoRA; see models/layers/lora.py.
-        config: rank and the variant of the adapter.
     """
 
     def __init__(self, kernel: LazyArray, parts: list[LazyArray], config: LoraConfig):

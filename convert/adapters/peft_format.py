@@ -34,25 +34,14 @@ def module_of(place: TensorMapping) -> str:
 
 
 def name_of(kernel: TensorMapping, part: str) -> str:
-    """Return the name of a part of a kernel's adapter, without PREFIX.
-
-    Args:
-        kernel: mapping of the kernel.
-        part: key of PARTS.
-    """
+    """Return the name of a part (a key of PARTS) of a kernel's adapter, without PREFIX."""
     return f"{module_of(kernel)}.{PARTS[part]}"
 
 
 def module_mappings(
     architecture: Architecture, shapes: Shapes, *, vocab_size: int | None
 ) -> list[TensorMapping]:
-    """Return the mappings of all parameters, to the names that PEFT has for them.
-
-    Args:
-        architecture: architecture of the model.
-        shapes: parameters of the model without adapters.
-        vocab_size: vocabulary size without padding; None if the model has no vocabulary.
-    """
+    """Return the mappings of all parameters, to the names that PEFT has for them."""
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
     return [dataclasses.replace(m, theirs=module_name(architecture, m.theirs)) for m in mappings]
 
@@ -61,7 +50,6 @@ def module_name(architecture: Architecture, name: str) -> str:
     """Return the name that a tensor, or its module, has in a model of `transformers` 5.
 
     Args:
-        architecture: architecture of the model.
         name: its name there or in a file.
     """
     for pattern, replacement in architecture.module_names:
@@ -99,12 +87,7 @@ def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> No
     PEFT trains a copy for one of the places, and keeps the original in the other.
 
     Args:
-        trained: parameters trained in addition to the adapters.
-        what: config key that names these parameters, for the error message.
-        remedy: advice at the end of the error message.
-
-    Raises:
-        ValueError: A parameter is used in two places.
+        what: config key that names these parameters, for the message of the ValueError.
     """
     for place in trained:
         others = [name for name in place.tied if name.endswith(".weight")]

@@ -19,7 +19,7 @@ from convert.adapters.peft_format import (
     name_of,
 )
 from convert.architecture import Architecture
-from convert.huggingface import ConvertedArray, check_shape
+from convert.huggingface import check_shape, convert_arrays
 from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, check_names
 from convert.tensor_files import Tensor, open_safetensors
@@ -56,13 +56,6 @@ _HARMLESS_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     """Open a model with the adapters of a PEFT directory.
 
-    Args:
-        path: directory.
-        open_base: opens the model that the adapters are for.
-
-    Returns:
-        The model with its adapters.
-
     Raises:
         ValueError: A key of adapter_config.json is not supported, the base model is not on this
             machine, or tensors are missing, unknown or of the wrong shape.
@@ -78,9 +71,15 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     tensors = _tensors(path, architecture, mappings)
     lora = _lora(config, mappings, tensors)
     _check_layers(lora, mappings, tensors, path)
-    source = _with_adapters(base, lora, path)
-    shapes = source.shapes()
-    in_file = [*adapter_mappings(mappings, shapes)]
+    source = dataclasses.replace(
+        base,
+        path=path,
+        tokenizer=find_tokenizer(path) or base.tokenizer,
+        lora=lora,
+        init_from=str(base.path),
+        adapter_files=path,
+    )
+    in_file = [*adapter_mappings(mappings, source.shapes())]
     in_file += [m for m in mappings if m.ours in lora.also_trained]
     names = {m.theirs for m in in_file}
     check_names(
@@ -91,39 +90,17 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
         check_shape(place, tensors[place.theirs])
 
     def open_arrays(wanted: Shapes) -> Mapping[str, LazyArray]:
-        parts: dict[str, list[tuple[TensorMapping, Tensor]]] = {}
-        for place in in_file:
-            if place.ours in wanted:
-                parts.setdefault(place.ours, []).append((place, tensors[place.theirs]))
-        base_shapes = {name: shape for name, shape in wanted.items() if name not in parts}
-        peft_arrays = {name: ConvertedArray(wanted[name], part) for name, part in parts.items()}
+        peft_arrays = convert_arrays(wanted, in_file, tensors)
+        base_shapes = {name: shape for name, shape in wanted.items() if name not in peft_arrays}
         return {**base.open(base_shapes), **peft_arrays}
 
     return dataclasses.replace(source, open=open_arrays)
 
 
-def _with_adapters(base: Source, lora: LoraConfig, path: Path) -> Source:
-    """Return a model with the adapters of a directory, but without their parameters."""
-    return dataclasses.replace(
-        base,
-        path=path,
-        tokenizer=find_tokenizer(path) or base.tokenizer,
-        lora=lora,
-        init_from=str(base.path),
-        adapter_files=path,
-    )
-
-
 def _lora(
     config: Mapping[str, Any], mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor]
 ) -> LoraConfig:
-    """Return the section `lora` that describes the adapters and parameters in the file.
-
-    Args:
-        config: content of adapter_config.json.
-        mappings: mappings of the model without adapters.
-        tensors: tensors in the file.
-    """
+    """Return the section `lora` that describes the adapters and parameters in the file."""
     kernels = [m for m in mappings if m.ours.endswith(".kernel")]
     targets = {m.ours.removesuffix(".kernel") for m in kernels if name_of(m, "a") in tensors}
     return LoraConfig(
@@ -140,14 +117,7 @@ def _lora(
 def _check_layers(
     lora: LoraConfig, mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Check that all layers of a stack have the same adapters, and no embedding or tied head.
-
-    Args:
-        lora: adapters.
-        mappings: mappings of the model without adapters.
-        tensors: tensors in the file.
-        path: directory, for the error.
-    """
+    """Check that all layers of a stack have the same adapters, and no embedding or tied head."""
     check_untied(
         [m for m in mappings if m.ours in lora.also_trained],
         f"{path / CONFIG_FILE}: modules_to_save",

@@ -44,9 +44,6 @@ def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
     A run that continues the adapters of another has the same base as that one. If the base does not
     come from Hugging Face, a warning says so.
 
-    Args:
-        read: opens a model on disk.
-
     Raises:
         ValueError: A model on the way there cannot be read.
     """
@@ -76,9 +73,6 @@ def write_adapter(
     """Write the adapters of a model for PEFT, and other parameters that were trained or are new.
 
     Args:
-        source: model with adapters.
-        architecture: its Hugging Face architecture.
-        directory: directory to write to.
         dtype: dtype of the tensors; None: as they are stored.
         base: model that the adapters are for, from `base_of`.
 
@@ -94,7 +88,10 @@ def write_adapter(
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
     known = shapes if base is None else base.shapes()
     trained = [
-        m for m in mappings if _is_any(m.ours, source.lora.also_trained) or m.ours not in known
+        m
+        for m in mappings
+        if m.ours not in known
+        or any(fnmatchcase(m.ours, pattern) for pattern in source.lora.also_trained)
     ]
     _check_whole_modules(mappings, trained)
     check_untied(trained, "lora.also_trained", "write the whole model with --merge")
@@ -199,7 +196,3 @@ def _check_whole_modules(
             f"lora.also_trained has parameters of a module without its {missing[0]}, but PEFT "
             "stores whole modules only; write the whole model with --merge"
         )
-
-
-def _is_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

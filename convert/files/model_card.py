@@ -31,14 +31,7 @@ Entry = dict[str, Any]
 
 
 def write_card(source: Source, architecture: Architecture, step: Path, directory: Path) -> None:
-    """Write README.md and loss.png, unless the model was only converted.
-
-    Args:
-        source: model.
-        architecture: architecture that it is exported as.
-        step: checkpoint that it is read from.
-        directory: directory to write to.
-    """
+    """Write README.md and loss.png, unless the model was only converted."""
     workdir = step.parent.parent
     if not (workdir / METRICS_FILE).exists():
         return

@@ -41,7 +41,6 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
     """Read the normalization of pixels from the directory of a Hugging Face model.
 
     Args:
-        path: directory.
         fields: config fields of the model; `image_size` and `num_channels` are read.
         harmless: unknown keys to ignore, because they do not change pixels.
 
@@ -79,10 +78,6 @@ def write(source: Source, directory: Path) -> None:
 
     The original file is copied if it still describes the model. Otherwise the file is written in
     the format of ViTImageProcessor.
-
-    Args:
-        source: model.
-        directory: directory to write to.
     """
     config = source.config
     if not isinstance(config, ImageInputConfig):

@@ -29,10 +29,6 @@ GENERATION_CONFIG = "generation_config.json"
 def write_tokenizer(source: Source, architecture: Architecture, directory: Path) -> dict[str, int]:
     """Write the files of a tokenizer, if the run has one that does not come from Hugging Face.
 
-    Args:
-        architecture: architecture that the run is exported as.
-        directory: directory to write to.
-
     Returns:
         The keys of config.json with the ids of special tokens; empty if nothing was written.
 
@@ -56,11 +52,7 @@ def write_tokenizer(source: Source, architecture: Architecture, directory: Path)
 
 
 def keep_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Write the tokenizer that a run trains with, and the names of its special tokens.
-
-    Args:
-        directory: directory to write to.
-    """
+    """Write the tokenizer that a run trains with, and the names of its special tokens."""
     write_text(directory / "tokenizer.json", tokenizer.content)
     _write_json(directory / CONFIG_FILE, dict(tokenizer.token_names))
 
@@ -70,7 +62,6 @@ def add_stop_token(directory: Path, token: int, end_of_text: int) -> None:
 
     Args:
         directory: directory of the tokenizer files, and of config.json if it has one.
-        token: id of the token.
         end_of_text: id of the token that stops generation if neither file names one.
 
     Raises:

@@ -11,7 +11,7 @@ which data/images/tables.py unpacks into such folders:
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,6 @@ class FolderImages(ImageSource):
     """Image files that are read on access.
 
     Args:
-        root: folder that contains the files.
         files: bytes[number of images]: the paths relative to the folder.
         labels: int32[number of images]: the number of each image's class.
     """
@@ -69,14 +68,7 @@ class FolderImages(ImageSource):
 
 
 def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Find the images of `data.paths`, and check that every file can be read.
-
-    Args:
-        config: config section `data`.
-        images: config section `images`.
-
-    Returns:
-        The data set, without the images that cannot be used.
+    """Find the images of `data.paths`, without those that cannot be read.
 
     Raises:
         FileNotFoundError: The folder does not exist.
@@ -103,8 +95,8 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
         train=_split(listings[0], classes),
         validation=_split(listings[1], classes) if len(listings) > 1 else None,
         classes=classes,
-        key=_key(listings, classes, _size_of),
-        contents=_key(listings, classes, _digest_of) if config.verify == "full" else "",
+        key=_key(listings, classes),
+        contents=_key(listings, classes, is_full=True) if config.verify == "full" else "",
     )
 
 
@@ -186,8 +178,8 @@ def _with_images(listings: Sequence[Listing], images: ImageConfig) -> list[Listi
         counts = np.bincount(listing.of_folder, minlength=len(listing.folders))
         empty = [name for name, count in zip(listing.folders, counts, strict=True) if not count]
         what = f"of {len(counts)} classes in {listing.root} have no images"
-        remedy = "add images"
-        leave_out(list(map(repr, empty)), what, f"{remedy}, remove the folders", images)
+        remedy = "add images, remove the folders"
+        leave_out(list(map(repr, empty)), what, remedy, images)
         usable_listings.append(listing.without_folders(empty))
     train, *validation = usable_listings
     if len(train.folders) < 2 <= len(listings[0].folders):
@@ -217,10 +209,8 @@ def _without_broken(
 
 def _split(listing: Listing, classes: Sequence[str]) -> Split:
     labels = _labels(listing, classes)
-    # Names decide which images are held out, so they must be the same on every system.
-    names = [bytes(file).replace(os.sep.encode(), b"/") for file in listing.files]
     source = FolderImages(listing.root, listing.files, labels)
-    return Split(source=source, names=names, labels=lambda: labels)
+    return Split(source=source, names=listing.files, labels=labels)
 
 
 def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
@@ -235,23 +225,13 @@ def _labels(listing: Listing, classes: Sequence[str]) -> np.ndarray:
     return np.array([number[name] for name in listing.folders], np.int32)[listing.of_folder]
 
 
-def _size_of(path: str) -> str:
-    return str(os.stat(path).st_size)
-
-
-def _digest_of(path: str) -> str:
-    return digest_of(Path(path))
-
-
-def _key(
-    listings: Sequence[Listing], classes: Sequence[str], version_of_file: Callable[[str], str]
-) -> str:
-    """Hash relative paths, versions and classes, so that a copy of the folder has the same key."""
+def _key(listings: Sequence[Listing], classes: Sequence[str], *, is_full: bool = False) -> str:
+    """Hash relative paths, sizes or contents, and classes; copies of a folder have the same key."""
     digest = hashlib.sha256()
     for listing in listings:
         digest.update(f"{len(listing.files)}\0".encode())
         labels = _labels(listing, classes)
         for file, path, label in zip(listing.files, listing.paths, labels, strict=True):
-            version = version_of_file(path)
+            version = digest_of(Path(path)) if is_full else os.stat(path).st_size
             digest.update(bytes(file) + f"\0{version}\0{label}\0".encode())
     return digest.hexdigest()

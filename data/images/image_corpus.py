@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.cache import make_cache
 from data.config import DataConfig
 from data.examples import (
     EVALUATION,
@@ -30,7 +31,6 @@ from data.images.sources import ImageDataset, ImageSource, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
 from data.images.workers import Workers
-from data.locks import make_cache
 from data.shapes import example_shapes
 from untrusted.imports import is_import_path
 
@@ -38,11 +38,6 @@ from untrusted.imports import is_import_path
 _MASK = 1
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageCorpus(Corpus):
-    """A corpus of images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +59,7 @@ class ExampleRequest:
 
 
 class Images(Examples):
-    """The rows of a split of images; `data.shapes` lists their keys.
-
-    Args:
-        source: images.
-        data: config section `data`, with the objective and the batch size.
-        images: config section `images`, with the preprocessing and augmentation.
-    """
+    """The rows of a split of images; `data.shapes` lists their keys."""
 
     def __init__(self, source: ImageSource, data: DataConfig, images: ImageConfig):
         self._source = source
@@ -150,9 +139,6 @@ class Images(Examples):
             arguments: arguments of all rows, sorted, so that a pair of rows is not split
                 between two workers.
             wanted: number of each row, in the order of the result.
-
-        Returns:
-            The rows, in the order of `wanted`.
         """
         if self._workers is None:
             batch = getattr(self, method)(arguments)
@@ -245,15 +231,8 @@ class Images(Examples):
         }
 
 
-def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
+def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
     """Find and check a corpus of images; data sets are prepared on first use.
-
-    Args:
-        config: config section `data`.
-        images: config section `images`.
-
-    Returns:
-        The corpus. If `images.num_workers` is not 0, worker processes read its rows.
 
     Raises:
         ValueError: The data set is unknown, broken or unsuitable for the objective, or has too few
@@ -280,7 +259,7 @@ def load_images(config: DataConfig, images: ImageConfig) -> ImageCorpus:
         workers = Workers(images.num_workers, targets, f"images.num_workers={images.num_workers}")
         for split, rows in targets.items():
             rows.read_in(workers, split)
-    return ImageCorpus(
+    return Corpus(
         train=train,
         validation=validation,
         fingerprint=dataset.key,

@@ -34,7 +34,6 @@ class Listing:
     """The image files in a folder and its subfolders.
 
     Attributes:
-        root: folder.
         files: bytes[number of images]: the paths relative to the folder, sorted.
         folders: names of the immediate subfolders, sorted. If images are sorted by class, these
             are the classes.
@@ -61,21 +60,11 @@ class Listing:
 
         Args:
             is_chosen: bool[number of images].
-
-        Returns:
-            The listing of the chosen files.
         """
         return replace(self, files=self.files[is_chosen])
 
     def without_folders(self, names: Sequence[str]) -> "Listing":
-        """Drop some of `folders`, and the files in them.
-
-        Args:
-            names: names of the folders to drop.
-
-        Returns:
-            The listing of the remaining folders and files.
-        """
+        """Drop some of `folders`, and the files in them."""
         is_left = np.array([name not in names for name in self.folders], bool)
         # A file in no folder has index -1, which selects the appended True: the file is kept.
         listing = self.chosen(np.append(is_left, True)[self.of_folder])
@@ -88,20 +77,12 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
     Symbolic links are followed, but every image is listed once: a link to something that is listed
     anyway is left out, with a log message.
 
-    Args:
-        root: folder.
-        images: config section `images`, whose `on_broken` selects how to handle problems.
-
-    Returns:
-        The listing.
-
     Raises:
         ValueError: A folder cannot be read, or links back to a folder that contains `root`, and
             `images.on_broken` is 'refuse'.
     """
     walk = _Walk(root)
-    problems = walk.problems
-    leave_out(problems, f"folder(s) in {root} cannot be read", "fix or remove them", images)
+    leave_out(walk.problems, f"folder(s) in {root} cannot be read", "fix or remove them", images)
     files = [name for name in walk.files if name.lower().endswith(ENDINGS)]
     others = [name for name in walk.files if not name.lower().endswith(ENDINGS)]
     if others:
@@ -109,12 +90,8 @@ def list_images(root: Path, images: ImageConfig) -> Listing:
         logger.info("%d file(s) in %s have no image suffix: %s", len(others), root, some)
     if walk.repeated:
         some = first_names(sorted(walk.repeated))
-        logger.info(
-            "%d link(s) in %s lead to images that are listed anyway: %s",
-            len(walk.repeated),
-            root,
-            some,
-        )
+        what = "lead to images that are listed anyway"
+        logger.info("%d link(s) in %s %s: %s", len(walk.repeated), root, what, some)
     encoded = np.array([os.fsencode(file) for file in sorted(files)], np.bytes_)
     return Listing(root=root, files=encoded, folders=subfolders(root))
 
@@ -187,11 +164,8 @@ class _Walk:
 def subfolders(root: Path) -> tuple[str, ...]:
     """Return the sorted names of the immediate subfolders that are not hidden."""
     with os.scandir(root) as entries:
-        return tuple(sorted(_without_hidden([entry.name for entry in entries if entry.is_dir()])))
-
-
-def _without_hidden(names: Sequence[str]) -> list[str]:
-    return [name for name in names if not name.startswith(".")]
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return tuple(sorted(name for name in names if not name.startswith(".")))
 
 
 def _identity(path: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from data.config import DataConfig
 from data.examples import Label
 from data.image_config import ImageConfig
 from data.images.readability import problem_of, report
-from data.images.sources import ImageDataset, ImageSource, NumberedNames, Split
+from data.images.sources import ImageDataset, ImageSource, Split, numbered_names
 from data.images.transforms.crops import open_image
 from data.own import SPLITS, call_own
 
@@ -29,11 +29,9 @@ class OwnImages(ImageSource):
 
     Args:
         name: import path of the function.
-        split: name of the split.
         values: sequence that the function returned for this split.
 
     Attributes:
-        split: name of the split.
         label_numbers: label -> its number; empty if the objective needs no labels.
     """
 
@@ -72,14 +70,10 @@ def _call_again(name: str) -> Mapping[str, Sequence[Any]]:
 
 
 def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Call the user's function, and read and check every image that it returns.
+    """Call the user's function, and find the images that it returns, without unusable ones.
 
     Args:
         config: config section `data`; `name` is the import path of the function.
-        images: config section `images`.
-
-    Returns:
-        The data set, without the images that cannot be used.
 
     Raises:
         ValueError: There is no such function, or it returns anything else or fewer than two labels;
@@ -103,9 +97,8 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
         for index, (label, content) in scan.items():
             labels[index] = known.get(label, 0)
             digest.update(content)
-        split = Split(source=source, names=NumberedNames(len(source)), labels=labels.copy)
-        positions = np.array(list(scan), np.int64)
-        splits.append(split.chosen(positions) if len(positions) < len(source) else split)
+        split = Split(source=source, names=numbered_names(len(source)), labels=labels)
+        splits.append(split.chosen(np.array(list(scan), np.int64)))
     return ImageDataset(
         train=splits[0], validation=splits[1], classes=classes, key=f"own {digest.hexdigest()}"
     )
@@ -146,13 +139,13 @@ def _label(label: Any) -> Any:
 
 def _digest(item: Any) -> bytes:
     image, label = item
-    content = image if isinstance(image, bytes) else _content(open_image(image))
+    if isinstance(image, bytes):
+        content = image
+    else:
+        opened = open_image(image)
+        content = f"{opened.mode} {opened.size}".encode() + opened.tobytes()
     header = f"{_label(label)!r} {len(content)}\0".encode()
     return hashlib.sha256(header + content).digest()
-
-
-def _content(image: Image.Image) -> bytes:
-    return f"{image.mode} {image.size}".encode() + image.tobytes()
 
 
 def _find_classes(source: OwnImages, scan: _Scan) -> tuple[Label, ...]:

@@ -14,12 +14,11 @@ from pathlib import Path
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from data.array_cache import read_array, write_array
+from data.cache import locked, read_array, write_array
 from data.checks import first_names
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.transforms.crops import open_image
-from data.locks import locked
 from untrusted.files import read_bytes, version_of
 
 #: The largest image file that is read.
@@ -56,17 +55,9 @@ def problem_of(image: object) -> str | None:
 
 
 def sound_files(paths: Sequence[str], config: DataConfig, images: ImageConfig) -> np.ndarray:
-    """Check which files are images that can be decoded.
+    """Return bool[number of files], whether each file is an image that can be decoded.
 
     A file that passed the check is read again only if its size or modification time changes.
-
-    Args:
-        paths: files.
-        config: config section `data`, with the cache directory.
-        images: config section `images`.
-
-    Returns:
-        bool[number of files], true for files that can be decoded.
 
     Raises:
         ValueError: Some files are broken, and `images.on_broken` is 'refuse'.
@@ -99,7 +90,6 @@ def report(
         problems: number of an image -> why it cannot be used.
         count: number of all images.
         place: returns where an image is stored.
-        images: config section `images`, with `on_broken`.
 
     Raises:
         ValueError: There are problems, and `images.on_broken` is 'refuse'.
@@ -115,7 +105,6 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
         found: description of each item.
         what: problem; in the message it follows the number of items.
         remedy: how to solve the problem.
-        images: config section `images`, with `on_broken`.
 
     Raises:
         ValueError: There are items, and `images.on_broken` is 'refuse'.
@@ -129,14 +118,10 @@ def leave_out(found: Sequence[str], what: str, remedy: str, images: ImageConfig)
 
 
 def find_problems(check: Callable[[int], str | None], numbers: Sequence[int]) -> dict[int, str]:
-    """Check images in threads.
+    """Check images in threads; return number of an image -> its problem, if it has one.
 
     Args:
         check: returns the problem of an image, or None if it has none.
-        numbers: numbers of the images to check.
-
-    Returns:
-        Number of an image -> its problem, for the images that have one.
     """
     if len(numbers) > 10 * _CHUNK:
         logger.info("Checking %d images; this is done once", len(numbers))

@@ -2,7 +2,6 @@
 
 import abc
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,9 +25,6 @@ class ImageSource(abc.ABC):
     def read(self, index: int) -> tuple[Image.Image, int]:
         """Return an image and the number of its class. An encoded image is not decoded yet.
 
-        Args:
-            index: number of the image.
-
         Raises:
             Exception: The image cannot be opened.
         """
@@ -42,7 +38,6 @@ class SelectedImages(ImageSource):
     """A selection of the images of a source.
 
     Args:
-        source: source of all images.
         positions: int64[number of selected images]: their numbers in the source.
     """
 
@@ -67,61 +62,26 @@ class Split:
     """The images of one split.
 
     Attributes:
-        source: images.
-        names: unique name of each image, which stays the same if other images are added.
-        labels: returns int[number of images], the number of each image's class. May read all
-            labels once.
+        names: bytes[number of images], unique names, which stay the same if other images are added.
+        labels: int[number of images], the number of each image's class.
     """
 
     source: ImageSource
-    names: Sequence[bytes]
-    labels: Callable[[], np.ndarray]
+    names: np.ndarray
+    labels: np.ndarray
 
     def chosen(self, positions: np.ndarray) -> "Split":
         """Return the split of the images at these positions."""
         return Split(
             source=SelectedImages(self.source, positions),
-            names=SelectedNames(self.names, positions),
-            labels=lambda: self.labels()[positions],
+            names=self.names[positions],
+            labels=self.labels[positions],
         )
 
 
-class SelectedNames(Sequence[bytes]):
-    """The names of a selection of images, looked up on access.
-
-    Args:
-        names: names of all images.
-        positions: int64[number of selected images].
-    """
-
-    def __init__(self, names: Sequence[bytes], positions: np.ndarray):
-        self._names = names
-        self._positions = positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._names[int(self._positions[index])]
-
-
-class NumberedNames(Sequence[bytes]):
-    """The names of images that have no names of their own: their numbers.
-
-    Args:
-        count: number of images.
-    """
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < self._count:
-            raise IndexError(f"image {index} of {self._count}")
-        return str(index).encode()
+def numbered_names(count: int) -> np.ndarray:
+    """Return bytes[count], names for images that have none of their own: their numbers."""
+    return np.arange(count).astype(np.bytes_)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +89,6 @@ class ImageDataset:
     """An image data set that has been found and checked.
 
     Attributes:
-        train: training images.
         validation: validation images; None if the data set has no validation split.
         classes: classes in the order of their numbers; empty if the objective needs no labels.
         key: string that identifies the content of the data set.
@@ -150,11 +109,6 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
     Both take the same fraction of each class. The choice depends only on the names of the images,
     so a smaller fraction is a subset of a larger one.
 
-    Args:
-        found: data set.
-        config: config section `data`, with `validation_fraction`.
-        images: config section `images`, with `train_fraction`.
-
     Returns:
         The data set with a validation split, which may be empty, and with new keys.
     """
@@ -162,14 +116,14 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
     validation = found.validation
     choice = ""
     if validation is None:
-        is_held = chosen_of_each(train, config.validation_fraction, b"validation", spared=1)
+        is_held = _chosen_of_each(train, config.validation_fraction, b"validation", spared=1)
         if config.validation_fraction and len(is_held) > 1 and not is_held.any():
-            is_held[_first(train, b"validation")] = True
+            is_held[np.argmin(_hashes(train, b"validation"))] = True
         validation = train.chosen(np.flatnonzero(is_held))
         train = train.chosen(np.flatnonzero(~is_held))
         choice += f" {config.validation_fraction}"
     if images.train_fraction < 1:
-        is_used = chosen_of_each(train, images.train_fraction, b"train", least=1)
+        is_used = _chosen_of_each(train, images.train_fraction, b"train", least=1)
         train = train.chosen(np.flatnonzero(is_used))
         choice += f" {images.train_fraction}"
     return replace(
@@ -181,29 +135,24 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
     )
 
 
-def chosen_of_each(
+def _chosen_of_each(
     split: Split, fraction: float, purpose: bytes, *, least: int = 0, spared: int = 0
 ) -> np.ndarray:
-    """Choose a fraction of each class, by the hashes of the images' names.
+    """Choose a fraction of each class by the hashes of the images' names: bool[number of images].
 
     Args:
-        split: all images.
         fraction: fraction of each class to choose, rounded to whole images.
         purpose: key of the hash, so that choices for different purposes are independent.
         least: minimum number of images to choose from each class.
         spared: number of images of each class that are never chosen.
-
-    Returns:
-        bool[number of images], true for the chosen images.
     """
     is_chosen = np.zeros(len(split.names), bool)
     if not fraction:
         return is_chosen
-    labels = split.labels()
     ranks = _hashes(split, purpose)
     # Sort by class, and within a class by hash. Each class is then one contiguous run.
-    order = np.lexsort((ranks, labels))
-    starts = np.flatnonzero(np.diff(labels[order], prepend=-1))
+    order = np.lexsort((ranks, split.labels))
+    starts = np.flatnonzero(np.diff(split.labels[order], prepend=-1))
     for start, stop in zip(starts, [*starts[1:], len(order)], strict=True):
         size = int(stop - start)
         count = min(max(round(size * fraction), least), size - spared)
@@ -211,13 +160,6 @@ def chosen_of_each(
     return is_chosen
 
 
-def _first(split: Split, purpose: bytes) -> int:
-    return int(np.argmin(_hashes(split, purpose)))
-
-
 def _hashes(split: Split, purpose: bytes) -> np.ndarray:
-    def hashed(name: bytes) -> int:
-        digest = hashlib.blake2b(name, digest_size=8, key=purpose).digest()
-        return int.from_bytes(digest, "big")
-
-    return np.fromiter(map(hashed, split.names), np.uint64, len(split.names))
+    digests = (hashlib.blake2b(name, digest_size=8, key=purpose).digest() for name in split.names)
+    return np.frombuffer(b"".join(digests), ">u8")

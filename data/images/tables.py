@@ -20,9 +20,9 @@ from typing import Any
 
 from PIL import Image
 
+from data.cache import locked
 from data.checks import files_key, first_names, matches_of
 from data.config import DataConfig
-from data.locks import locked
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
@@ -39,9 +39,6 @@ _log = logging.getLogger(__name__)
 
 def unpack_tables(config: DataConfig) -> tuple[str, ...]:
     """Return `data.paths`, with folders in the cache in place of tables.
-
-    Args:
-        config: config section `data`.
 
     Raises:
         ValueError: A table cannot be read, or has no images or labels.
@@ -123,8 +120,6 @@ class _Columns:
     """The columns of a table that are used.
 
     Attributes:
-        file: table.
-        image: column of images.
         label: column of labels; None if the objective needs none.
         folders: label -> name of its folder; None if labels are their own names.
     """

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.array_cache import read_array, write_array
+from data.cache import locked, read_array, write_array
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.readability import find_problems, problem_of, report
-from data.images.sources import ImageDataset, ImageSource, NumberedNames, Split
+from data.images.sources import ImageDataset, ImageSource, Split, numbered_names
 from data.images.transforms.crops import open_image
-from data.locks import locked
-from data.tfds_sets import builder_key, open_builder, open_split
+from data.tfds_sets import builder_key, open_builder, open_split, splits_of
 
 # Stored in place of the label of an image that cannot be read.
 _BROKEN = np.iinfo(np.int64).min
@@ -28,8 +27,6 @@ class TfdsImages(ImageSource):
     When it is pickled, the open data set is left out; a worker process opens it again.
 
     Args:
-        directory: directory of the data set.
-        split: name of the split.
         features: names of the image and the label feature; if the latter is None, all labels
             are 0.
     """
@@ -71,17 +68,10 @@ class TfdsImages(ImageSource):
 
 
 def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
-    """Find the TFDS data set `data.name`, and check that every image can be read.
+    """Find the images of the TFDS data set `data.name`, without those that cannot be used.
 
     The validation split is the data set's own 'validation' split or, if there is none, its 'test'
     split.
-
-    Args:
-        config: config section `data`.
-        images: config section `images`.
-
-    Returns:
-        The data set, without the images that cannot be used.
 
     Raises:
         ValueError: There is no such data set, or it has no images, no labels or no train split; or
@@ -94,12 +84,7 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
     builder = open_builder(config.name, config.cache_path, features_of)
     features = features_of(builder)
-    splits = builder.info.splits
-    if "train" not in splits:
-        raise ValueError(
-            f"data.name: the TFDS set {builder.info.full_name!r} has the splits {sorted(splits)}, "
-            "but no 'train'; choose a set that has one"
-        )
+    splits = splits_of(builder)
     label = features[1]
     classes = tuple(builder.info.features[label].names) if label is not None else ()
     held_out = next((name for name in ("validation", "test") if name in splits), None)
@@ -107,9 +92,9 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     def split(name: str) -> Split:
         source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)
         labels = _read_labels(source, config, f"{builder_key(builder)} {name} {features}")
-        all_images = Split(source=source, names=NumberedNames(len(source)), labels=labels.copy)
+        all_images = Split(source=source, names=numbered_names(len(source)), labels=labels)
         positions = _usable(source, labels, len(classes) if label is not None else 1, images)
-        return all_images if len(positions) == len(source) else all_images.chosen(positions)
+        return all_images.chosen(positions)
 
     return ImageDataset(
         train=split("train"),

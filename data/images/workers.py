@@ -40,7 +40,6 @@ class Workers:
     """A pool of worker processes, which are started at the first call.
 
     Args:
-        num_workers: number of processes.
         targets: name -> object whose methods can be called; each worker gets a pickled copy.
         setting: setting that decides the number of workers, such as "images.num_workers=2",
             for messages.
@@ -60,12 +59,6 @@ class Workers:
         Parts have an even number of arguments, so that pairs stay together. They have at most 16
         arguments, and there are enough parts for all workers, so that all workers finish at about
         the same time.
-
-        Args:
-            arguments: arguments of all rows.
-
-        Returns:
-            The parts, in order.
         """
         share = -(-len(arguments) // self.num_workers)
         size = min(share + share % 2, _MAX_SHARE)
@@ -75,12 +68,7 @@ class Workers:
         """Call a method of a target in the workers, once per argument.
 
         Args:
-            target: name of the target.
-            method: name of the method.
             arguments: argument of each call.
-
-        Returns:
-            The results, in the order of the arguments.
 
         Raises:
             RuntimeError: A worker process ended unexpectedly.

@@ -13,8 +13,8 @@ from data import tfds_sets
 from data.checks import files_key
 from data.config import DataConfig
 from data.own import SPLITS, call_own
+from data.sequences import LazySequence, hold_out_last
 from data.text import text_files, tfds_text, token_files
-from data.text.chained import ConcatDocuments
 from data.text.tables import as_lines
 from untrusted.imports import is_import_path
 from untrusted.messages import without_surrogates
@@ -36,13 +36,7 @@ class Documents:
 
 
 def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
-    """Open the documents of a corpus.
-
-    Args:
-        config: config section `data`.
-
-    Returns:
-        The documents as {'train': ..., 'validation': ...}, read on access.
+    """Return the train and validation documents of a corpus, read on access.
 
     Raises:
         ValueError: The corpus is unknown, unreadable or empty.
@@ -53,9 +47,6 @@ def open_documents(config: DataConfig) -> dict[str, Sequence[Any]]:
 
 def find_corpus(config: DataConfig) -> Documents:
     """Find the corpus `data.name`, and prepare it without reading it.
-
-    Args:
-        config: config section `data`.
 
     Returns:
         The corpus; its `open` raises a ValueError if the train split is empty.
@@ -94,9 +85,11 @@ def _find_text_files(config: DataConfig) -> Documents:
 
     def open_files() -> dict[str, Sequence[Any]]:
         lines = as_lines(files, config.cache_path, config.verify)
-        return text_files.open_text_files(
-            lines, config.text_field, config.validation_fraction, config.sequence_length
-        )
+        splits = text_files.split_files(lines, config.validation_fraction, config.sequence_length)
+        return {
+            split: text_files.lazy_documents(spans, config.text_field)
+            for split, spans in splits.items()
+        }
 
     return Documents(key=key, open=open_files)
 
@@ -107,39 +100,48 @@ def _find_token_files(config: DataConfig) -> Documents:
 
     def open_files() -> dict[str, Sequence[Any]]:
         parts = [token_files.open_token_file(prefix) for prefix in prefixes]
-        positions = range(sum(map(len, parts)))
-        # The last documents are held out, as in Megatron: at least one, unless the fraction is 0.
-        num_held = max(round(len(positions) * config.validation_fraction), 1)
-        num_train = len(positions) - (num_held if config.validation_fraction else 0)
-        return {
-            "train": ConcatDocuments(parts, positions[: max(num_train, 0)]),
-            "validation": ConcatDocuments(parts, positions[max(num_train, 0) :]),
-        }
+        return hold_out_last(parts, config.validation_fraction)  # as in Megatron
 
     key = f"megatron {config.validation_fraction} {files_key(files, config.verify)}"
     return Documents(key=key, open=open_files, is_encoded=True)
 
 
 def _find_tfds(config: DataConfig) -> Documents:
-    builder = tfds_text.open_builder(config.name, config.text_field, config.cache_path)
+    def feature_of(builder: Any) -> str:
+        return tfds_text.find_text_feature(builder, config.text_field)
+
+    builder = tfds_sets.open_builder(config.name, config.cache_path, feature_of)
     fraction = "" if "validation" in builder.info.splits else config.validation_fraction
     return Documents(
         key=f"tfds {config.text_field} {fraction} {tfds_sets.builder_key(builder)}",
-        open=lambda: tfds_text.open_builder_documents(
-            builder, config.text_field, config.validation_fraction
+        open=lambda: tfds_text.open_tfds_documents(
+            builder, feature_of(builder), config.validation_fraction
         ),
     )
 
 
 def _find_user_corpus(name: str) -> Documents:
     returned = call_own(name, "str")
-    documents: dict[str, Sequence[Any]] = {
-        split: _UserDocuments(returned[split], f"data.name={name!r}: document {{}} of {split!r}")
-        for split in SPLITS
-    }
+    documents = {split: _checked_documents(returned[split], name, split) for split in SPLITS}
     # The function may return a fingerprint of its own, so that not all documents are read here.
     fingerprint = returned.get("fingerprint") or _hash_documents(documents)
     return Documents(key=f"user {name} {fingerprint}", open=lambda: documents)
+
+
+def _checked_documents(values: Sequence[object], name: str, split: str) -> Sequence[str]:
+    """Return the documents returned by a user's function, each checked when it is read."""
+
+    def read(index: int) -> str:
+        document = values[index]
+        if not isinstance(document, str):
+            raise ValueError(
+                f"data.name={name!r}: document {index} of {split!r} is a "
+                f"{type(document).__name__}, but must be a str; return decoded text"
+            )
+        # A lone surrogate is legal in a str, but no tokenizer accepts it.
+        return without_surrogates(document)
+
+    return LazySequence(len(values), read)
 
 
 def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:
@@ -149,31 +151,3 @@ def _hash_documents(documents: Mapping[str, Sequence[str]]) -> str:
         for document in values:
             digest.update(f"{len(document)}\0{document}".encode())
     return digest.hexdigest()
-
-
-class _UserDocuments(Sequence[str]):
-    """The documents returned by a user's function, each checked when it is read.
-
-    Args:
-        values: sequence that the function returned for a split.
-        description: name of a document in messages, with {} in place of its index.
-    """
-
-    def __init__(self, values: Sequence[object], description: str):
-        self._values = values
-        self._description = description
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        document = self._values[index]
-        if not isinstance(document, str):
-            raise ValueError(
-                f"{self._description.format(index)} is a {type(document).__name__}, but must be "
-                "a str; return decoded text"
-            )
-        # A lone surrogate is legal in a str, but no tokenizer accepts it.
-        return without_surrogates(document)

@@ -67,14 +67,7 @@ class PythonStdlib(tfds.core.GeneratorBasedBuilder):
 
 
 def stdlib_files(root: Path) -> dict[str, Path]:
-    """Find the source files of the standard library.
-
-    Args:
-        root: directory of the standard library.
-
-    Returns:
-        Path relative to `root`, written with '/' -> file.
-    """
+    """Return path relative to `root`, written with '/' -> file, for each source of the library."""
     files = {}
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)

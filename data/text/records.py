@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from data.checks import is_int
 from data.config import DataConfig
 from data.examples import Label
+from data.sequences import LazySequence
 from data.text.spans import DocumentSpans
 from data.text.tables import as_lines
 from data.text.text_files import find_files, record_of_json, split_files
@@ -15,46 +16,45 @@ from data.text.text_files import find_files, record_of_json, split_files
 class Records(Sequence[dict[str, Any]]):
     """A sequence of .jsonl lines, each parsed and checked when it is read.
 
-    Args:
-        files: files that `spans` refers to.
-        spans: position of each line in its file.
-        config: config section `data`, which names the fields.
+    Attributes:
+        text_fields: config key -> field name, for each text that the objective reads from a line.
     """
 
-    def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
-        self._files = files
-        self._spans = spans
+    def __init__(self, spans: DocumentSpans, config: DataConfig):
+        self.spans = spans
         self._config = config
-        self.text_fields = text_fields(config)
+        self.text_fields = {"text_field": config.text_field}
+        if config.objective == "seq2seq":
+            self.text_fields["target_field"] = config.target_field
+        elif config.pair_field:
+            self.text_fields["pair_field"] = config.pair_field
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         config = self._config
-        content, file, line = self._spans.read(index, self._files)
-        record = record_of_json(content, file, line, config.text_field)
+        place = self.spans.place_of(index)
+        record = record_of_json(self.spans.read(index), place, config.text_field)
         for key, field in self.text_fields.items():
             value = record.get(field)
             if not isinstance(value, str) or not value.strip():
                 what = "is empty" if isinstance(value, str) else "is missing or not a string"
                 raise ValueError(
-                    f"data.paths: {file} line {line}: the field {field!r} (data.{key}) {what}; "
-                    f"fix the line, or set data.{key} to the field that contains the text"
+                    f"data.paths: {place}: the field {field!r} (data.{key}) {what}; fix the line, "
+                    f"or set data.{key} to the field that contains the text"
                 )
-        if config.objective == "classification" and not _is_label(record.get(config.label_field)):
+        label = record.get(config.label_field)
+        if config.objective == "classification" and not (isinstance(label, str) or is_int(label)):
             raise ValueError(
-                f"data.paths: {file} line {line} has the fields {sorted(record)}, but no string or "
-                f"whole number in data.label_field={config.label_field!r}; set data.label_field to "
-                "the field that contains the label"
+                f"data.paths: {place} has the fields {sorted(record)}, but no string or whole "
+                f"number in data.label_field={config.label_field!r}; set data.label_field to the "
+                "field that contains the label"
             )
         return record
 
     def read(self, index: int) -> tuple[list[str], Label | None]:
         """Read and check one line.
-
-        Args:
-            index: number of the line.
 
         Returns:
             The texts of the line, in the order of `text_fields`, and its label, or None if the
@@ -65,44 +65,21 @@ class Records(Sequence[dict[str, Any]]):
         is_labelled = self._config.objective == "classification"
         return texts, record[self._config.label_field] if is_labelled else None
 
-    def place(self, index: int) -> str:
-        """Return the file and the line number of a line, for messages."""
-        file_number, _, _, line = self._spans[index]
-        return f"{self._files[file_number]} line {line}"
+
+def texts_of_records(records: Records) -> Sequence[str]:
+    """Return the texts of each line joined into one document, to train a tokenizer on."""
+    return LazySequence(len(records), lambda index: "\n".join(records.read(index)[0]))
 
 
-class RecordTexts(Sequence[str]):
-    """The texts of each line joined into one document, to train a tokenizer on."""
+def split_lines(config: DataConfig) -> dict[str, DocumentSpans]:
+    """Split the lines of `data.paths` into train and validation, without parsing them.
 
-    def __init__(self, records: Records):
-        self._records = records
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return "\n".join(self._records.read(index)[0])
-
-
-def text_fields(config: DataConfig) -> dict[str, str]:
-    """Return config key -> field name, for each text that the objective reads from a line."""
-    keys = ["text_field"]
-    if config.objective == "seq2seq":
-        keys.append("target_field")
-    elif config.pair_field:
-        keys.append("pair_field")
-    return {key: getattr(config, key) for key in keys}
-
-
-def find_lines(config: DataConfig) -> list[Path]:
-    """Find the files of examples: .jsonl files, and tables that are converted to such files.
-
-    Args:
-        config: config section `data`.
+    They are the lines of .jsonl files, and of tables, which are converted to such files.
 
     Raises:
         FileNotFoundError: A glob matches nothing.
-        ValueError: A file is of another kind, or a table cannot be read.
+        ValueError: A file is of another kind, a table cannot be read, or there are too few lines
+            for the splits.
     """
     files = as_lines(find_files(config.paths), config.cache_path, config.verify)
     others = [str(file) for file in files if file.suffix != ".jsonl"]
@@ -111,35 +88,11 @@ def find_lines(config: DataConfig) -> list[Path]:
             f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
             ".jsonl, .parquet and .arrow files; narrow the glob or convert the file"
         )
-    return files
-
-
-def open_records(config: DataConfig) -> dict[str, Records]:
-    """Split the lines of `data.paths` into train and validation, without parsing them.
-
-    Args:
-        config: config section `data`.
-
-    Returns:
-        Split -> its lines.
-
-    Raises:
-        FileNotFoundError: A glob matches nothing.
-        ValueError: A file is not a .jsonl file, or there are too few lines for the splits.
-    """
-    files = find_lines(config)
-    splits = split_files(files, config.validation_fraction, config.sequence_length)
-    return {split: Records(files, spans, config) for split, spans in splits.items()}
+    return split_files(files, config.validation_fraction, config.sequence_length)
 
 
 def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]]:
-    """Read and check every line.
-
-    Args:
-        splits: split -> its lines.
-
-    Returns:
-        A hash of all lines, and for each split the label of each of its lines.
+    """Read and check every line; return a hash of all lines, and each line's label by split.
 
     Raises:
         ValueError: A line lacks a field, or a text is empty.
@@ -159,15 +112,10 @@ def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]
 def check_labels(
     labels: dict[str, list[Label | None]], splits: dict[str, Records], config: DataConfig
 ) -> tuple[Label, ...]:
-    """Check the labels of a classification objective.
+    """Check the labels of a classification objective, and return those of the train split, sorted.
 
     Args:
         labels: split -> the label of each line.
-        splits: split -> its lines, for messages.
-        config: config section `data`.
-
-    Returns:
-        The distinct labels of the train split, sorted.
 
     Raises:
         ValueError: The train split has fewer than two labels or labels of two types, or the
@@ -184,12 +132,8 @@ def check_labels(
     for index, label in enumerate(labels["validation"]):
         if label not in known:
             raise ValueError(
-                f"data.paths: {splits['validation'].place(index)} is held out and has the label "
-                f"{label!r}, which no line of the train split has; add lines with this label, or "
-                "set data.validation_fraction=0"
+                f"data.paths: {splits['validation'].spans.place_of(index)} is held out and has the "
+                f"label {label!r}, which no line of the train split has; add lines with this "
+                "label, or set data.validation_fraction=0"
             )
     return tuple(sorted(known))  # pyright: ignore[reportArgumentType]
-
-
-def _is_label(value: object) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool)

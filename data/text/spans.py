@@ -17,39 +17,45 @@ class DocumentSpans:
         versions: (size, modification time) that each file had when its spans were found.
     """
 
-    def __init__(self, spans: np.ndarray, versions: list[tuple[int, int]]) -> None:
+    def __init__(
+        self, files: list[Path], spans: np.ndarray, versions: list[tuple[int, int]]
+    ) -> None:
+        self._files = files
         self._spans = spans
         self._versions = versions
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def __getitem__(self, index: int) -> tuple[int, int, int, int]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        return tuple(self._spans[index].tolist())
-
     @property
     def num_bytes(self) -> int:
         """The total size of the documents."""
         return int((self._spans[:, 2] - self._spans[:, 1]).sum())
 
-    def read(self, index: int, files: list[Path]) -> tuple[str, Path, int]:
-        """Read one document, and convert its line ends to newlines.
+    def size_of(self, index: int) -> int:
+        """Return the size of a document in bytes."""
+        _, start, stop, _ = self._spans[index].tolist()
+        return stop - start
 
-        Args:
-            index: number of the document.
-            files: files that the spans refer to.
+    def file_of(self, index: int) -> Path:
+        """Return the file of a document."""
+        return self._files[self._spans[index, 0]]
 
-        Returns:
-            The content of the document, its file, and its line number.
+    def place_of(self, index: int) -> str:
+        """Return the file and the first line of a document, for messages."""
+        return f"{self.file_of(index)} line {self._spans[index, 3]}"
+
+    def read(self, index: int) -> str:
+        """Read a document, and convert its line ends to newlines.
 
         Raises:
             BrokenExample: The file cannot be read, or has changed since its spans were found.
             ValueError: The bytes are not UTF-8.
         """
-        file_number, start, stop, line = self[index]
-        file = files[file_number]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        file_number, start, stop, _ = self._spans[index].tolist()
+        file = self._files[file_number]
         try:
             with open_regular(file) as stream:
                 version = version_of(stream.fileno())
@@ -62,14 +68,10 @@ class DocumentSpans:
                 f"data.paths: {file} has changed since this run opened it; restore it, or start "
                 "again in another workdir"
             )
-        return _decode(content, file, start).replace("\r\n", "\n"), file, line
-
-
-def _decode(content: bytes, file: Path, start: int) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"data.paths: {file} is not UTF-8 text (byte {start + error.start} is "
-            f"0x{content[error.start]:02x}); convert it to UTF-8"
-        ) from error
+        try:
+            return content.decode("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data.paths: {file} is not UTF-8 text (byte {start + error.start} is "
+                f"0x{content[error.start]:02x}); convert it to UTF-8"
+            ) from error

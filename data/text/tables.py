@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from data.cache import locked
 from data.checks import files_key
-from data.locks import locked
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
 from untrusted.documents import read_json
 from untrusted.files import check_link, make_private_directory, open_new
@@ -58,8 +58,6 @@ def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:
     """Replace Parquet and Arrow files by .jsonl files in the cache, which are made if necessary.
 
     Args:
-        files: files of any kind.
-        cache: directory of the cache.
         verify: config key `data.verify`: how a changed file is noticed.
 
     Returns:
@@ -118,7 +116,6 @@ def _plain(value: Any, kind: Any) -> Any:
     All objects of a column have the same fields. Those that one of them lacks are null in it.
 
     Args:
-        value: value of a plain type.
         kind: its type of pyarrow.
     """
     from pyarrow import types

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data.blend import parse_mixture
+from data.cache import make_cache
 from data.config import RECORD_OBJECTIVES, DataConfig
 from data.examples import CheckedExamples, ConcatExamples, Corpus, Label
-from data.locks import make_cache
 from data.mixture import sources
-from data.text.chained import ConcatDocuments
-from data.text.chat.conversations import MessageTexts, encode, end_of_answers, open_chats
+from data.sequences import ConcatDocuments
+from data.text.chat.conversations import encode, end_of_answers, open_chats, texts_of_messages
 from data.text.chat.template import load_template
 from data.text.documents import find_corpus
 from data.text.objectives.chat import ChatExamples
 from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
 from data.text.objectives.preference import PreferenceExamples
 from data.text.objectives.registry import make_examples, num_tokens_needed
-from data.text.records import RecordTexts, check_labels, open_records, scan
+from data.text.records import Records, check_labels, scan, split_lines, texts_of_records
 from data.text.token_store import TokenStore, load_tokens
 from data.text.tokenization.bpe import load_bpe
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
@@ -34,7 +34,6 @@ class TextCorpus(Corpus):
     For objectives that read a token stream, the train split contains only full rows.
 
     Attributes:
-        tokenizer: tokenizer that encoded the corpus.
         chat_templates: name of a file of a tokenizer -> the chat template in it, for conversations.
         end_of_answers: id of the token that ends the answers in conversations; None without
             such a token.
@@ -52,12 +51,6 @@ class TextCorpus(Corpus):
 
 def load_text(config: DataConfig) -> TextCorpus:
     """Load a tokenized corpus, which is built on first use and cached.
-
-    Args:
-        config: config section `data`.
-
-    Returns:
-        The corpus.
 
     Raises:
         ValueError: The corpus or the tokenizer is unknown, broken or unsuitable for the objective,
@@ -79,9 +72,6 @@ def load_text(config: DataConfig) -> TextCorpus:
 
 def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
     """Load the tokenizer, and the tokens of each source, for an objective in STREAM_OBJECTIVES.
-
-    Args:
-        config: config section `data`.
 
     Returns:
         The tokenizer, and one store per source of the mixture (one if the corpus is no mixture).
@@ -138,10 +128,10 @@ def _mix(parts: Sequence[TextCorpus], config: DataConfig) -> TextCorpus:
 def _load_records(config: DataConfig) -> TextCorpus:
     make_cache(config)
     tokenizer = load_fixed_tokenizer(config)
-    splits = open_records(config)
+    splits = {split: Records(spans, config) for split, spans in split_lines(config).items()}
     fingerprint, labels_by_split = scan(splits)
     tokenizer = tokenizer or _load_bpe(
-        config, f"records {fingerprint}", lambda: RecordTexts(splits["train"])
+        config, f"records {fingerprint}", lambda: texts_of_records(splits["train"])
     )
     labels: tuple[Label, ...] = ()
     if config.objective == "classification":
@@ -172,7 +162,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     tokenizer = tokenizer or _load_bpe(
         config,
         f"chat {hashlib.sha256(repr([*splits['train']]).encode()).hexdigest()}",
-        lambda: MessageTexts(splits["train"]),
+        lambda: texts_of_messages(splits["train"]),
     )
     template = load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
     encoded = [encode(split, template, tokenizer, config) for split in splits.values()]
@@ -181,7 +171,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     if not len(train):
         raise ValueError(
             f"data.paths: none of the {len(splits['train'])} lines for training has a token that "
-            f"is learned, beginning with {splits['train'].place(0)}; increase "
+            f"is learned, beginning with {splits['train'].spans.place_of(0)}; increase "
             f"data.sequence_length={config.sequence_length} if it cuts off the answers, add the "
             "answers that are missing, or let {% generation %} in data.chat_template contain them"
         )
@@ -197,13 +187,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
 
 
 def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Load a tokenizer that does not depend on the corpus.
-
-    Args:
-        config: config section `data`.
-
-    Returns:
-        The tokenizer, or None if it has to be trained on the corpus.
+    """Load a tokenizer that does not depend on the corpus; None if it has to be trained on it.
 
     Raises:
         FileNotFoundError: The tokenizer file does not exist.

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from data.checks import matches_of
+from data.sequences import LazySequence
 from data.table_files import SUFFIXES
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
@@ -35,39 +36,27 @@ TEXT_PART_BYTES = 32 * 1024
 MAX_LINE_BYTES = 64 * 2**20
 
 
-class FileDocuments(Sequence[str]):
-    """A sequence of documents that are read and decoded on access.
+def lazy_documents(spans: DocumentSpans, text_field: str) -> Sequence[str]:
+    """Return documents that are read and decoded on access.
 
     Args:
-        files: files that `spans` refers to.
-        spans: for each document (file number, first byte, end byte, line number). The line number,
-            counted from 1, is for messages.
         text_field: field of a .jsonl line that contains its text.
     """
 
-    def __init__(self, files: list[Path], spans: "DocumentSpans", text_field: str):
-        self._files = files
-        self._spans = spans
-        self._text_field = text_field
-
-    def __len__(self) -> int:
-        return len(self._spans)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        content, file, line = self._spans.read(index, self._files)
-        if not _is_jsonl(file):
+    def read(index: int) -> str:
+        content = spans.read(index)
+        if not _is_jsonl(spans.file_of(index)):
             return content
-        return record_of_json(content, file, line, self._text_field)[self._text_field]
+        return record_of_json(content, spans.place_of(index), text_field)[text_field]
+
+    return LazySequence(len(spans), read)
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """Find the files that match some globs.
+    """Return the files that match some globs, each once, sorted by path.
 
     Args:
         patterns: globs; `~` and `**` are expanded.
-
-    Returns:
-        The files, each once, sorted by path.
 
     Raises:
         FileNotFoundError: A glob matches no file.
@@ -99,29 +88,6 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     return sorted(files)
 
 
-def open_text_files(
-    files: list[Path], text_field: str, validation_fraction: float, sequence_length: int
-) -> dict[str, Sequence[str]]:
-    """Split the documents of the files into train and validation, in one pass over the files.
-
-    Args:
-        files: .txt and .jsonl files.
-        text_field: field of a .jsonl line that contains its text.
-        validation_fraction: fraction of the text to hold out.
-        sequence_length: tokens of a sequence, each of which has at least one byte.
-
-    Returns:
-        Split -> its documents, read on access.
-
-    Raises:
-        ValueError: The files contain too few documents for the splits, or a file cannot be read.
-    """
-    return {
-        split: FileDocuments(files, spans, text_field)
-        for split, spans in split_files(files, validation_fraction, sequence_length).items()
-    }
-
-
 def split_files(
     files: list[Path], validation_fraction: float, sequence_length: int
 ) -> dict[str, DocumentSpans]:
@@ -135,9 +101,6 @@ def split_files(
         files: .txt and .jsonl files.
         validation_fraction: fraction of the text to hold out.
         sequence_length: tokens of a sequence, each of which has at least one byte.
-
-    Returns:
-        Split -> the spans of its documents.
 
     Raises:
         ValueError: The files contain too few documents for the splits, or a file cannot be read.
@@ -157,8 +120,8 @@ def split_files(
     shares = held_out_shares(sizes, hashes, may_cut, validation_fraction)
     spans, is_held = _cut_at_boundary(spans, shares, files)
     splits = {
-        "train": DocumentSpans(spans[~is_held], versions),
-        "validation": DocumentSpans(spans[is_held], versions),
+        "train": DocumentSpans(files, spans[~is_held], versions),
+        "validation": DocumentSpans(files, spans[is_held], versions),
     }
     named = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
     _require_documents(named, validation_fraction, *map(len, splits.values()))
@@ -280,14 +243,11 @@ def _is_jsonl(file: Path) -> bool:
     return file.suffix == ".jsonl"
 
 
-def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict[str, Any]:
+def record_of_json(content: str, place: str, text_field: str) -> dict[str, Any]:
     """Parse a .jsonl line, and check that `text_field` contains a string.
 
     Args:
-        content: line.
-        file: file of the line, for messages.
-        line: line number, for messages.
-        text_field: field that must contain a string.
+        place: file and number of the line, for messages.
 
     Returns:
         The JSON object; lone surrogates in its strings are replaced by '?'.
@@ -295,10 +255,10 @@ def record_of_json(content: str, file: Path, line: int, text_field: str) -> dict
     Raises:
         ValueError: The line is not a JSON object, or the field is missing or not a string.
     """
-    record = parse_json(content, f"data.paths: {file} line {line}", allows_nan=True)
+    record = parse_json(content, f"data.paths: {place}", allows_nan=True)
     if not isinstance(record.get(text_field), str):
         raise ValueError(
-            f"data.paths: {file} line {line} has the fields {sorted(record)}, but no string in "
+            f"data.paths: {place} has the fields {sorted(record)}, but no string in "
             f"data.text_field={text_field!r}; set data.text_field to the field that contains the "
             "text"
         )

@@ -1,101 +1,47 @@
 """TFDS data sets of text as sequences of documents."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data import tfds_sets
-from data.tfds_sets import open_split
+from data.sequences import LazySequence, hold_out_last
 
 
-class TfdsDocuments(Sequence[str]):
-    """The texts of some examples of a split, read and decoded on access.
-
-    Args:
-        source: examples of the split.
-        text_feature: feature that contains the text.
-        positions: positions of the examples to keep; None keeps all of them.
-    """
-
-    def __init__(self, source: Sequence[Any], text_feature: str, positions: range | None = None):
-        self._source = source
-        self._text_feature = text_feature
-        self._positions = range(len(source)) if positions is None else positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        text = self._source[self._positions[index]][self._text_feature]
-        # Users cannot repair a bad byte in a published data set, so it is replaced.
-        return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-
-
-def open_builder(name: str, text_field: str, cache_path: Path) -> Any:
-    """Return the builder of a prepared TFDS data set of text; download and build it on first use.
-
-    Args:
-        name: name of the data set.
-        text_field: feature that contains the text.
-        cache_path: cache directory.
-
-    Returns:
-        The TFDS builder.
-
-    Raises:
-        ValueError: TFDS has no such data set, the data set has no such text feature, or it could
-            not be prepared.
-    """
-    return tfds_sets.open_builder(
-        name, cache_path, lambda builder: _text_feature(builder, text_field)
-    )
-
-
-def open_builder_documents(
-    builder: Any, text_field: str, validation_fraction: float
+def open_tfds_documents(
+    builder: Any, feature: str, validation_fraction: float
 ) -> dict[str, Sequence[str]]:
-    """Return the train and validation documents of a data set.
+    """Return the train and validation documents of a prepared data set, read on access.
 
     If the data set has no validation split, the last part of its train split is held out. This is
     a random sample, because TFDS shuffles a data set by hash when it builds it.
 
-    Args:
-        builder: TFDS builder of a prepared data set.
-        text_field: feature that contains the text.
-        validation_fraction: fraction of the train split to hold out.
+    Raises:
+        ValueError: The data set has no train split or no random access.
+    """
+    splits = tfds_sets.splits_of(builder)
+    train = _texts(builder, "train", feature)
+    if "validation" not in splits:
+        return hold_out_last([train], validation_fraction)
+    return {"train": train, "validation": _texts(builder, "validation", feature)}
 
-    Returns:
-        Split -> its documents, read on access.
+
+def _texts(builder: Any, split: str, feature: str) -> Sequence[str]:
+    examples = tfds_sets.open_split(builder, split)
+
+    def read(index: int) -> str:
+        text = examples[index][feature]
+        # Users cannot repair a bad byte in a published data set, so it is replaced.
+        return text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+
+    return LazySequence(len(examples), read)
+
+
+def find_text_feature(builder: Any, text_field: str) -> str:
+    """Return the feature of a data set that contains the text.
 
     Raises:
-        ValueError: The data set has no train split, no such text feature or no random access.
+        ValueError: `data.text_field` is none of its text features.
     """
-    name = builder.info.full_name
-    feature = _text_feature(builder, text_field)
-    splits = builder.info.splits
-    if "train" not in splits:
-        raise ValueError(
-            f"data.name: the TFDS set {name!r} has the splits {sorted(splits)}, but no 'train'; "
-            "choose a set that has one"
-        )
-    train = open_split(builder, "train")
-    if "validation" in splits:
-        validation = open_split(builder, "validation")
-        return {
-            "train": TfdsDocuments(train, feature),
-            "validation": TfdsDocuments(validation, feature),
-        }
-    # At least one document is held out, unless the fraction is 0.
-    num_held = max(round(len(train) * validation_fraction), 1) if validation_fraction else 0
-    positions = range(len(train))
-    num_train = max(len(train) - num_held, 0)
-    return {
-        "train": TfdsDocuments(train, feature, positions[:num_train]),
-        "validation": TfdsDocuments(train, feature, positions[num_train:]),
-    }
-
-
-def _text_feature(builder: Any, text_field: str) -> str:
     import tensorflow_datasets as tfds
 
     features = builder.info.features

@@ -113,9 +113,6 @@ def open_token_file(prefix: str) -> TokenFile:
     Args:
         prefix: path without suffix, or with the suffix .bin or .idx.
 
-    Returns:
-        The documents of the file.
-
     Raises:
         FileNotFoundError: The .bin or the .idx file does not exist.
         ValueError: The file is damaged, or has another format.

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from data.cache import locked
 from data.examples import BrokenExample
-from data.locks import locked
 from data.text.documents import Documents
 from data.text.tokenization.tokenizer import Tokenizer
 from untrusted.documents import read_json
@@ -84,7 +84,7 @@ class Damage:
 
 
 def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> TokenStore:
-    """Load the tokens of a corpus from the cache, or tokenize it if they are not there.
+    """Load the memory-mapped tokens of a corpus from the cache, or tokenize it first.
 
     If several processes start together, one of them tokenizes the corpus. No process reads
     half-written files, because they are written to a temporary directory, which is renamed when it
@@ -93,10 +93,6 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
     Args:
         corpus: corpus; its documents are opened only if the tokens are not cached.
         tokenizer: encodes the documents, unless they are token ids already.
-        directory: cache directory.
-
-    Returns:
-        The tokens, memory-mapped.
 
     Raises:
         ValueError: A document cannot be read, or has a token id that the tokenizer does not have.
@@ -123,14 +119,10 @@ def load_tokens(corpus: Documents, tokenizer: Tokenizer, *, directory: Path) -> 
 
 
 def document_ends(tokens: np.ndarray, eos_id: int) -> np.ndarray:
-    """Find the end-of-document tokens of a split.
+    """Return int64[number of ends], the positions of the end-of-document tokens of a split.
 
     Args:
         tokens: uint16 or uint32 [number of tokens].
-        eos_id: id of the end-of-document token.
-
-    Returns:
-        int64[number of ends], the positions of these tokens in ascending order.
     """
     # In chunks, so that the comparison needs no array of the size of the whole split.
     chunk_ends = [

@@ -19,14 +19,11 @@ import jax
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
 from checkpoint.layout import STATE, steps_in
 from convert.runs import CHECKPOINTS, CONFIG_FILE
-from train.reporting.json_lines import JsonLines
+from train.reporting.appender import JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
 from untrusted.documents import read_json_lines, read_yaml
 from untrusted.files import check_links, check_tree, digest_of
 from untrusted.schema import check_fields
-
-#: Seconds between two looks for a new checkpoint.
-POLL_S = 5.0
 
 
 def add_follow(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +55,7 @@ def follow(
     settings: Mapping[str, Any],
     scores_of: Callable[[Path], Mapping[str, float]],
     *,
-    poll_s: float = POLL_S,
+    poll_s: float = 5.0,
 ) -> None:
     """Evaluate the checkpoints of a run, oldest first, until the last one has been evaluated.
 
@@ -67,11 +64,7 @@ def follow(
     is not evaluated again.
 
     Args:
-        run: directory of the run.
-        name: name of the evaluation.
         settings: all inputs of the scores except the checkpoint, as values for JSON.
-        scores_of: evaluates a checkpoint, given its directory.
-        poll_s: seconds between two looks for a new checkpoint.
 
     Raises:
         ValueError: `run` is not the directory of a run, has a link that leads outside, or there
@@ -90,7 +83,7 @@ def follow(
     ):
         while True:
             num_steps = _num_steps(run)
-            for step in _checkpoints(run):
+            for step in [run / CHECKPOINTS / str(step) for step in steps_in(run / CHECKPOINTS)]:
                 checksum = _checksum_of(step)
                 if (step.name, checksum) not in seen and not log.has(checksum):
                     _evaluate(step, checksum, log, scores_of)
@@ -162,11 +155,7 @@ class _Log:
 
 
 def _num_steps(run: Path) -> int:
-    """Return the step with which a run ends.
-
-    Raises:
-        ValueError: `run` is not the directory of a run.
-    """
+    """Return the step with which a run ends."""
     file = run / CONFIG_FILE
     if not file.exists() or (run / STATE).exists():
         raise ValueError(
@@ -183,18 +172,8 @@ def _num_steps(run: Path) -> int:
     return config["train"]["num_steps"]
 
 
-def _checkpoints(run: Path) -> list[Path]:
-    """Return the directories of the checkpoints, oldest first."""
-    directory = run / CHECKPOINTS
-    return [directory / str(step) for step in steps_in(directory)]
-
-
 def _checksum_of(step: Path) -> str | None:
-    """Return the SHA-256 of a checkpoint's checksums; None if it has none, or is deleted.
-
-    Raises:
-        ValueError: a link in it leads out of the run.
-    """
+    """Return the SHA-256 of a checkpoint's checksums; None if it has none, or is deleted."""
     try:
         check_tree(step, step.parent.parent)
         return digest_of(step / CHECKSUMS_FILE, within=step)

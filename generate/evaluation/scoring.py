@@ -19,15 +19,11 @@ from sharding.rules import rules_on
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-    """Log-probabilities of the tokens of a text, except the first.
+    """Log-probabilities of the tokens of a text, except the first."""
 
-    Attributes:
-        log_probs: float32[T - 1], or wider: log-probability of each token after those before it.
-        is_likeliest: bool[T - 1], whether no other token is more likely.
-    """
-
+    # float32[T - 1], or wider: log-probability of each token after those before it
     log_probs: np.ndarray
-    is_likeliest: np.ndarray
+    is_likeliest: np.ndarray  # bool[T - 1], whether no other token is more likely
 
 
 class Scorer:
@@ -53,12 +49,11 @@ class Scorer:
         self._num_replicas = check_batch_size(mesh, batch_size)
         self._batch_size = batch_size
         self._most = model.config.max_positions
-        self._rules = rules_on(mesh)
         graph, self._params = nnx.split(model)
 
+        @axis_rules(rules_on(mesh))
         def scored(params: Any, inputs_BT: jax.Array, targets_BT: jax.Array) -> Any:
-            with axis_rules(self._rules):
-                logits_BTV = nnx.merge(graph, params)(inputs_BT)
+            logits_BTV = nnx.merge(graph, params)(inputs_BT)
             chosen_BT1 = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)
             log_probs_BT = chosen_BT1[..., 0] - jax.nn.logsumexp(logits_BTV, axis=-1)
             return log_probs_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT

@@ -29,7 +29,6 @@ class TaskModel(TemplateLM):
         model: causal language model, as from `convert.from_hf.load`.
         stop: ids of tokens that end a continuation.
         batch_size: most texts at a time; a multiple of the number of replicas of the mesh.
-        generation: content of its generation_config.json.
     """
 
     def __init__(
@@ -121,9 +120,6 @@ class TaskModel(TemplateLM):
         0. Other continuations without a token, as well as contexts without one, are errors, and so
         are continuations with more tokens than the model has positions; lm-eval's own backend fails
         for all of these, too.
-
-        Raises:
-            ValueError: a context or a continuation has no tokens, or a continuation too many.
         """
         for (_, text), context, continuation in requests:
             if not context:

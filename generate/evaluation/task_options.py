@@ -19,32 +19,19 @@ from untrusted.schema import check
 
 #: New tokens of a task that does not limit them.
 _MAX_NEW_TOKENS = 256
-#: Defaults of `transformers.generate` for the settings that are supported.
-_DEFAULTS: dict[str, Any] = {
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "suppress_tokens": None,
-    "num_beams": 1,
-    "length_penalty": 1.0,
-    "early_stopping": False,
-    "max_new_tokens": None,
-}
-_TYPES: dict[str, Any] = {
-    "do_sample": bool,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float | None,
-    "repetition_penalty": float,
-    "suppress_tokens": list[int] | None,
-    "num_beams": int,
-    "length_penalty": float,
-    "early_stopping": bool | str,
-    "max_new_tokens": int | None,
+#: Settings that are supported -> their types, and their defaults in `transformers.generate`.
+_SETTINGS: dict[str, tuple[Any, Any]] = {
+    "do_sample": (bool, False),
+    "temperature": (float, 1.0),
+    "top_k": (int, 50),
+    "top_p": (float, 1.0),
+    "min_p": (float | None, None),
+    "repetition_penalty": (float, 1.0),
+    "suppress_tokens": (list[int] | None, None),
+    "num_beams": (int, 1),
+    "length_penalty": (float, 1.0),
+    "early_stopping": (bool | str, False),
+    "max_new_tokens": (int | None, None),
 }
 _FOR_BEAMS = ("num_beams", "length_penalty", "early_stopping")
 #: Settings for sampling, which nothing reads otherwise.
@@ -85,30 +72,19 @@ _UNSUPPORTED_IN_SAMPLING: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How the texts that a task asks for are generated.
+    """How the texts that a task asks for are generated."""
 
-    Attributes:
-        until: texts that end a generated text.
-        num_reserved: tokens that a context leaves free.
-        max_new_tokens: most tokens of a generated text.
-        search: how tokens are chosen.
-    """
-
-    until: Sequence[str]
-    num_reserved: int
-    max_new_tokens: int
-    search: Sampling | Beams
+    until: Sequence[str]  # texts that end a generated text
+    num_reserved: int  # tokens that a context leaves free
+    max_new_tokens: int  # most tokens of a generated text
+    search: Sampling | Beams  # how tokens are chosen
 
 
 def applied_settings(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of generation_config.json that change texts of tasks without options.
-
-    Args:
-        generation: content of generation_config.json.
-    """
+    """Return the settings of generation_config.json that change texts of tasks without options."""
     return {
         name: generation[name]
-        for name, default in _DEFAULTS.items()
+        for name, (_, default) in _SETTINGS.items()
         if name not in _FOR_SAMPLING and generation.get(name) not in (None, default)
     }
 
@@ -118,7 +94,6 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
 
     Args:
         given: task's `generation_kwargs`.
-        generation: content of generation_config.json.
 
     Raises:
         ValueError: an option is not known or not supported.
@@ -126,11 +101,11 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
     options: dict[str, Any] = {**normalize_gen_kwargs({**given}, _MAX_NEW_TOKENS)}
     until = options.pop("until")
     num_reserved = options.pop("max_gen_toks")
-    unknown = [name for name in options if name not in _DEFAULTS]
+    unknown = [name for name in options if name not in _SETTINGS]
     if unknown:
         raise ValueError(
             f"the task's generation_kwargs have {shortened(unknown)}, which is not supported; "
-            f"known are until, max_gen_toks, {', '.join(_DEFAULTS)}"
+            f"known are until, max_gen_toks, {', '.join(_SETTINGS)}"
         )
     if options["do_sample"] and not options.get("temperature"):
         raise ValueError(
@@ -138,9 +113,9 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
             "sets to 0; add a temperature above 0, or leave out do_sample"
         )
     named = {name: value for name, value in generation.items() if value is not None}
-    merged = _DEFAULTS | {name: named[name] for name in _DEFAULTS if name in named} | options
+    merged = {name: named.get(name, default) for name, (_, default) in _SETTINGS.items()} | options
     _check_unsupported(named, samples=merged["do_sample"])
-    for name, type_ in _TYPES.items():
+    for name, (type_, _) in _SETTINGS.items():
         where = "generation_kwargs" if name in options else "generation_config.json"
         check(merged[name], type_, f"{where}: {name}")
     return TaskOptions(
@@ -152,11 +127,7 @@ def task_options(given: Mapping[str, Any], generation: Mapping[str, Any]) -> Tas
 
 
 def _check_unsupported(generation: Mapping[str, Any], *, samples: bool) -> None:
-    """Check that generation_config.json has nothing that would change texts but is not supported.
-
-    Raises:
-        ValueError: it has.
-    """
+    """Refuse a generation_config.json with settings that would change texts but cannot be used."""
     unsupported = _UNSUPPORTED | (_UNSUPPORTED_IN_SAMPLING if samples else {})
     hinders = [
         name
@@ -172,11 +143,7 @@ def _check_unsupported(generation: Mapping[str, Any], *, samples: bool) -> None:
 
 
 def _search(merged: Mapping[str, Any]) -> Sampling | Beams:
-    """Return how tokens are chosen.
-
-    Raises:
-        ValueError: a beam search is to sample, or to penalize or ban tokens.
-    """
+    """Return how tokens are chosen."""
     banned = tuple(merged["suppress_tokens"] or ())
     if merged["num_beams"] > 1:
         if merged["do_sample"] or merged["repetition_penalty"] != 1 or banned:

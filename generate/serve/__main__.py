@@ -84,7 +84,8 @@ def _serve(args: argparse.Namespace) -> None:
         logging.getLogger(__package__).setLevel(logging.INFO)
         for each in listening:
             address, port = each.getsockname()[:2]
-            _log.info("%s is served on http://%s:%d", served.name, _in_url(address), port)
+            host = f"[{address}]" if ":" in address else address
+            _log.info("%s is served on http://%s:%d", served.name, host, port)
         limits = ConnectionLimits(
             head_s=_HEAD_S,
             request_s=served.body_s + served.timeout_s + _MARGIN_S,
@@ -98,16 +99,8 @@ def allowed_hosts(args: argparse.Namespace) -> tuple[str, ...]:
     return (args.host, *args.allowed_hosts.split(","))
 
 
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
 def _default_length(source: Source) -> int:
-    """Return the default of `--max_length`.
-
-    Raises:
-        ValueError: the model does not continue its prompt.
-    """
+    """Return the default of `--max_length`."""
     positions = getattr(source.config, "max_positions", None)
     if positions is None:
         raise ValueError(
@@ -133,9 +126,6 @@ def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
 @contextlib.contextmanager
 def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield the served model and its engine; close the engine at the end.
-
-    Args:
-        args: arguments of the command.
 
     Raises:
         ValueError: the model cannot be served, or an option does not fit.

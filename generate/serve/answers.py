@@ -12,20 +12,13 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How the objects of one kind of answer look.
+    """How the objects of one kind of answer look."""
 
-    Attributes:
-        prefix: beginning of their ids.
-        kind: field `object` of a whole answer.
-        kind_of_piece: field `object` of a piece of an answer.
-        choice: text -> the fields of a choice that contain it.
-        piece: (text, whether it is the first of its choice) -> the same for a piece.
-    """
-
-    prefix: str
-    kind: str
-    kind_of_piece: str
-    choice: Callable[[str], dict[str, Any]]
+    prefix: str  # beginning of their ids
+    kind: str  # field `object` of a whole answer
+    kind_of_piece: str  # field `object` of a piece of an answer
+    choice: Callable[[str], dict[str, Any]]  # text -> the fields of a choice that contain it
+    # (text, whether it is the first of its choice) -> the same for a piece
     piece: Callable[[str, bool], dict[str, Any]]
 
 
@@ -48,13 +41,7 @@ CHAT = Format(
 
 
 def new_answer(kind: str, prefix: str, model: str) -> dict[str, Any]:
-    """Return the fields that all objects of an answer begin with.
-
-    Args:
-        kind: field `object`, such as "text_completion".
-        prefix: beginning of the id.
-        model: name of the model.
-    """
+    """Return the fields that all objects of an answer begin with."""
     created = int(time.time())
     answer_id = f"{prefix}-{secrets.token_hex(12)}"
     return {"id": answer_id, "object": kind, "created": created, "model": model}

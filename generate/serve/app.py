@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -43,29 +44,17 @@ _CLOSED_REQUEST = 499  # nginx's status for a client that has left
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """The model that is served, and the limits on requests.
-
-    Attributes:
-        name: name of the model.
-        codec: its tokenizer.
-        template: its chat template; None if it has none.
-        vocab_size: number of its ids.
-        limits: limits on a request.
-        max_body_bytes: most bytes of a request.
-        body_s: most seconds until a request has arrived.
-        allowed_hosts: names of this server that it does not know itself.
-        timeout_s: most seconds of an answer.
-    """
+    """The model that is served, and the limits on requests."""
 
     name: str
     codec: TextCodec
-    template: ChatTemplate | None
+    template: ChatTemplate | None  # its chat template; None if it has none
     vocab_size: int
     limits: Limits
-    max_body_bytes: int
-    body_s: float
-    allowed_hosts: tuple[str, ...]
-    timeout_s: float
+    max_body_bytes: int  # most bytes of a request
+    body_s: float  # most seconds until a request has arrived
+    allowed_hosts: tuple[str, ...]  # names of this server that it does not know itself
+    timeout_s: float  # most seconds of an answer
 
 
 def make_app(served: Served, engine: Engine) -> Starlette:
@@ -88,12 +77,7 @@ def make_app(served: Served, engine: Engine) -> Starlette:
 
 
 class _Answer:
-    """The continuations of a request while they grow.
-
-    Args:
-        codec: tokenizer.
-        engine: continues the prompts.
-    """
+    """The continuations of a request while they grow."""
 
     def __init__(self, request: CompletionRequest, codec: TextCodec, engine: Engine):
         loop = asyncio.get_running_loop()
@@ -104,12 +88,9 @@ class _Answer:
         self.jobs: list[Job] = []
         self.num_new_tokens = 0
 
-        def sink(number: int) -> Callable[[list[int], str | None], None]:
-            def put(tokens: list[int], reason: str | None) -> None:
-                with contextlib.suppress(RuntimeError):  # the server has stopped
-                    loop.call_soon_threadsafe(events.put_nowait, (number, tokens, reason))
-
-            return put
+        def put(number: int, tokens: list[int], reason: str | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the server has stopped
+                loop.call_soon_threadsafe(events.put_nowait, (number, tokens, reason))
 
         for prompt, max_new_tokens in zip(request.prompts, request.max_new_tokens, strict=True):
             for _ in range(request.num_choices):
@@ -118,7 +99,7 @@ class _Answer:
                     sampling=request.sampling,
                     row=len(self.jobs),
                     max_new_tokens=max_new_tokens,
-                    on_tokens=sink(len(self.jobs)),
+                    on_tokens=partial(put, len(self.jobs)),
                 )
                 self.jobs.append(job)
                 self._streams.append(TextStream(codec, prompt, request.stop))
@@ -192,19 +173,20 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         served = self._served
-
-        def read(fields: dict[str, Any]) -> CompletionRequest:
-            return read_completion(fields, served.codec, served.vocab_size, served.limits)
-
+        read = partial(
+            read_completion,
+            codec=served.codec,
+            vocab_size=served.vocab_size,
+            limits=served.limits,
+        )
         return await self._answered(request, read, TEXT)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         served = self._served
-
-        def read(fields: dict[str, Any]) -> CompletionRequest:
-            return read_chat(fields, served.codec, served.template, served.limits)
-
+        read = partial(
+            read_chat, codec=served.codec, template=served.template, limits=served.limits
+        )
         return await self._answered(request, read, CHAT)
 
     async def _answered(
@@ -219,7 +201,7 @@ class _Server:
         except TimeoutError:
             return JSONResponse(error("the request did not arrive in time", 408), 408)
         except BadRequest as problem:
-            return JSONResponse(error(str(problem), problem.status), problem.status)
+            return _refusal(problem)
         except ClientDisconnect:
             return Response(status_code=_CLOSED_REQUEST)
         deadline_s = asyncio.get_running_loop().time() + self._served.timeout_s
@@ -228,12 +210,8 @@ class _Server:
                 read, fields, is_chat=form is CHAT, deadline_s=deadline_s
             )
             answer = _Answer(wanted, self._served.codec, self._engine)
-        except BadRequest as problem:
-            return JSONResponse(error(str(problem), problem.status), problem.status)
-        except Busy as problem:
-            return JSONResponse(error(str(problem), 429), 429, {"Retry-After": "1"})
-        except Unavailable as problem:
-            return JSONResponse(error(str(problem), 503), 503)
+        except (BadRequest, Busy, Unavailable) as problem:
+            return _refusal(problem)
         except TimeoutError:
             return JSONResponse(self._too_late(), 504)
         if wanted.streams:
@@ -291,7 +269,7 @@ class _Server:
                     return JSONResponse(self._too_late(), 504)
             task.result()
         except BadRequest as problem:
-            return JSONResponse(error(str(problem), problem.status), problem.status)
+            return _refusal(problem)
         finally:
             task.cancel()
             answer.close()
@@ -326,6 +304,11 @@ class _Server:
             yield _event(error(str(problem), problem.status))
         finally:
             answer.close()
+
+
+def _refusal(problem: BadRequest | Busy | Unavailable) -> JSONResponse:
+    headers = {"Retry-After": "1"} if isinstance(problem, Busy) else None
+    return JSONResponse(error(str(problem), problem.status), problem.status, headers)
 
 
 def _event(value: dict[str, Any]) -> str:

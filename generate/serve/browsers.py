@@ -28,7 +28,6 @@ class RefuseOtherSites:
     """Passes on requests whose Host and Origin are allowed, and answers others with status 403.
 
     Args:
-        app: gets the requests.
         allowed: names of hosts that are allowed in both headers, in addition to this machine's.
     """
 

@@ -33,18 +33,13 @@ _MOST_CONNECTIONS = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Limits on connections.
+    """Limits on connections."""
 
-    Attributes:
-        head_s: most seconds until the head of a request is complete, from the opening of the
-            connection or the end of the answer before it.
-        request_s: most seconds from the head of a request to the end of its answer.
-        max_connections: most connections at the same time.
-    """
-
+    # most seconds until the head of a request is complete, from the opening of the connection or
+    # the end of the answer before it
     head_s: float
-    request_s: float
-    max_connections: int
+    request_s: float  # most seconds from the head of a request to the end of its answer
+    max_connections: int  # most connections at the same time
 
 
 def max_connections() -> int:
@@ -60,7 +55,6 @@ def listen(host: str, port: int) -> Iterator[list[socket.socket]]:
     `localhost`, for example, may have an address of IPv4 and one of IPv6.
 
     Args:
-        host: name or address of this machine.
         port: port; 0: any free one.
 
     Yields:
@@ -106,13 +100,7 @@ def _open_sockets(host: str, port: int) -> Iterator[socket.socket]:
 def make_server(
     app: Starlette, limits: ConnectionLimits, log_level: str = "info"
 ) -> uvicorn.Server:
-    """Return a server; its `run(sockets=...)` ends when the process is stopped.
-
-    Args:
-        app: answers the requests.
-        limits: limits on the connections.
-        log_level: least level of messages that are logged.
-    """
+    """Return a server; its `run(sockets=...)` ends when the process is stopped."""
     connection: Any = functools.partial(_Connection, limits=limits)
     config = uvicorn.Config(
         app,
@@ -126,12 +114,7 @@ def make_server(
 
 
 class _Connection(H11Protocol):
-    """A connection with a deadline.
-
-    Args:
-        limits: limits on the connections.
-        options: arguments of uvicorn's own class.
-    """
+    """A connection with a deadline."""
 
     def __init__(self, *, limits: ConnectionLimits, **options: Any):
         super().__init__(**options)

@@ -28,30 +28,26 @@ STOP, LENGTH, ERROR = "stop", "length", "error"
 class Busy(Exception):
     """Raised when too many rows are waiting."""
 
+    status = 429
+
 
 class Unavailable(Exception):
     """Raised when no rows are taken any more."""
 
+    status = 503
+
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Job:
-    """One continuation that somebody waits for.
+    """One continuation that somebody waits for."""
 
-    Attributes:
-        tokens: prompt.
-        sampling: how tokens are chosen.
-        row: number of this continuation in its request.
-        max_new_tokens: most tokens of the continuation.
-        on_tokens: called in the engine's thread with new tokens and, at the end, the reason.
-        is_cancelled: set by whoever no longer waits; no tokens follow.
-    """
-
-    tokens: Sequence[int]
-    sampling: Sampling
-    row: int
-    max_new_tokens: int
+    tokens: Sequence[int]  # prompt
+    sampling: Sampling  # how tokens are chosen
+    row: int  # number of this continuation in its request
+    max_new_tokens: int  # most tokens of the continuation
+    # called in the engine's thread with new tokens and, at the end, the reason
     on_tokens: Callable[[list[int], str | None], None]
-    is_cancelled: bool = False
+    is_cancelled: bool = False  # set by whoever no longer waits; no tokens follow
     num_new: int = 0
 
 
@@ -60,9 +56,11 @@ class Engine:
 
     Args:
         open_slots: opens the slots; called in the thread, which alone uses the device.
-        num_slots: their number.
         stop: ids of tokens that end a text.
         max_waiting: most rows that wait for a slot.
+
+    Attributes:
+        failure: error that has ended the thread; None if there is none.
     """
 
     def __init__(
@@ -77,23 +75,19 @@ class Engine:
         self._stop = frozenset(stop)
         self._max_waiting = max_waiting
         self._waiting: collections.deque[Job] = collections.deque()
-        self._jobs: list[Job | None] = [None] * num_slots
+        self._num_slots = num_slots
+        self._jobs: dict[int, Job] = {}  # slot in use -> its job
         self._changed = threading.Condition()
         self._is_closing = False
         self._is_ready = threading.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
-    def failure(self) -> BaseException | None:
-        """The error that has ended the thread; None if there is none."""
-        return self._failure
-
-    @property
     def num_running(self) -> int:
         """Number of slots in use."""
-        return sum(job is not None for job in self._jobs)
+        return len(self._jobs)
 
     @property
     def num_waiting(self) -> int:
@@ -107,8 +101,8 @@ class Engine:
             ValueError: the model cannot be served.
         """
         self._is_ready.wait()
-        if self._failure is not None:
-            raise ValueError(str(self._failure)) from self._failure
+        if self.failure is not None:
+            raise ValueError(str(self.failure)) from self.failure
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Add the rows of a request.
@@ -118,7 +112,7 @@ class Engine:
             Unavailable: the model has failed, or the engine is closing.
         """
         with self._changed:
-            if self._failure is not None:
+            if self.failure is not None:
                 raise Unavailable("the model has failed; see the server's log, and start it again")
             if self._is_closing:
                 raise Unavailable("the server is closing")
@@ -155,12 +149,12 @@ class Engine:
         except BaseException as error:
             if self._is_ready.is_set():
                 _log.exception("the engine has failed")
-            self._failure = error
+            self.failure = error
         finally:
             with self._changed:
-                left = [job for job in self._jobs if job is not None] + [*self._waiting]
+                left = [*self._jobs.values(), *self._waiting]
                 self._waiting.clear()
-                self._jobs = [None] * len(self._jobs)
+                self._jobs.clear()
             for job in left:
                 job.on_tokens([], ERROR)
             self._is_ready.set()
@@ -168,56 +162,46 @@ class Engine:
     def _wait(self) -> bool:
         """Wait until there are rows; return False if the engine is closing."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_closing or self._waiting or any(self._jobs))
+            self._changed.wait_for(lambda: self._is_closing or self._waiting or self._jobs)
             return not self._is_closing
 
     def _begin(self, slots: Slots) -> None:
         """Put waiting rows into free slots."""
         while True:
             with self._changed:
-                free = [slot for slot, job in enumerate(self._jobs) if job is None]
+                free = [slot for slot in range(self._num_slots) if slot not in self._jobs]
                 taken = free[: min(slots.rows_per_prefill, len(self._waiting))]
-                for slot in taken:
-                    self._jobs[slot] = self._waiting.popleft()
-            if not taken:
+                started = {slot: self._waiting.popleft() for slot in taken}
+                self._jobs |= started
+            if not started:
                 return
-            rows = []
-            for slot in taken:
-                job = self._jobs[slot]
-                assert job is not None
-                rows.append(
-                    Row(slot=slot, tokens=job.tokens, sampling=job.sampling, number=job.row)
-                )
+            rows = [
+                Row(slot=slot, tokens=job.tokens, sampling=job.sampling, number=job.row)
+                for slot, job in started.items()
+            ]
             try:
                 firsts = slots.begin(rows)
             except (TypeError, ValueError, OverflowError):  # missed by the checks of requests
                 _log.exception("%d rows cannot be continued", len(rows))
-                self._give_up(taken)
+                for slot, job in started.items():
+                    del self._jobs[slot]
+                    job.on_tokens([], ERROR)
                 continue
             for slot, token in zip(taken, firsts, strict=True):
                 self._deliver(slot, [token])
 
-    def _give_up(self, slots: Sequence[int]) -> None:
-        """End the jobs of slots with the reason ERROR, and free the slots."""
-        for slot in slots:
-            job = self._jobs[slot]
-            self._jobs[slot] = None
-            if job is not None:
-                job.on_tokens([], ERROR)
-
     def _advance(self, slots: Slots) -> None:
         """Continue all rows by a few tokens."""
-        is_active_B = np.array([job is not None for job in self._jobs])
-        if not is_active_B.any():
+        if not self._jobs:
             return
+        is_active_B = np.array([slot in self._jobs for slot in range(self._num_slots)])
         new_BM = slots.advance(is_active_B).tolist()
-        for slot in np.flatnonzero(is_active_B).tolist():
+        for slot in [*self._jobs]:
             self._deliver(slot, new_BM[slot])
 
     def _deliver(self, slot: int, tokens: list[int]) -> None:
         """Hand new tokens to the job of a slot, and free the slot if it has ended."""
         job = self._jobs[slot]
-        assert job is not None
         reason = None
         new_tokens = []
         for token in tokens[: job.max_new_tokens - job.num_new]:
@@ -229,6 +213,6 @@ class Engine:
         if reason is None and job.num_new == job.max_new_tokens:
             reason = LENGTH
         if reason is not None or job.is_cancelled:
-            self._jobs[slot] = None
+            del self._jobs[slot]
         if not job.is_cancelled:
             job.on_tokens(new_tokens, reason)

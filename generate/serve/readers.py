@@ -49,9 +49,6 @@ class Readers:
         """Call a function with the fields of a request in a thread.
 
         Args:
-            function: reads the fields.
-            fields: fields of the request.
-            is_chat: whether the request is a chat.
             deadline_s: time of the event loop until which the result is needed.
 
         Raises:

@@ -79,38 +79,23 @@ class BadRequest(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on a request.
+    """Limits on a request."""
 
-    Attributes:
-        max_length: most tokens of a prompt and its continuation.
-        max_choices: most continuations of a request.
-    """
-
-    max_length: int
-    max_choices: int
+    max_length: int  # most tokens of a prompt and its continuation
+    max_choices: int  # most continuations of a request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """A request for continuations.
+    """A request for continuations."""
 
-    Attributes:
-        prompts: as tokens.
-        sampling: how tokens are chosen.
-        num_choices: number of continuations of each prompt.
-        max_new_tokens: most tokens of a continuation of each prompt.
-        stop: texts that end a continuation, and are not part of it.
-        streams: whether the answer is sent piece by piece.
-        includes_usage: whether a stream ends with the numbers of tokens.
-    """
-
-    prompts: list[list[int]]
-    sampling: Sampling
-    num_choices: int
-    max_new_tokens: list[int]
-    stop: tuple[str, ...]
-    streams: bool
-    includes_usage: bool
+    prompts: list[list[int]]  # as tokens
+    sampling: Sampling  # how tokens are chosen
+    num_choices: int  # number of continuations of each prompt
+    max_new_tokens: list[int]  # most tokens of a continuation of each prompt
+    stop: tuple[str, ...]  # texts that end a continuation, and are not part of it
+    streams: bool  # whether the answer is sent piece by piece
+    includes_usage: bool  # whether a stream ends with the numbers of tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -122,12 +107,6 @@ def read_completion(
     fields: dict[str, Any], codec: TextCodec, vocab_size: int, limits: Limits
 ) -> CompletionRequest:
     """Return the request of `/v1/completions`.
-
-    Args:
-        fields: JSON object.
-        codec: tokenizer of the model.
-        vocab_size: number of ids of the model.
-        limits: limits on the request.
 
     Raises:
         BadRequest: a field is missing, unknown, not supported or out of bounds.
@@ -147,12 +126,6 @@ def read_chat(
     fields: dict[str, Any], codec: TextCodec, template: ChatTemplate | None, limits: Limits
 ) -> CompletionRequest:
     """Return the request of `/v1/chat/completions`.
-
-    Args:
-        fields: JSON object.
-        codec: tokenizer of the model.
-        template: its chat template; None if it has none.
-        limits: limits on the request.
 
     Raises:
         BadRequest: as for `read_completion`, or the template is missing or refuses the messages.
@@ -181,12 +154,7 @@ def read_chat(
 
 
 class _Fields:
-    """The fields of a request, all of which are known.
-
-    Args:
-        fields: JSON object.
-        names: names of the fields that only this kind of request has.
-    """
+    """The fields of a request, all of which are known."""
 
     def __init__(self, fields: dict[str, Any], names: Sequence[str]):
         shared = ("model", "n", "stop", "stream", "stream_options", *_SAMPLING)

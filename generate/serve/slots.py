@@ -11,7 +11,7 @@ B slots, P rows of a prefill, T prompt seq, M new tokens, V vocab.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,36 +33,22 @@ _LEAST_LENGTH = 32
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _State:
-    """The rows between two tokens.
+    """The rows between two tokens."""
 
-    Attributes:
-        caches: all tokens of each row but the newest.
-        newest_B: int32, the newest token.
-        positions_B: int32, its position.
-        sampling: how tokens are chosen.
-    """
-
-    caches: Caches
-    newest_B: jax.Array
-    positions_B: jax.Array
-    sampling: RowSampling
+    caches: Caches  # all tokens of each row but the newest
+    newest_B: jax.Array  # int32, the newest token
+    positions_B: jax.Array  # int32, its position
+    sampling: RowSampling  # how tokens are chosen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A prompt that takes a slot.
+    """A prompt that takes a slot."""
 
-    Attributes:
-        slot: number of the slot.
-        tokens: token ids, at least one.
-        sampling: how its continuation is chosen.
-        number: number of the row in its request.
-    """
-
-    slot: int
-    tokens: Sequence[int]
-    sampling: Sampling
-    number: int
+    slot: int  # number of the slot
+    tokens: Sequence[int]  # token ids, at least one
+    sampling: Sampling  # how its continuation is chosen
+    number: int  # number of the row in its request
 
 
 class Slots:
@@ -94,11 +80,12 @@ class Slots:
         self._num_slots = num_slots
         self._max_length = max_length
         self._tokens_per_call = tokens_per_call
-        self._rules = rules_on(mesh)
         self._params = self._decoder.params_of(model)
-        self._prefill = jax.jit(self._traced(self._prefilled))
-        self._insert = jax.jit(self._inserted, donate_argnames="state")
-        self._advance = jax.jit(self._traced(self._advanced), donate_argnames="state")
+        # Within these functions, activations follow the rules of the mesh.
+        on_mesh = axis_rules(rules_on(mesh))
+        self._prefill = jax.jit(on_mesh(self._prefilled))
+        self._insert = jax.jit(_inserted, donate_argnames="state")
+        self._advance = jax.jit(on_mesh(self._advanced), donate_argnames="state")
         self._state = self._empty()
 
     def begin(self, rows: Sequence[Row]) -> list[int]:
@@ -180,10 +167,6 @@ class Slots:
         newest_P = choose_each(sampling, logits_PV, lengths_P)
         return _State(caches=caches, newest_B=newest_P, positions_B=lengths_P, sampling=sampling)
 
-    def _inserted(self, new: _State, slots_P: jax.Array, *, state: _State) -> _State:
-        """Return the state with rows put into slots."""
-        return jax.tree.map(lambda old, rows: old.at[slots_P].set(rows, mode="drop"), state, new)
-
     def _advanced(
         self, params: Tree, is_active_B: jax.Array, *, state: _State
     ) -> tuple[_State, jax.Array]:
@@ -205,11 +188,7 @@ class Slots:
         new_BM = jnp.zeros((self._num_slots, self._tokens_per_call), jnp.int32)
         return jax.lax.fori_loop(0, self._tokens_per_call, step, (state, new_BM))
 
-    def _traced(self, function: Callable) -> Callable:
-        """Return a function whose activations follow the rules of the mesh."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with axis_rules(self._rules):
-                return function(*args, **kwargs)
-
-        return call
+def _inserted(new: _State, slots_P: jax.Array, *, state: _State) -> _State:
+    """Return the state with rows put into slots."""
+    return jax.tree.map(lambda old, rows: old.at[slots_P].set(rows, mode="drop"), state, new)

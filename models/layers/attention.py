@@ -17,6 +17,7 @@ Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from typing import Any, Literal
 import jax
 
 from models.layers import blocked_attention, cudnn_attention
-from models.layers.kv_cache import Segments, attend_with_cache
+from models.layers.kv_cache import Segments, attend_to_cache
 from sharding import hardware
 from sharding.ops.heads import over_heads
 
@@ -117,24 +118,29 @@ def attend(
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "scale": scale}
+    y_BTNH = attend_to_cache(
+        q_BTNH, k_BSKH, v_BSKH, segments=segments, bias_BNTS=bias_BNTS, **options
+    )
+    if y_BTNH is not None:
+        return y_BTNH
+    on_device = functools.partial(_attend_on_device, options)
+    return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
 
-    def run(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments) -> jax.Array:
-        selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
-        if (kernels := _recorded.get()) is not None:
-            kernels[selected] = None
-        masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
-        if selected.kernel == "blocked":
-            return blocked_attention.attend(q_BTNH, k_BSKH, v_BSKH, **masks)
-        if selected.kernel == "cudnn":
-            can_pack = _can_pack()
-            return cudnn_attention.attend(q_BTNH, k_BSKH, v_BSKH, **masks, can_pack=can_pack)
-        return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **masks)
 
-    def kernel(q_BTNH, k_BSKH, v_BSKH) -> jax.Array:
-        return over_heads(run, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
-
-    arrays = kernel, q_BTNH, k_BSKH, v_BSKH
-    return attend_with_cache(*arrays, segments=segments, bias_BNTS=bias_BNTS, **options)
+def _attend_on_device(
+    options: dict[str, Any], q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None
+) -> jax.Array:
+    """Run the kernel for the heads of one device."""
+    selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
+    if (kernels := _recorded.get()) is not None:
+        kernels[selected] = None
+    masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
+    if selected.kernel == "blocked":
+        return blocked_attention.attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, **masks)
+    if selected.kernel == "cudnn":
+        can_pack = _can_pack()
+        return cudnn_attention.attend_with_cudnn(q_BTNH, k_BSKH, v_BSKH, **masks, can_pack=can_pack)
+    return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **masks)
 
 
 def select_kernel(

@@ -60,7 +60,7 @@ def _visible(mask: Mask, rows: slice, keys: slice) -> jax.Array | None:
     return (distance_TS >= 0) & (distance_TS < mask.window)
 
 
-def attend(
+def attend_in_blocks(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,

@@ -38,7 +38,7 @@ from models.layers.masks import Mask, Segments
 DOCUMENTS_PER_CALL = 8
 
 
-def attend(
+def attend_with_cudnn(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,

@@ -25,7 +25,7 @@ B batch, T query seq, S slots, N heads, K key-value heads, Q = N / K × T, H hea
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -71,8 +71,8 @@ class _Filling:
         self._num_spare = num_spare
         self.caches: list[KVCache] = []
 
-    def attend(self, kernel: Callable, q_BTNH, k_BTKH, v_BTKH, window: int | None) -> jax.Array:
-        """Run the kernel, and keep the newest keys and values of each row."""
+    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array, window: int | None) -> None:
+        """Keep the newest keys and values of each row."""
         num_slots = self._num_slots
         if window is not None:
             num_slots = min(num_slots, window + self._num_spare)
@@ -81,27 +81,23 @@ class _Filling:
         # Empty slots get any token; `reading` masks them.
         positions_BS = jnp.maximum(_position_in(slots_S, last_B1, num_slots), 0)
 
-        def kept(x_BTKH: jax.Array) -> jax.Array:
+        def in_slots(x_BTKH: jax.Array) -> jax.Array:
             x_BSKH = jnp.take_along_axis(x_BTKH, positions_BS[..., None, None], axis=1)
             return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
 
-        self.caches.append(KVCache(k_BKSH=kept(k_BTKH), v_BKSH=kept(v_BTKH)))
-        return kernel(q_BTNH, k_BTKH, v_BTKH)
+        self.caches.append(KVCache(k_BKSH=in_slots(k_BTKH), v_BKSH=in_slots(v_BTKH)))
 
-    def attend_across(
-        self, kernel: Callable, q_BTNH, k_BSKH, v_BSKH, segments: Segments | None
-    ) -> jax.Array:
-        """Run the kernel of cross-attention, and keep all keys and values."""
+    def keep_across(self, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Segments | None) -> None:
+        """Keep all keys and values of cross-attention."""
         is_visible_BS = jnp.ones(k_BSKH.shape[:2], bool)
         if segments is not None:
             is_visible_BS = segments[0][:, -1:] == segments[1]
 
-        def kept(x_BSKH: jax.Array) -> jax.Array:
+        def by_head(x_BSKH: jax.Array) -> jax.Array:
             return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
 
-        cache = KVCache(k_BKSH=kept(k_BSKH), v_BKSH=kept(v_BSKH), is_visible_BS=is_visible_BS)
+        cache = KVCache(k_BKSH=by_head(k_BSKH), v_BKSH=by_head(v_BSKH), is_visible_BS=is_visible_BS)
         self.caches.append(cache)
-        return kernel(q_BTNH, k_BSKH, v_BSKH)
 
 
 class _Reading:
@@ -126,7 +122,7 @@ class _Reading:
         slots_S = jnp.arange(num_slots, dtype=jnp.int32)
         return (self._positions_BT[:, :, None] - slots_S) % num_slots
 
-    def attend(
+    def read(
         self,
         q_BTNH,
         k_BTKH,
@@ -154,7 +150,7 @@ class _Reading:
             is_visible_BTS &= distances_BTS < window
         return _attend_to(cache, q_BTNH, is_visible_BTS, bias_BNTS, scale)
 
-    def attend_across(self, q_BTNH, scale: float) -> jax.Array:
+    def read_across(self, q_BTNH, scale: float) -> jax.Array:
         """Return the cross-attention of the tokens, `[B, T, N, H]`."""
         cache = self._old[len(self.caches)]
         self.caches.append(cache)
@@ -219,8 +215,7 @@ def key_distances() -> jax.Array | None:
     return current.key_distances() if isinstance(current, _Reading) else None
 
 
-def attend_with_cache(
-    kernel: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+def attend_to_cache(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -230,11 +225,10 @@ def attend_with_cache(
     segments: Segments | None,
     bias_BNTS: jax.Array | None,
     scale: float,
-) -> jax.Array:
-    """Return attention with the caches of the current context, or else the kernel's.
+) -> jax.Array | None:
+    """Fill or read a cache of the current context.
 
     Args:
-        kernel: attention over whole rows.
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKH: values.
@@ -243,19 +237,22 @@ def attend_with_cache(
         segments: as there; self-attention with caches has none.
         bias_BNTS: as there; in `reading`, S are the slots of the cache.
         scale: factor of the products.
+
+    Returns:
+        In `reading`, the attention to the tokens in the cache, `[B, T, N, H]`; otherwise None,
+        because attention needs a kernel.
     """
     current = _current.get()
-    if current is None:
-        return kernel(q_BTNH, k_BSKH, v_BSKH)
+    if isinstance(current, _Reading):
+        if not is_causal:
+            return current.read_across(q_BTNH, scale)
+        return current.read(q_BTNH, k_BSKH, v_BSKH, window=window, bias_BNTS=bias_BNTS, scale=scale)
     if isinstance(current, _Filling):
         if is_causal:
-            return current.attend(kernel, q_BTNH, k_BSKH, v_BSKH, window)
-        return current.attend_across(kernel, q_BTNH, k_BSKH, v_BSKH, segments)
-    if is_causal:
-        return current.attend(
-            q_BTNH, k_BSKH, v_BSKH, window=window, bias_BNTS=bias_BNTS, scale=scale
-        )
-    return current.attend_across(q_BTNH, scale)
+            current.keep(k_BSKH, v_BSKH, window)
+        else:
+            current.keep_across(k_BSKH, v_BSKH, segments)
+    return None
 
 
 def _position_in(slots_S: jax.Array, last_B1: jax.Array, num_slots: int) -> jax.Array:

@@ -49,6 +49,7 @@ class LoraConfig(Section, section="lora"):
         "Linear layers that get an adapter: names, or the ends of names, in which `*` matches "
         "anything. `*`: all linear layers.",
         nonempty=True,
+        splits=True,
         remedy="write for example ('attention.*',)",
     )
     also_trained: tuple = field(
@@ -56,18 +57,11 @@ class LoraConfig(Section, section="lora"):
         "Parameters that are trained besides the adapters: names, in which `*` matches anything, "
         "such as `classifier.*`.",
         nonempty=True,
+        splits=True,
         remedy="write for example ('classifier.*',)",
     )
     use_rslora: bool = field(False, "Rank-stabilized LoRA.")
     use_dora: bool = field(False, "DoRA: the size of each output of a layer is trained as well.")
-
-    def __post_init__(self):
-        for name in ("targets", "also_trained"):
-            value = getattr(self, name)
-            value = value.split(",") if isinstance(value, str) else value
-            if isinstance(value, list | tuple):
-                self._set(name, tuple(part for part in value if part != ""))
-        super().__post_init__()
 
     @property
     def scale(self) -> float:

@@ -33,7 +33,7 @@ So t and 1 - t can be dropped after `input_gradient`, and only x and dh wait for
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ class BlockVJP:
     """The forward and backward of a block as separate functions.
 
     Args:
-        block: pure function `(params, x, microbatch, number) -> y`; y has the same structure,
+        block: pure function `(params, x, *, microbatch, number) -> y`; y has the same structure,
             shapes and dtypes as x.
         params: block's parameters. These arguments are arrays or ShapeDtypeStructs.
         x: block's input.
@@ -80,7 +80,7 @@ class BlockVJP:
 
     def __init__(
         self,
-        block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
+        block: Callable[..., Tree],
         params: Tree,
         x: Tree,
         microbatch: Tree,
@@ -113,7 +113,10 @@ class BlockVJP:
         self, params: Tree, x: Tree, microbatch: Tree, number: jax.Array
     ) -> tuple[Tree, list[jax.Array]]:
         """Return (y, the saved residuals)."""
-        y, residuals = self._with_residuals(params, x, microbatch, number)
+        block = partial(self._block, microbatch=microbatch, number=number)
+        y, vjp = jax.vjp(block, params, x)
+        # Types have the mesh in them, which this trace knows and the first may not have known.
+        residuals, self._vjp_structure = jax.tree.flatten(vjp)
         by_var = dict(zip(map(id, self._residuals), residuals, strict=True))
         return y, [by_var[id(v)] for v in self._saved]
 
@@ -210,7 +213,8 @@ class BlockVJP:
         return jax.tree.unflatten(jax.tree.structure(self._params), values)
 
     def _with_residuals(self, params, x, microbatch, number):
-        y, vjp = jax.vjp(lambda params, x: self._block(params, x, microbatch, number), params, x)
+        block = partial(self._block, microbatch=microbatch, number=number)
+        y, vjp = jax.vjp(block, params, x)
         residuals, self._vjp_structure = jax.tree.flatten(vjp)
         self._y = _abstract(y)
         return y, residuals

@@ -12,16 +12,17 @@ stages:
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 
-from pipeline.runtime.layers import Layers, Residuals
+from pipeline.runtime.layers import Layers, Residuals, Work
 from pipeline.runtime.packed_activations import PackedActivations
-from pipeline.runtime.tick_plan import Slots
 from pipeline.runtime.trees import Flag, add, read, write, zeros
 from sharding.labels import counted_as
 from sharding.logical import on_whole_tokens, runs_alone
+from sharding.ops.update_if import update_if
 
 Tree = Any
 #: Named scope of a stack's `before` function, by which predict/time/ finds it.
@@ -33,6 +34,24 @@ ChunkResiduals = dict[str, Residuals]
 def scope_of_stack(name: str) -> str:
     """Return the named scope of the layers of a stack, by which predict/time/ finds them."""
     return f"stack_{name}"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackwardState:
+    """What a backward reads and updates, in a stack or in a chunk.
+
+    Attributes:
+        dy: gradient of the output; after the backward, of the input.
+        non_stack_grads: gradients of the non-stack parameters so far.
+        stack_grads: gradients of the stack's parameters so far; of a chunk, stack -> gradients.
+        residuals: buffers of the stack; of a chunk, stack -> buffers.
+    """
+
+    dy: Tree
+    non_stack_grads: Tree
+    stack_grads: Tree
+    residuals: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +69,7 @@ class StackPart:
         contains_layers: for each chunk of this device, whether it contains layers of the stack.
         contains_first: for each chunk, whether it contains the stack's first layer.
         has_backward: whether backwards run through the stack; False if no parameter is trained in
-            it or below it. Its backward then returns its arguments unchanged, and nothing is saved.
+            it or below it. It then has no backward, and nothing is saved.
         packed: packs activations for sending, and unpacks them.
         non_stack_params: non-stack parameters, which `before` may read.
     """
@@ -65,142 +84,106 @@ class StackPart:
     packed: PackedActivations
     non_stack_params: Tree
 
-    def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
-        """Return empty buffers; see `Chunks.residuals`."""
+    def empty_stack_residuals(self, num_slots: Mapping[str, int]) -> Residuals:
+        """Return empty buffers; see `Chunks.empty_chunk_residuals`."""
         if not self.has_backward:
             return Residuals()
-        residuals = self.layers.residuals(num_slots)
+        residuals = self.layers.empty_layer_residuals(num_slots)
         if self.before is None or "saved" not in num_slots:
             return residuals
         before_inputs = zeros(self.input_type, num_slots["saved"])
         return dataclasses.replace(residuals, before_inputs=before_inputs)
 
-    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk's layers of this stack."""
+    def if_present(self, chunk: jax.Array, run: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+        """Return a function that runs `run` only if the chunk contains layers of the stack.
 
-        def run(x: Tree) -> Tree:
-            block_input = self._block_input(chunk, x, microbatch)
-            return self.packed.pack(self.layers.forward(chunk, block_input, microbatch))
-
-        return self._if_present(chunk, run, x)
-
-    def forward_saving_residuals(
-        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
-    ) -> tuple[Tree, Residuals]:
-        """Return x after the chunk's layers of this stack, and the buffers with its residuals."""
-        if not self.has_backward:
-            return self.forward(chunk, x, microbatch), residuals
-
-        def run(state: tuple[Tree, Residuals]) -> tuple[Tree, Residuals]:
-            x, buffers = state
-            if self.before is not None:
-                before_input = self.packed.unpack(x, self.input_type)
-                before_inputs = write(buffers.before_inputs, slots.saved, before_input)
-                buffers = dataclasses.replace(buffers, before_inputs=before_inputs)
-            block_input = self._block_input(chunk, x, microbatch)
-            y, buffers = self.layers.forward_saving_residuals(
-                chunk, block_input, microbatch, buffers, slots
-            )
-            return self.packed.pack(y), buffers
-
-        return self._if_present(chunk, run, (x, residuals))
-
-    def backward(
-        self,
-        chunk: jax.Array,
-        dy: Tree,
-        microbatch: Tree,
-        residuals: Residuals,
-        slots: Slots,
-        non_stack_grads: Tree,
-        stack_grads: Tree,
-    ) -> tuple[Tree, Tree, Tree, Residuals]:
-        """Run the backward of the chunk's layers of this stack, or its first half.
-
-        Args:
-            chunk: chunk's number on this device.
-            dy: gradient of the output.
-            residuals: buffers of this stack.
-            slots: slots of the buffers.
-            non_stack_grads: gradients of the non-stack parameters so far.
-            stack_grads: gradients of the stack's parameters so far.
-
-        Returns:
-            (gradient of the input, both gradients with new ones added, buffers).
-        """
-        if not self.has_backward:
-            return dy, non_stack_grads, stack_grads, residuals
-
-        def run(state: tuple[Tree, Tree, Tree, Residuals]) -> tuple[Tree, Tree, Tree, Residuals]:
-            dy, non_stack_grads, stack_grads, buffers = state
-            block_dy = self.packed.unpack(dy, self.block_type)
-            if self.layers.splits:
-                block_dx, stack_grads, handed = self.layers.input_gradient(
-                    chunk, block_dy, microbatch, buffers, slots, stack_grads
-                )
-                buffers = dataclasses.replace(buffers, handed=handed)
-            else:
-                block_dx, stack_grads = self.layers.backward(
-                    chunk, block_dy, microbatch, buffers, slots, stack_grads
-                )
-            dx, non_stack_grads = self._through_before(
-                chunk, block_dx, microbatch, buffers, slots, non_stack_grads
-            )
-            return dx, non_stack_grads, stack_grads, buffers
-
-        return self._if_present(chunk, run, (dy, non_stack_grads, stack_grads, residuals))
-
-    def _if_present(self, chunk: jax.Array, run: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return run(state) if the chunk contains layers of the stack, else `state`.
-
-        If all activations have the same type, `run` is called unconditionally: it skips absent
-        layers itself and then returns `state`.
+        If all activations have the same type, `run` itself is returned: it skips absent layers, and
+        so returns its argument unchanged.
         """
         if self.packed.are_alike:
-            return run(state)
-        return self.contains_layers.if_set(chunk, run, state)
+            return run
+        return partial(update_if, self.contains_layers.at(chunk), run)
 
-    def _block_input(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+    def stack_forward(self, work: Work, x: Tree) -> Tree:
+        """Return x after the chunk's layers of this stack."""
+        layers = self.layers
+        block_input = self._block_input(work, x)
+        y = layers.scan(work.chunk, partial(layers.layer_forward, work), block_input)
+        return self.packed.pack(y)
+
+    def stack_forward_saving(
+        self, work: Work, state: tuple[Tree, Residuals]
+    ) -> tuple[Tree, Residuals]:
+        """Return x after the chunk's layers of this stack, and the buffers with its residuals."""
+        x, residuals = state
+        if not self.has_backward:
+            return self.stack_forward(work, x), residuals
+        if self.before is not None:
+            before_input = self.packed.unpack(x, self.input_type)
+            before_inputs = write(residuals.before_inputs, work.slots.saved, before_input)
+            residuals = dataclasses.replace(residuals, before_inputs=before_inputs)
+        layers = self.layers
+        carry = (self._block_input(work, x), residuals)
+        y, residuals = layers.scan(work.chunk, partial(layers.layer_forward_saving, work), carry)
+        return self.packed.pack(y), residuals
+
+    def stack_backward(self, work: Work, state: BackwardState) -> BackwardState:
+        """Run the backward of the chunk's layers of this stack, or its first half."""
+        layers = self.layers
+        residuals = state.residuals
+        block_dy = self.packed.unpack(state.dy, self.block_type)
+        if layers.splits:
+            body = partial(layers.layer_input_gradient, work, residuals)
+            carry = (block_dy, state.stack_grads, residuals.handed)
+            block_dx, stack_grads, handed = layers.scan(work.chunk, body, carry, reverse=True)
+            residuals = dataclasses.replace(residuals, handed=handed)
+        else:
+            body = partial(layers.layer_backward, work, residuals)
+            carry = (block_dy, state.stack_grads)
+            block_dx, stack_grads = layers.scan(work.chunk, body, carry, reverse=True)
+        dx, non_stack_grads = self._through_before(work, block_dx, residuals, state.non_stack_grads)
+        return BackwardState(
+            dy=dx, non_stack_grads=non_stack_grads, stack_grads=stack_grads, residuals=residuals
+        )
+
+    def _block_input(self, work: Work, x: Tree) -> Tree:
         """Return the input of the stack's blocks, after `before` if the stack begins here."""
         unpack = self.packed.unpack
         before = self.before
         if before is None:
             return unpack(x, self.block_type)
         with jax.named_scope(BEFORE):
-            return self.contains_first.if_set(
-                chunk,
-                lambda _: before(self.non_stack_params, unpack(x, self.input_type), microbatch),
+            return update_if(
+                self.contains_first.at(work.chunk),
+                lambda _: before(
+                    self.non_stack_params, unpack(x, self.input_type), work.microbatch
+                ),
                 unpack(x, self.block_type),
             )
 
     def _through_before(
-        self,
-        chunk: jax.Array,
-        block_dx: Tree,
-        microbatch: Tree,
-        residuals: Residuals,
-        slots: Slots,
-        non_stack_grads: Tree,
+        self, work: Work, block_dx: Tree, residuals: Residuals, non_stack_grads: Tree
     ) -> tuple[Tree, Tree]:
         """Return the gradient of `before`'s input, and the gradients with its own added."""
         pack = self.packed.pack
         before = self.before
         if before is None:
             return pack(block_dx), non_stack_grads
-        x = read(residuals.before_inputs, slots.saved)
+        x = read(residuals.before_inputs, work.slots.saved)
 
         def through(state: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
             _, non_stack_grads = state
 
             def run(non_stack_params, x):
-                return before(non_stack_params, x, microbatch)
+                return before(non_stack_params, x, work.microbatch)
 
             _, vjp = jax.vjp(run, self.non_stack_params, x)
             grads, dx = vjp(block_dx)
             return pack(dx), add(non_stack_grads, grads)
 
         with jax.named_scope(BEFORE):
-            return self.contains_first.if_set(chunk, through, (pack(block_dx), non_stack_grads))
+            state = (pack(block_dx), non_stack_grads)
+            return update_if(self.contains_first.at(work.chunk), through, state)
 
 
 class Chunks:
@@ -218,86 +201,77 @@ class Chunks:
         """Whether backwards run through any stack, so that stages exchange cotangents."""
         return any(part.has_backward for part in self._parts.values())
 
-    def no_gradients(self) -> dict[str, Tree]:
+    def zero_stacks_gradients(self) -> dict[str, Tree]:
         """Return, for each stack, zero gradients of its layers on this device."""
-        return {name: part.layers.no_gradients() for name, part in self._parts.items()}
+        return {name: part.layers.zero_layer_gradients() for name, part in self._parts.items()}
 
-    def residuals(self, num_slots: Mapping[str, int]) -> ChunkResiduals:
+    def empty_chunk_residuals(self, num_slots: Mapping[str, int]) -> ChunkResiduals:
         """Return empty buffers for everything that backwards read.
 
         Args:
             num_slots: buffer -> number of slots. Buffers that it does not name are left out.
         """
-        residuals = {name: part.residuals(num_slots) for name, part in self._parts.items()}
+        residuals = {
+            name: part.empty_stack_residuals(num_slots) for name, part in self._parts.items()
+        }
         return counted_as("activations", residuals)
 
-    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
+    def chunk_forward(self, work: Work, x: Tree) -> Tree:
         """Return x after the chunk, without saving anything for a backward.
 
         Evaluations run this, and so does training if backwards recompute their chunk's forward
-        (`pipeline.remat=full`): those call `forward_saving_residuals`.
+        (`pipeline.remat=full`): those call `chunk_forward_saving`.
         """
         for name, part in self._parts.items():
             with jax.named_scope(scope_of_stack(name)):
-                x = part.forward(chunk, x, microbatch)
+                forward = part.if_present(work.chunk, partial(part.stack_forward, work))
+                x = forward(x)
         return x
 
-    def forward_saving_residuals(
-        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: ChunkResiduals, slots: Slots
+    def chunk_forward_saving(
+        self, work: Work, x: Tree, residuals: ChunkResiduals
     ) -> tuple[Tree, ChunkResiduals]:
         """Return x after the chunk, and the buffers with the residuals for its backward."""
         residuals = dict(residuals)
         for name, part in self._parts.items():
             with jax.named_scope(scope_of_stack(name)):
-                x, residuals[name] = part.forward_saving_residuals(
-                    chunk, x, microbatch, residuals[name], slots
-                )
+                forward = part.if_present(work.chunk, partial(part.stack_forward_saving, work))
+                x, residuals[name] = forward((x, residuals[name]))
         return x, residuals
 
-    def backward(
-        self,
-        chunk: jax.Array,
-        dy: Tree,
-        microbatch: Tree,
-        residuals: ChunkResiduals,
-        slots: Slots,
-        non_stack_grads: Tree,
-        stacks_grads: dict[str, Tree],
-    ) -> tuple[Tree, Tree, dict[str, Tree], ChunkResiduals]:
+    def chunk_backward(self, work: Work, state: BackwardState) -> BackwardState:
         """Run the backward of a chunk, or its first half if backwards are split.
 
-        Returns:
-            (gradient of the chunk's input, both gradients with new ones added, buffers). If
-            backwards are split, the buffers contain the values handed over to `weight_gradient`.
+        If they are, the residuals contain the values handed over to `chunk_weight_gradient`.
         """
-        residuals = dict(residuals)
-        stacks_grads = dict(stacks_grads)
+        residuals = dict(state.residuals)
+        stacks_grads = dict(state.stack_grads)
         for name, part in reversed(self._parts.items()):
+            if not part.has_backward:
+                continue
             # The gradient of a part's input is the output gradient of the part before it.
-            grads = stacks_grads[name]
+            state = dataclasses.replace(
+                state, stack_grads=stacks_grads[name], residuals=residuals[name]
+            )
             with jax.named_scope(scope_of_stack(name)):
-                dy, non_stack_grads, stacks_grads[name], residuals[name] = part.backward(
-                    chunk, dy, microbatch, residuals[name], slots, non_stack_grads, grads
-                )
-        return dy, non_stack_grads, stacks_grads, residuals
+                backward = part.if_present(work.chunk, partial(part.stack_backward, work))
+                state = backward(state)
+            stacks_grads[name] = state.stack_grads
+            residuals[name] = state.residuals
+        return dataclasses.replace(state, stack_grads=stacks_grads, residuals=residuals)
 
-    def weight_gradient(
-        self,
-        chunk: jax.Array,
-        microbatch: Tree,
-        residuals: ChunkResiduals,
-        slots: Slots,
-        stacks_grads: dict[str, Tree],
+    def chunk_weight_gradient(
+        self, work: Work, residuals: ChunkResiduals, stacks_grads: dict[str, Tree]
     ) -> dict[str, Tree]:
         """Return `stacks_grads` plus the gradients that the first half of the backward left out."""
         stacks_grads = dict(stacks_grads)
         for name, part in self._parts.items():
             if not part.has_backward:
                 continue
+            layers = part.layers
+            body = partial(layers.layer_weight_gradient, work, residuals[name])
             with jax.named_scope(scope_of_stack(name)):
-                stacks_grads[name] = part.layers.weight_gradient(
-                    chunk, microbatch, residuals[name], slots, stacks_grads[name]
-                )
+                stacks_grads[name] = layers.scan(work.chunk, body, stacks_grads[name])
         return stacks_grads
 
 

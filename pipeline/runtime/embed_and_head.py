@@ -20,6 +20,7 @@ A stage (stage.py) calls the methods of either class at the same places of every
 "Head" includes the loss, which is added to the sums.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +29,29 @@ import jax.numpy as jnp
 
 from pipeline.runtime.packed_activations import PackedActivations
 from pipeline.runtime.pipeline_functions import PipelineFunctions
-from pipeline.runtime.tick_plan import Operation, TickPlan
+from pipeline.runtime.tick_table import ChunkOperation, TickTable
 from pipeline.runtime.trees import add, read, total_of, where, wide_types, without, write, zeros
 from sharding.collectives import psum
 from sharding.logical import on_whole_tokens
+from sharding.ops.update_if import update_if
 
 Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadState:
+    """What the head reads and updates.
+
+    Attributes:
+        sums: sums of losses, weights and metrics so far.
+        non_stack_grads: gradients of the non-stack parameters so far.
+        dy: gradient of the output of a chunk; of the model's last chunk, the head computes it.
+    """
+
+    sums: dict[str, Tree]
+    non_stack_grads: Tree
+    dy: Tree | None
 
 
 class EmbedAndHead:
@@ -95,7 +113,7 @@ class EmbedAndHead:
         (non_stack_grads, dx), sums = grad(self._non_stack_params, x)
         return sums, non_stack_grads, dx
 
-    def no_gradients(self) -> Tree:
+    def zero_non_stack_gradients(self) -> Tree:
         """Return zero gradients of the non-stack parameters; None for frozen ones."""
         frozen = self._functions.frozen
         marks = None if frozen is None else frozen["non_stack"]
@@ -103,27 +121,27 @@ class EmbedAndHead:
 
     # What a class below leaves out does nothing.
 
-    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_ahead(self, inputs: Tree, tick: TickTable) -> Tree:
         """Return the buffer of inputs, into which an embedding may have been written."""
         return inputs
 
-    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+    def chunk_input(self, operation: ChunkOperation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return the input of a chunk; `x` arrived, or is in the buffer of inputs."""
         return x
 
     def head_ahead(
-        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return (sums, gradients, gradient of the head's input, or None), after the head."""
-        return sums, non_stack_grads, None
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick: TickTable
+    ) -> HeadState:
+        """Return the state after the head; `dy` is None if it did not run."""
+        return HeadState(sums=sums, non_stack_grads=non_stack_grads, dy=None)
 
     def add_embed_gradient(
-        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+        self, operation: ChunkOperation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters, in a backward whose result is `dx`."""
         return non_stack_grads
 
-    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick: TickTable) -> Tree:
         """Return the gradients of non-stack parameters, after a backward whose result is `dx`."""
         return non_stack_grads
 
@@ -142,60 +160,59 @@ class EmbedAndHead:
 class OnOneStage(EmbedAndHead):
     """The first stage embeds, and the last stage runs the head."""
 
-    def chunk_input(self, operation: Operation, x: Tree | None, microbatch: Tree) -> Tree:
+    def chunk_input(self, operation: ChunkOperation, x: Tree | None, microbatch: Tree) -> Tree:
         """Return a chunk's input: the embedding on the first chunk, else `x`, which arrived."""
 
         def embedded(x: Tree) -> Tree:
             return self.embed(microbatch)
 
-        return operation.if_first(embedded, x)
+        return update_if(operation.on_first_chunk, embedded, x)
 
     def loss_and_output_cotangent(
         self,
-        operation: Operation,
-        sums: Tree,
-        non_stack_grads: Tree,
+        operation: ChunkOperation,
+        state: HeadState,
         dy_from_head: Tree,
-        dy: Tree | None,
         y: Tree,
         microbatch: Tree,
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return (sums, gradients, cotangent of a chunk's output).
+    ) -> HeadState:
+        """Return the state before the backward of a chunk.
 
         Args:
             operation: backward.
-            sums: sums of losses, weights and metrics so far.
-            non_stack_grads: gradients of the non-stack parameters so far.
-            dy_from_head: last value that `head_ahead` returned.
-            dy: cotangent that the next chunk sent; None if no chunk sends one.
+            state: its `dy` is the cotangent that the next chunk sent; None if no chunk sends one.
+            dy_from_head: `dy` of the result of `head_ahead`.
             y: output of the chunk; None if it is not the last one.
             microbatch: microbatch of the operation.
         """
 
-        def run_head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-            sums, non_stack_grads, _ = state
-            more, grads, dy_of_loss = self.head_gradient(y, microbatch)
-            return add(sums, more), add(non_stack_grads, grads), dy_of_loss
+        def run_head(state: HeadState) -> HeadState:
+            sums, grads, dy = self.head_gradient(y, microbatch)
+            return HeadState(
+                sums=add(state.sums, sums),
+                non_stack_grads=add(state.non_stack_grads, grads),
+                dy=dy,
+            )
 
-        return operation.if_last(run_head, (sums, non_stack_grads, dy))
+        return update_if(operation.on_last_chunk, run_head, state)
 
     def add_embed_gradient(
-        self, operation: Operation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
+        self, operation: ChunkOperation, non_stack_grads: Tree, dx: Tree, microbatch: Tree
     ) -> Tree:
         """Return the gradients of non-stack parameters; the first chunk adds the embedding's."""
 
         def embedded(non_stack_grads: Tree) -> Tree:
             return add(non_stack_grads, self.embed_gradient(dx, microbatch))
 
-        return operation.if_first(embedded, non_stack_grads)
+        return update_if(operation.on_first_chunk, embedded, non_stack_grads)
 
-    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+    def collect(self, include: Callable, result: Tree, y: Tree, tick: TickTable) -> Tree:
         """Add the result of the last chunk's forward: `include(result, y, microbatch)`."""
 
         def more(result: Tree) -> Tree:
-            return include(result, y, tick_plan.forward.microbatch)
+            return include(result, y, tick.forward.microbatch)
 
-        return tick_plan.forward.if_last(more, result)
+        return update_if(tick.forward.on_last_chunk, more, result)
 
 
 class OnAllStages(EmbedAndHead):
@@ -226,63 +243,64 @@ class OnAllStages(EmbedAndHead):
         self._last = last
         self._is_split = is_split
 
-    def embed_ahead(self, inputs: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_ahead(self, inputs: Tree, tick: TickTable) -> Tree:
         """Embed a microbatch; the first stage writes it to its buffer of inputs."""
 
         def embed(inputs: Tree) -> Tree:
-            x = self.embed(read(self._microbatches, tick_plan.embed.microbatch))
-            written = write(inputs, tick_plan.forward.slots.input, x)
+            x = self.embed(read(self._microbatches, tick.embed.microbatch))
+            written = write(inputs, tick.forward.slots.input, x)
             return self._only_on(self._first, written, inputs)
 
-        return tick_plan.embed.if_runs(embed, inputs)
+        return update_if(tick.embed.runs, embed, inputs)
 
     def head_ahead(
-        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick_plan: TickPlan
-    ) -> tuple[Tree, Tree, Tree]:
-        """Run the head and its gradient; return (sums, gradients, gradient of the head's input)."""
+        self, sums: Tree, non_stack_grads: Tree, head_inputs: Tree, tick: TickTable
+    ) -> HeadState:
+        """Run the head and its gradient; return the state after it."""
 
-        def head(state: tuple[Tree, Tree, Tree]) -> tuple[Tree, Tree, Tree]:
-            sums, non_stack_grads, _ = state
-            y = self._broadcast(self._last, read(head_inputs, tick_plan.backward.slots.head_input))
-            more, grads, dy = self.head_gradient(
-                y, read(self._microbatches, tick_plan.head.microbatch)
+        def run_head(state: HeadState) -> HeadState:
+            y = self._broadcast(self._last, read(head_inputs, tick.backward.slots.head_input))
+            microbatch = read(self._microbatches, tick.head.microbatch)
+            sums, grads, dy = self.head_gradient(y, microbatch)
+            return HeadState(
+                sums=self._only_on(self._last, add(state.sums, sums), state.sums),
+                non_stack_grads=self._add_once(self._last, state.non_stack_grads, grads),
+                dy=dy,
             )
-            more = self._only_on(self._last, add(sums, more), sums)
-            return more, self._add_once(self._last, non_stack_grads, grads), dy
 
-        return tick_plan.head.if_runs(head, (sums, non_stack_grads, zeros(self._packed.type)))
+        state = HeadState(sums=sums, non_stack_grads=non_stack_grads, dy=zeros(self._packed.type))
+        return update_if(tick.head.runs, run_head, state)
 
     def loss_and_output_cotangent(
         self,
-        operation: Operation,
-        sums: Tree,
-        non_stack_grads: Tree,
+        operation: ChunkOperation,
+        state: HeadState,
         dy_from_head: Tree,
-        dy: Tree | None,
         y: Tree,
         microbatch: Tree,
-    ) -> tuple[Tree, Tree, Tree]:
-        """Return (sums, gradients, cotangent of a chunk's output); see `OnOneStage`."""
-        return sums, non_stack_grads, operation.if_last(lambda dy: dy_from_head, dy)
+    ) -> HeadState:
+        """Return the state before the backward of a chunk; see `OnOneStage`."""
+        dy = update_if(operation.on_last_chunk, lambda dy: dy_from_head, state.dy)
+        return dataclasses.replace(state, dy=dy)
 
-    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick_plan: TickPlan) -> Tree:
+    def embed_gradient_after(self, non_stack_grads: Tree, dx: Tree, tick: TickTable) -> Tree:
         """Add the embedding's gradients, from the first chunk's input gradient."""
 
         def embed(non_stack_grads: Tree) -> Tree:
-            microbatch = read(self._microbatches, tick_plan.embed_gradient.microbatch)
+            microbatch = read(self._microbatches, tick.embed_gradient.microbatch)
             grads = self.embed_gradient(self._broadcast(self._first, dx), microbatch)
             return self._add_once(self._first, non_stack_grads, grads)
 
-        return tick_plan.embed_gradient.if_runs(embed, non_stack_grads)
+        return update_if(tick.embed_gradient.runs, embed, non_stack_grads)
 
-    def collect(self, include: Callable, result: Tree, y: Tree, tick_plan: TickPlan) -> Tree:
+    def collect(self, include: Callable, result: Tree, y: Tree, tick: TickTable) -> Tree:
         """Add the result of the last chunk's forward, on the last stage; all run the head."""
 
         def together(result: Tree) -> Tree:
-            more = include(result, self._broadcast(self._last, y), tick_plan.head.microbatch)
+            more = include(result, self._broadcast(self._last, y), tick.head.microbatch)
             return self._only_on(self._last, more, result)
 
-        return tick_plan.head.if_runs(together, result)
+        return update_if(tick.head.runs, together, result)
 
     def _broadcast(self, stage: int, x: Tree) -> Tree:
         """Broadcast `x` from one stage to all stages."""

@@ -16,7 +16,7 @@ with 3 stages and 8 microbatches, on stage 1, whose cell is F5 I3 W2:
     *   only with pipeline.share_vocab, see embed_and_head.py
 
 If backwards are whole, nothing of its own tick could hide the send of dx. An iteration of the scan
-then runs the backwards of one tick and the forwards of the next (`TickPlan.skewed`):
+then runs the backwards of one tick and the forwards of the next (`TickTable.skewed`):
 
     compute  [head*]  [    B3    ]  [embed gradient*]  [arrive]  [embed*]  [ F6 ]  [arrive]
     send     y of F5 to stage 2  ====================>  |
@@ -30,21 +30,26 @@ not in the program at all. With one stage and `pipeline.remat=full`, for example
 per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
 without a condition or a send.
 
-The path of a batch, from call to call:
+The path of a batch, from level to level; docs/architecture.md lists every call:
 
-    make_loss_and_grad   here; the rest runs on every device
-    TrainingStage        training.py, stage.py: one `TickPlan` (tick_plan.py) per tick
-    Chunks, StackPart    chunks.py: the stacks of a chunk
-    Layers               layers.py: the layers of a stack
-    BlockVJP             block_vjp.py: forward and backward of a block, unless nothing is saved
-    block                the model's
+    level           file                     its methods
+    device          here                     train_on_device
+    TrainingStage   training.py, stage.py    tick, _run_forward, _run_backward, ...
+    Chunks          chunks.py                chunk_forward, chunk_backward, ...
+    StackPart       chunks.py                stack_forward, stack_backward
+    Layers          layers.py                scan; of one layer: layer_forward, layer_backward, ...
+    BlockVJP        block_vjp.py             forward, backward, ..., unless nothing is saved
+    block           models/stack.py          the model's block, a function
+
+A tick has a `TickTable` (tick_table.py). From it, the stage makes a `Work` for every operation,
+which the levels below pass on.
 
 In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
 replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
 
 - `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
   written here and in gather.py. The other axes stay automatic.
-- Everything that waits for a later tick is stored in the buffers that execution_plan.py plans.
+- Everything that waits for a later tick is stored in the buffers that tick_program.py plans.
 - Gradients are summed over microbatches locally. They are summed over `data` and `fsdp` once, after
   the scan, except for parameters that are gathered layer by layer (ZeRO 3): their gradients are
   reduce-scattered at every layer.
@@ -57,7 +62,6 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pipeline.config import PipelineConfig
-from pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
 from pipeline.runtime.gather import (
     MANUAL_AXES,
     ParamSharding,
@@ -68,6 +72,8 @@ from pipeline.runtime.gather import (
 )
 from pipeline.runtime.pipeline_functions import PipelineFunctions
 from pipeline.runtime.stage import Stage
+from pipeline.runtime.tick_program import TickProgram, make_tick_program
+from pipeline.runtime.tick_table import TICKS
 from pipeline.runtime.training import TrainingStage
 from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
@@ -77,8 +83,8 @@ Tree = Any
 Params = dict[str, Tree]
 
 
-def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
-    """Return the plan that the functions built here carry out.
+def tick_program_of(schedule: Schedule, config: PipelineConfig) -> TickProgram:
+    """Return the program that the functions built here carry out.
 
     Args:
         schedule: verified table.
@@ -87,7 +93,7 @@ def plan_execution(schedule: Schedule, config: PipelineConfig) -> ExecutionPlan:
     Raises:
         ValueError: the table splits some backwards but not others.
     """
-    return make_execution_plan(
+    return make_tick_program(
         schedule,
         recomputes=config.recomputes_chunks,
         shares_vocab=config.shares_vocab(schedule.num_stages),
@@ -122,16 +128,19 @@ def make_loss_and_grad(
             split over `pipeline`.
     """
     assert schedule.has_backward()
-    plan = plan_execution(schedule, config)
+    program = tick_program_of(schedule, config)
 
-    def local(params, microbatches):
-        stage = TrainingStage(functions, plan, layouts, param_sharding, params, microbatches)
-        sums, gradients = stage.train()
-        return total(sums, param_sharding.mesh, MANUAL_AXES), stage.reduced(gradients)
+    def train_on_device(params, microbatches):
+        stage = TrainingStage(functions, program, layouts, param_sharding, params, microbatches)
+        carry = stage.first_carry()
+        column = stage.column()
+        with jax.named_scope(TICKS):
+            carry, _ = jax.lax.scan(stage.tick, carry, column)
+        sums = total(carry.sums, param_sharding.mesh, MANUAL_AXES)
+        return sums, stage.reduce_gradients(carry)
 
-    return _on_mesh(
-        local, plan, param_sharding, (PartitionSpec(), manual_specs(param_sharding.specs))
-    )
+    out_specs = (PartitionSpec(), manual_specs(param_sharding.specs))
+    return _on_mesh(train_on_device, program, param_sharding, out_specs)
 
 
 def make_evaluate(
@@ -157,14 +166,14 @@ def make_evaluate(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = plan_execution(schedule, config)
+    program = tick_program_of(schedule, config)
 
-    def local(params, microbatches):
-        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+    def evaluate_on_device(params, microbatches):
+        stage = Stage(functions, program, layouts, param_sharding, params, microbatches)
         sums = stage.evaluate()
         return total(sums, param_sharding.mesh, MANUAL_AXES)
 
-    return _on_mesh(local, plan, param_sharding, PartitionSpec())
+    return _on_mesh(evaluate_on_device, program, param_sharding, PartitionSpec())
 
 
 def make_teach(
@@ -191,20 +200,20 @@ def make_teach(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    plan = plan_execution(schedule, config)
+    program = tick_program_of(schedule, config)
 
-    def local(params, microbatches):
-        stage = Stage(functions, plan, layouts, param_sharding, params, microbatches)
+    def teach_on_device(params, microbatches):
+        stage = Stage(functions, program, layouts, param_sharding, params, microbatches)
         teacher_outputs = stage.teach()
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
-    return _on_mesh(local, plan, param_sharding, PartitionSpec(None, REPLICA_AXES))
+    out_specs = PartitionSpec(None, REPLICA_AXES)
+    return _on_mesh(teach_on_device, program, param_sharding, out_specs)
 
 
-def _on_mesh(local, plan: ExecutionPlan, param_sharding: ParamSharding, out_specs):
-    assert plan.num_stages == param_sharding.mesh.shape["pipeline"]
-    check_specs(param_sharding, shares_vocab=plan.shares_vocab)
+def _on_mesh(run_on_device, program: TickProgram, param_sharding: ParamSharding, out_specs):
+    assert program.num_stages == param_sharding.mesh.shape["pipeline"]
+    check_specs(param_sharding, shares_vocab=program.shares_vocab)
     microbatches = PartitionSpec(None, REPLICA_AXES)
-    return on_shards(
-        local, param_sharding.mesh, (manual_specs(param_sharding.specs), microbatches), out_specs
-    )
+    in_specs = (manual_specs(param_sharding.specs), microbatches)
+    return on_shards(run_on_device, param_sharding.mesh, in_specs, out_specs)

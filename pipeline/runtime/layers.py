@@ -26,12 +26,12 @@ import jax.numpy as jnp
 
 from pipeline.runtime.block_vjp import BlockVJP
 from pipeline.runtime.gather import ParamGatherer
-from pipeline.runtime.tick_plan import Slots
+from pipeline.runtime.tick_table import BufferSlots
 from pipeline.runtime.trees import is_none, wide_types, without
 from pipeline.stack_layout import StackLayout
 from sharding.logical import automatic_axes
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
-from sharding.ops.update_if import update_if
+from sharding.ops.update_if import Condition, update_if
 
 Tree = Any
 Buffer = list[jax.Array]
@@ -43,7 +43,7 @@ LAYERS = "layers"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """One stack's buffers for values that wait for a backward; execution_plan.py explains each.
+    """One stack's buffers for values that wait for a backward; tick_program.py explains each.
 
     An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
     buffer.
@@ -61,42 +61,66 @@ class Residuals:
     before_inputs: Tree | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """An operation on a chunk, as every level below the stage needs it.
+
+    Attributes:
+        chunk: chunk's number on this device, int32[].
+        microbatch: arrays `[B, ...]`.
+        slots: buffer slots that the operation reads or writes.
+    """
+
+    chunk: jax.Array
+    microbatch: Tree
+    slots: BufferSlots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Where a layer is.
+
+    Attributes:
+        i: layer's number within its chunk, int32[].
+        param_slot: slot of its parameters on this stage, int32[].
+        number: its number within the stack, int32[].
+    """
+
+    i: jax.Array
+    param_slot: jax.Array
+    number: jax.Array
+
+
+@dataclasses.dataclass(kw_only=True)
 class Layers:
     """One device's layers of one stack.
 
-    Args:
-        block: `(params, x, microbatch, number) -> x`; `number` is the layer's number within the
-            stack, from 0.
+    Attributes:
+        block: see `PipelineFunctions.blocks`.
         params: this stage's parameters, `[param slots of this stage, ...]`.
         gatherer: gathers the parameters of one layer, and reduces its gradients.
         layout: stack's layers in the slots of every stage.
         stage_index: this device's stage, int32[].
-        example: x and a microbatch, or their ShapeDtypeStructs.
+        x: input of a layer, or its ShapeDtypeStructs.
+        microbatch: one of the microbatches, or its ShapeDtypeStructs.
         splits: whether backwards run in two halves.
         accumulates: whether several backwards of a layer add up their gradients in a step.
         frozen: bool per parameter, whether it has no gradient; None: all have one.
     """
 
-    def __init__(
-        self,
-        block: Callable[[Tree, Tree, Tree, jax.Array], Tree],
-        params: Tree,
-        gatherer: ParamGatherer,
-        layout: StackLayout,
-        stage_index: jax.Array,
-        example: tuple[Tree, Tree],
-        *,
-        splits: bool,
-        accumulates: bool,
-        frozen: Tree | None = None,
-    ):
-        self._block = block
-        self._params = params
-        self._gatherer = gatherer
-        self._frozen = frozen
-        self.splits = splits
-        self._accumulates = accumulates
-        self._x, self._microbatch = example
+    block: Callable[..., Tree]
+    params: Tree
+    gatherer: ParamGatherer
+    layout: StackLayout
+    stage_index: dataclasses.InitVar[jax.Array]
+    x: Tree
+    microbatch: Tree
+    splits: bool
+    accumulates: bool
+    frozen: Tree | None = None
+
+    def __post_init__(self, stage_index: jax.Array) -> None:
+        layout = self.layout
         numbers = layout.layer_of_slot.reshape(len(layout.chunks), -1)  # [stages, slots of a stage]
         self._numbers = jnp.asarray(numbers)[stage_index]
         self._has_padding = bool((numbers < 0).any())
@@ -104,21 +128,21 @@ class Layers:
 
     @cached_property
     def _vjp(self) -> BlockVJP:
-        params = jax.eval_shape(lambda: self._layer(jnp.int32(0)))
+        params = jax.eval_shape(self._first_params)
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        return BlockVJP(self._block, params, self._x, self._microbatch, number)
+        return BlockVJP(self.block, params, self.x, self.microbatch, number)
 
     @cached_property
     def _for_weights(self) -> list[int]:
         """Indices of the saved residuals that weight gradients read."""
         return self._vjp.saved_for_weights if self.splits else []
 
-    def no_gradients(self) -> Tree:
+    def zero_layer_gradients(self) -> Tree:
         """Return zero gradients in float32 or wider, in the same memory as the parameters.
 
         Frozen parameters have None.
         """
-        gradients = jax.eval_shape(lambda: self._gatherer.scattered(self._layer(jnp.int32(0))))
+        gradients = jax.eval_shape(lambda: self.gatherer.scattered(self._first_params()))
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
             # Zeros even if every slot is written once: XLA would allocate an empty array at the
@@ -126,10 +150,10 @@ class Layers:
             make = zeros_on_host if is_on_host(param) else jnp.zeros
             return make(shape.shape, shape.dtype)
 
-        gradients = without(wide_types(gradients, len(self._numbers)), self._frozen)
-        return jax.tree.map(empty, gradients, without(self._params, self._frozen))
+        gradients = without(wide_types(gradients, len(self._numbers)), self.frozen)
+        return jax.tree.map(empty, gradients, without(self.params, self.frozen))
 
-    def residuals(self, num_slots: Mapping[str, int]) -> Residuals:
+    def empty_layer_residuals(self, num_slots: Mapping[str, int]) -> Residuals:
         """Return empty buffers.
 
         Args:
@@ -161,105 +185,122 @@ class Layers:
             else None,
         )
 
-    def forward(self, chunk: jax.Array, x: Tree, microbatch: Tree) -> Tree:
-        """Return x after the chunk's layers, without saving anything for a backward."""
+    # The methods `layer_*` are bodies for `scan`, with their first arguments bound: each computes
+    # one layer, and takes and returns the carry of the loop.
 
-        def body(i, param_slot, number, x):
-            return self._block(self._layer(param_slot), x, microbatch, number)
+    def layer_forward(self, work: Work, layer: Layer, x: Tree) -> Tree:
+        """Return x after a layer, without saving anything for a backward."""
+        params = self._params_of(layer)
+        return self.block(params, x, microbatch=work.microbatch, number=layer.number)
 
-        return self._loop(chunk, body, x)
-
-    def forward_saving_residuals(
-        self, chunk: jax.Array, x: Tree, microbatch: Tree, residuals: Residuals, slots: Slots
+    def layer_forward_saving(
+        self, work: Work, layer: Layer, carry: tuple[Tree, Residuals]
     ) -> tuple[Tree, Residuals]:
-        """Return x after the chunk's layers, and the buffers with the saved residuals."""
+        """Return x after a layer, and the buffers with the saved residuals."""
+        x, residuals = carry
+        params = self._params_of(layer)
+        x, values = self._vjp.forward(params, x, work.microbatch, layer.number)
+        saved, for_weights = self._parted(values)
+        slots = work.slots
+        residuals = dataclasses.replace(
+            residuals,
+            saved=_write(residuals.saved, slots.saved, layer.i, saved),
+            for_weights=_write(residuals.for_weights, slots.for_weights, layer.i, for_weights),
+        )
+        return x, residuals
 
-        def body(i, param_slot, number, carry):
-            x, residuals = carry
-            x, values = self._vjp.forward(self._layer(param_slot), x, microbatch, number)
-            saved, for_weights = self._parted(values)
-            residuals = dataclasses.replace(
-                residuals,
-                saved=_write(residuals.saved, slots.saved, i, saved),
-                for_weights=_write(residuals.for_weights, slots.for_weights, i, for_weights),
-            )
-            return x, residuals
-
-        return self._loop(chunk, body, (x, residuals))
-
-    def backward(
-        self,
-        chunk: jax.Array,
-        dy: Tree,
-        microbatch: Tree,
-        residuals: Residuals,
-        slots: Slots,
-        grads,
+    def layer_backward(
+        self, work: Work, residuals: Residuals, layer: Layer, carry: tuple[Tree, Tree]
     ) -> tuple[Tree, Tree]:
-        """Return the gradient of the chunk's input, and `grads` plus the layers' gradients."""
+        """Return the gradient of a layer's input, and the gradients so far plus the layer's."""
+        dy, grads = carry
+        saved = _read(residuals.saved, work.slots.saved, layer.i)
+        params = self._params_of(layer)
+        gradients, dx = self._vjp.backward(params, work.microbatch, layer.number, saved, dy)
+        return dx, self._accumulate(grads, layer.param_slot, gradients)
 
-        def body(i, param_slot, number, carry):
-            dy, grads = carry
-            saved = _read(residuals.saved, slots.saved, i)
-            gradients, dx = self._vjp.backward(
-                self._layer(param_slot), microbatch, number, saved, dy
-            )
-            return dx, self._accumulate(grads, param_slot, gradients)
-
-        return self._loop(chunk, body, (dy, grads), reverse=True)
-
-    def input_gradient(
-        self,
-        chunk: jax.Array,
-        dy: Tree,
-        microbatch: Tree,
-        residuals: Residuals,
-        slots: Slots,
-        grads,
-    ) -> tuple[Tree, Tree, Buffer]:
-        """Run the first half of `backward`.
+    def layer_input_gradient(
+        self, work: Work, residuals: Residuals, layer: Layer, carry: tuple[Tree, Tree, Buffer]
+    ) -> tuple[Tree, Tree, Buffer | None]:
+        """Run the first half of `layer_backward`.
 
         Returns:
-            (gradient of the chunk's input, `grads` plus the gradients that this half computes, the
-            buffer `handed` with the values that `weight_gradient` reads).
+            (gradient of the layer's input, the gradients so far plus those that this half computes,
+            the buffer `handed` with the values that `layer_weight_gradient` reads).
+        """
+        dy, grads, handed = carry
+        saved = self._joined(
+            _read(residuals.saved, work.slots.saved, layer.i),
+            _read(residuals.for_weights, work.slots.for_weights, layer.i),
+        )
+        params = self._params_of(layer)
+        dx, early, values = self._vjp.input_gradient(
+            params, work.microbatch, layer.number, saved, dy
+        )
+        handed = _write(handed, work.slots.handed, layer.i, values)
+        return dx, self._accumulate(grads, layer.param_slot, early), handed
+
+    def layer_weight_gradient(
+        self, work: Work, residuals: Residuals, layer: Layer, grads: Tree
+    ) -> Tree:
+        """Return the gradients so far plus those that `layer_input_gradient` left out."""
+        late = self._vjp.weight_gradient(
+            self._params_of(layer),
+            work.microbatch,
+            layer.number,
+            _read(residuals.for_weights, work.slots.for_weights, layer.i),
+            _read(residuals.handed, work.slots.handed, layer.i),
+        )
+        return self._accumulate(grads, layer.param_slot, late)
+
+    def scan(
+        self,
+        chunk: jax.Array,
+        body: Callable[[Layer, Tree], Tree],
+        carry: Tree,
+        *,
+        reverse: bool = False,
+    ) -> Tree:
+        """Return the carry after `carry = body(layer, carry)` for every layer of a chunk.
+
+        Args:
+            chunk: chunk's number on this device.
+            body: computes one layer; it is not called for padding.
+            carry: tree of arrays.
+            reverse: whether to begin with the last layer.
         """
 
-        def body(i, param_slot, number, carry):
-            dy, grads, handed = carry
-            saved = self._joined(
-                _read(residuals.saved, slots.saved, i),
-                _read(residuals.for_weights, slots.for_weights, i),
-            )
-            dx, early, values = self._vjp.input_gradient(
-                self._layer(param_slot), microbatch, number, saved, dy
-            )
-            handed = _write(handed, slots.handed, i, values)
-            return dx, self._accumulate(grads, param_slot, early), handed
+        # The loop counts in its carry. XLA does not recognize a counter that is read from an array,
+        # and would neither pipeline collectives nor read weights where they are stored.
+        def step(count_and_carry, _):
+            count, carry = count_and_carry
+            i = self._max_layers_per_chunk - 1 - count if reverse else count
+            param_slot = chunk * self._max_layers_per_chunk + i
+            number = self._numbers[param_slot]
+            is_layer = number >= 0
+            run = partial(body, Layer(i=i, param_slot=param_slot, number=number))
+            if self._has_padding:
+                carry = update_if(Condition(lambda: is_layer), run, carry)
+            else:
+                carry = run(carry)
+            return (count + 1, carry), None
 
-        return self._loop(chunk, body, (dy, grads, residuals.handed), reverse=True)
+        with jax.named_scope(LAYERS):
+            start = (jnp.int32(0), carry)
+            return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 
-    def weight_gradient(
-        self, chunk: jax.Array, microbatch: Tree, residuals: Residuals, slots: Slots, grads: Tree
-    ) -> Tree:
-        """Return `grads` plus the gradients that `input_gradient` left out."""
+    def _first_params(self) -> Tree:
+        """Return the parameters of the layer in the first slot; those of all layers are alike."""
+        first = jnp.int32(0)
+        return self._params_of(Layer(i=first, param_slot=first, number=first))
 
-        def body(i, param_slot, number, grads):
-            late = self._vjp.weight_gradient(
-                self._layer(param_slot),
-                microbatch,
-                number,
-                _read(residuals.for_weights, slots.for_weights, i),
-                _read(residuals.handed, slots.handed, i),
-            )
-            return self._accumulate(grads, param_slot, late)
+    def _params_of(self, layer: Layer) -> Tree:
+        """Return the parameters of one layer, gathered."""
 
-        return self._loop(chunk, body, grads)
-
-    def _layer(self, param_slot: jax.Array) -> Tree:
         def at(x):
-            return jax.lax.dynamic_index_in_dim(x, param_slot, keepdims=False)
+            return jax.lax.dynamic_index_in_dim(x, layer.param_slot, keepdims=False)
 
-        return self._gatherer.gather_layer(jax.tree.map(at, self._params))
+        return self.gatherer.gather_layer(jax.tree.map(at, self.params))
 
     def _accumulate(self, grads: Tree, param_slot: jax.Array, values: Tree) -> Tree:
         """Add a layer's gradients to `grads`, in the dtype of `grads`, where neither is None.
@@ -272,8 +313,8 @@ class Layers:
             return None if g is None or value is None else value.astype(g.dtype)
 
         values = jax.tree.map(converted, grads, values, is_leaf=is_none)
-        values = self._gatherer.scattered(values)
-        add = _add_to_slot if self._accumulates else _written
+        values = self.gatherer.scattered(values)
+        add = _add_to_slot if self.accumulates else _written
 
         def accumulated(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
             return g if g is None or value is None else add(g, param_slot, value)
@@ -291,25 +332,6 @@ class Layers:
         for_weights = iter(for_weights)
         count = len(self._vjp.saved)
         return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
-
-    def _loop(self, chunk, body: Callable, carry: Tree, *, reverse: bool = False) -> Tree:
-        """Scan `body(i, param_slot, number, carry)` over the chunk's layers, skipping padding."""
-
-        # The loop counts in its carry. XLA does not recognize a counter that is read from an array,
-        # and would neither pipeline collectives nor read weights where they are stored.
-        def step(count_and_carry, _):
-            count, carry = count_and_carry
-            i = self._max_layers_per_chunk - 1 - count if reverse else count
-            param_slot = chunk * self._max_layers_per_chunk + i
-            number = self._numbers[param_slot]
-            is_layer = number >= 0
-            run = partial(body, i, param_slot, number)
-            after = update_if(None, is_layer, run, carry) if self._has_padding else run(carry)
-            return (count + 1, after), None
-
-        with jax.named_scope(LAYERS):
-            start = (jnp.int32(0), carry)
-            return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 
 
 def _add_to_slot(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:

@@ -18,10 +18,10 @@ class PipelineFunctions(Protocol):
     """
 
     @property
-    def blocks(self) -> Mapping[str, Callable[[Tree, Tree, Tree, jax.Array], Tree]]:
-        """Stack -> `block(params of one layer, x, microbatch, number of the layer) -> x`.
+    def blocks(self) -> Mapping[str, Callable[..., Tree]]:
+        """Stack -> `block(params of one layer, x, microbatch=..., number=...) -> x`.
 
-        Layers are numbered within their stack, from 0.
+        `number` is the number of the layer within its stack, from 0.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""One device's view of a pipelined step: its parameters, its microbatches, its column of the plan.
+"""One device's view of a pipelined step: parameters, microbatches, its column of the program.
 
 A stage runs the same tick again and again. This module has everything that training (training.py)
 and evaluation share, and the tick of an evaluation.
@@ -12,16 +12,17 @@ import jax.numpy as jnp
 
 from pipeline.runtime.chunks import Chunks, StackPart, running_alone
 from pipeline.runtime.embed_and_head import OnAllStages, OnOneStage
-from pipeline.runtime.execution_plan import ExecutionPlan
 from pipeline.runtime.gather import ParamSharding
-from pipeline.runtime.layers import Layers
+from pipeline.runtime.layers import Layers, Work
 from pipeline.runtime.packed_activations import PackedActivations
 from pipeline.runtime.pipeline_functions import PipelineFunctions, stacks_with_backward
-from pipeline.runtime.tick_plan import TICKS, Channel, TickPlan
+from pipeline.runtime.tick_program import TickProgram
+from pipeline.runtime.tick_table import TICKS, Channel, ChunkOperation, TickTable
 from pipeline.runtime.trees import Flag, add, read, wide_types, write, zeros
 from pipeline.schedules.table import FORWARD
 from pipeline.stack_layout import StackLayout
 from sharding.labels import counted_as
+from sharding.ops.update_if import update_if
 from sharding.spec import axes_of
 
 Tree = Any
@@ -33,7 +34,7 @@ class Stage:
 
     Args:
         functions: model's functions.
-        plan: schedule, ready to be executed.
+        program: schedule, ready to be executed.
         layouts: layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
         params: this device's shards of the parameters, `{"non_stack": ..., "stacks": ...}`.
@@ -43,16 +44,16 @@ class Stage:
     def __init__(
         self,
         functions: PipelineFunctions,
-        plan: ExecutionPlan,
+        program: TickProgram,
         layouts: Mapping[str, StackLayout],
         param_sharding: ParamSharding,
         params: Params,
         microbatches: Tree,
     ):
         self._functions = functions
-        self._plan = plan
+        self._program = program
         self._microbatches = microbatches
-        assert {len(x) for x in jax.tree.leaves(microbatches)} == {plan.num_microbatches}
+        assert {len(x) for x in jax.tree.leaves(microbatches)} == {program.num_microbatches}
         self._stage_index = jax.lax.axis_index("pipeline")
         self._first_microbatch = self._microbatch(jnp.int32(0))
         self._non_stack_gatherer = param_sharding.non_stack_gatherer()
@@ -66,14 +67,14 @@ class Stage:
         self._x_type = self._packed.type
         _, head_input_type = [*types.values()][-1]
         arguments = (functions, self._packed, head_input_type, self._non_stack_params)
-        if plan.shares_vocab:
+        if program.shares_vocab:
             is_split = jax.tree.map(
                 lambda spec: "pipeline" in axes_of(spec), param_sharding.specs["non_stack"]
             )
             self._embed_and_head = OnAllStages(
                 self._stage_index,
-                plan.first_stage,
-                plan.last_stage,
+                program.first_stage,
+                program.last_stage,
                 is_split,
                 microbatches,
                 *arguments,
@@ -94,14 +95,15 @@ class Stage:
         frozen = self._functions.frozen
         gatherer = self._stack_gatherers[name]
         layers = Layers(
-            self._functions.blocks[name],
-            gatherer.gather_once(params),
-            gatherer,
-            layout,
-            self._stage_index,
-            (block_type, self._first_microbatch),
-            splits=self._plan.splits_backward,
-            accumulates=self._plan.num_microbatches > 1,
+            block=self._functions.blocks[name],
+            params=gatherer.gather_once(params),
+            gatherer=gatherer,
+            layout=layout,
+            stage_index=self._stage_index,
+            x=block_type,
+            microbatch=self._first_microbatch,
+            splits=self._program.splits_backward,
+            accumulates=self._program.num_microbatches > 1,
             frozen=None if frozen is None else frozen["stacks"][name],
         )
         contains_layers = [[count > 0 for _, count in stage] for stage in layout.chunks]
@@ -148,7 +150,7 @@ class Stage:
             return write(all_outputs, index, outputs(x, self._microbatch(index)))
 
         output_type = jax.eval_shape(outputs, self._x_type, self._first_microbatch)
-        return self._collect(zeros(output_type, self._plan.num_microbatches), include)
+        return self._collect(zeros(output_type, self._program.num_microbatches), include)
 
     def _collect(self, result: Tree, include: Callable[[Tree, Tree, jax.Array], Tree]) -> Tree:
         """Run a table of forwards, and collect a result from the output of every microbatch.
@@ -162,35 +164,39 @@ class Stage:
             value.
         """
 
-        def tick(carry: tuple[Tree, Tree], tick_plan: TickPlan) -> tuple[tuple[Tree, Tree], None]:
+        def run_tick(carry: tuple[Tree, Tree], tick: TickTable) -> tuple[tuple[Tree, Tree], None]:
             result, inputs = carry
-            inputs = self._embed_and_head.embed_ahead(inputs, tick_plan)
-            arrived = read_or_none(inputs, tick_plan.forward.slots.input)
+            inputs = self._embed_and_head.embed_ahead(inputs, tick)
+            arrived = read_or_none(inputs, tick.forward.slots.input)
 
             def forward(y: Tree) -> Tree:
-                microbatch = self._microbatch(tick_plan.forward.microbatch)
-                x = self._embed_and_head.chunk_input(tick_plan.forward, arrived, microbatch)
-                return self._chunks.forward(tick_plan.forward.chunk, x, microbatch)
+                work = self._work(tick.forward)
+                x = self._embed_and_head.chunk_input(tick.forward, arrived, work.microbatch)
+                return self._chunks.chunk_forward(work, x)
 
-            y = tick_plan.forward.if_runs(forward, zeros(self._x_type))
+            y = update_if(tick.forward.runs, forward, zeros(self._x_type))
             arrivals = self._send(FORWARD, y)
-            result = self._embed_and_head.collect(include, result, y, tick_plan)
-            return (result, self._receive(FORWARD, inputs, arrivals, tick_plan)), None
+            result = self._embed_and_head.collect(include, result, y, tick)
+            return (result, self._receive(FORWARD, inputs, arrivals, tick)), None
 
-        column = self._plan.table.column(self._stage_index)
+        column = self._program.table.column(self._stage_index)
         with jax.named_scope(TICKS):
-            return jax.lax.scan(tick, (result, self._buffer("input")), column)[0][0]
+            return jax.lax.scan(run_tick, (result, self._buffer("input")), column)[0][0]
 
     # Buffers and sends.
+
+    def _work(self, operation: ChunkOperation) -> Work:
+        microbatch = self._microbatch(operation.microbatch)
+        return Work(chunk=operation.chunk, microbatch=microbatch, slots=operation.slots)
 
     def _microbatch(self, index: jax.Array) -> Tree:
         return read(self._microbatches, index)
 
     def _buffer(self, name: str) -> Tree | None:
-        """Return an empty buffer of activations, or None if the plan has no such buffer."""
-        if name not in self._plan.num_slots:
+        """Return an empty buffer of activations, or None if the program has no such buffer."""
+        if name not in self._program.num_slots:
             return None
-        num_slots = self._plan.num_slots[name]
+        num_slots = self._program.num_slots[name]
         return counted_as("activations", zeros(self._x_type, num_slots + (num_slots > 0)))
 
     def _send(self, kind: str, x: Tree) -> dict[Channel, Tree]:
@@ -205,13 +211,15 @@ class Stage:
 
             return jax.tree.map(move, x)
 
-        return {channel: moved(channel) for channel in self._plan.channels if channel.kind == kind}
+        return {
+            channel: moved(channel) for channel in self._program.channels if channel.kind == kind
+        }
 
     def _receive(
-        self, kind: str, buffer: Tree, arrivals: dict[Channel, Tree], tick_plan: TickPlan
+        self, kind: str, buffer: Tree, arrivals: dict[Channel, Tree], tick: TickTable
     ) -> Tree:
         """Return the buffer with the arrivals of one kind written to their slots."""
-        for channel, slot in zip(self._plan.channels, tick_plan.arrival_slots, strict=True):
+        for channel, slot in zip(self._program.channels, tick.arrival_slots, strict=True):
             if channel.kind == kind and channel in arrivals:
                 buffer = write(buffer, slot, arrivals[channel])
         return buffer

@@ -1,4 +1,4 @@
-"""One device's stage in training: the loop over ticks, and the tick.
+"""One device's stage in training: the state between two ticks, and the tick.
 
 executor.py draws a tick. Between two ticks everything that waits is in the carry of the loop:
 
@@ -8,22 +8,25 @@ executor.py draws a tick. Between two ticks everything that waits is in the carr
                sums                        of losses, weights and metrics so far
                non_stack_grads             sums of gradients so far, outside all stacks
                stacks_grads                sums of gradients so far, of each stack
-    tick_plan  which microbatch and chunk to work on, and which slots to read and write
+    tick  which microbatch and chunk to work on, and which slots to read and write
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pipeline.runtime.chunks import ChunkResiduals
+from pipeline.runtime.chunks import BackwardState, ChunkResiduals
+from pipeline.runtime.embed_and_head import HeadState
 from pipeline.runtime.stage import Stage, read_or_none
-from pipeline.runtime.tick_plan import TICKS, Channel, Operation, TickPlan
+from pipeline.runtime.tick_table import Channel, ChunkOperation, TickTable
 from pipeline.runtime.trees import read, write, zeros
 from pipeline.schedules.table import BACKWARD, FORWARD
 from sharding.labels import counted_as
+from sharding.ops.update_if import update_if
 
 Tree = Any
 
@@ -62,110 +65,104 @@ class TrainingCarry:
 class TrainingStage(Stage):
     """A stage that runs forwards, backwards and weight gradients."""
 
-    def train(self) -> tuple[dict[str, Tree], dict[str, Tree]]:
-        """Run a training schedule.
+    @property
+    def tick(self) -> Callable[[TrainingCarry, TickTable], tuple[TrainingCarry, None]]:
+        """The function that runs one tick: the body of the loop over `column`."""
+        return self._skewed_tick if self._program.is_skewed else self._plain_tick
 
-        Returns:
-            (this device's sums, its gradients as `{"non_stack": ..., "stacks": {stack: ...}}`).
-            Frozen parameters have None.
-        """
-        plan = self._plan
-        non_stack_grads = self._embed_and_head.no_gradients()
-        carry = TrainingCarry(
+    def first_carry(self) -> TrainingCarry:
+        """Return the state before the first tick; frozen parameters have None as gradients."""
+        program = self._program
+        non_stack_grads = self._embed_and_head.zero_non_stack_gradients()
+        return TrainingCarry(
             num_backwards=jnp.int32(0),
             sums=zeros(self._sums_type),
             non_stack_grads=counted_as("gradients", non_stack_grads),
-            stacks_grads=counted_as("gradients", self._chunks.no_gradients()),
-            residuals=self._chunks.residuals(plan.num_slots),
-            y=zeros(self._x_type) if plan.is_skewed else None,
+            stacks_grads=counted_as("gradients", self._chunks.zero_stacks_gradients()),
+            residuals=self._chunks.empty_chunk_residuals(program.num_slots),
+            y=zeros(self._x_type) if program.is_skewed else None,
             inputs=self._buffer("input"),
             cotangents=self._buffer("cotangent") if self._chunks.has_backward else None,
             head_inputs=self._buffer("head_input"),
         )
-        column = plan.iterations.column(self._stage_index)
-        tick = self._skewed_tick if plan.is_skewed else self._tick
-        with jax.named_scope(TICKS):
-            carry, _ = jax.lax.scan(tick, carry, column)
-        return carry.sums, {"non_stack": carry.non_stack_grads, "stacks": carry.stacks_grads}
 
-    def _tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
+    def column(self) -> TickTable:
+        """Return this stage's work in all ticks."""
+        return self._program.iterations.column(self._stage_index)
+
+    def _plain_tick(self, carry: TrainingCarry, tick: TickTable) -> tuple[TrainingCarry, None]:
         """Run one tick; the order of the code is the order of the phases."""
-        y, carry = self._forward_phase(carry, zeros(self._x_type), tick_plan)
+        y, carry = self._forward_phase(carry, zeros(self._x_type), tick)
         sent = self._send(FORWARD, y)
-        dx, carry = self._backward_phase(carry, tick_plan)
-        inputs = self._receive(FORWARD, carry.inputs, sent, tick_plan)
+        dx, carry = self._backward_phase(carry, tick)
+        inputs = self._receive(FORWARD, carry.inputs, sent, tick)
         sent = self._send_cotangent(dx)
-        cotangents = self._receive(BACKWARD, carry.cotangents, sent, tick_plan)
+        cotangents = self._receive(BACKWARD, carry.cotangents, sent, tick)
         return dataclasses.replace(carry, inputs=inputs, cotangents=cotangents), None
 
-    def _skewed_tick(self, carry: TrainingCarry, tick_plan: TickPlan) -> tuple[TrainingCarry, None]:
-        """Run the backwards of one tick and then the forwards of the next (`TickPlan.skewed`).
+    def _skewed_tick(self, carry: TrainingCarry, tick: TickTable) -> tuple[TrainingCarry, None]:
+        """Run the backwards of one tick and then the forwards of the next (`TickTable.skewed`).
 
         The barriers keep arrivals behind the work that hides them. XLA's scheduler would write them
         to their buffers as soon as possible.
         """
         sent = self._send(FORWARD, carry.y)
-        dx, carry = self._backward_phase(carry, tick_plan)
+        dx, carry = self._backward_phase(carry, tick)
         dx, inputs = jax.lax.optimization_barrier((dx, carry.inputs))
-        inputs = self._receive(FORWARD, inputs, sent, tick_plan)
+        inputs = self._receive(FORWARD, inputs, sent, tick)
         carry = dataclasses.replace(carry, inputs=inputs)
         sent = self._send_cotangent(dx)
         # The forward depends on the backward. XLA would otherwise copy the residual buffers,
         # because the one might write to them before the other has read them.
-        microbatch = jnp.where(carry.num_backwards >= 0, tick_plan.forward.microbatch, -1)
-        forward = dataclasses.replace(tick_plan.forward, microbatch=microbatch)
-        tick_plan = dataclasses.replace(tick_plan, forward=forward)
-        y, carry = self._forward_phase(carry, carry.y, tick_plan)
+        microbatch = jnp.where(carry.num_backwards >= 0, tick.forward.microbatch, -1)
+        forward = dataclasses.replace(tick.forward, microbatch=microbatch)
+        tick = dataclasses.replace(tick, forward=forward)
+        y, carry = self._forward_phase(carry, carry.y, tick)
         y, cotangents = jax.lax.optimization_barrier((y, carry.cotangents))
-        cotangents = self._receive(BACKWARD, cotangents, sent, tick_plan)
+        cotangents = self._receive(BACKWARD, cotangents, sent, tick)
         return dataclasses.replace(carry, y=y, cotangents=cotangents), None
 
     def _forward_phase(
-        self, carry: TrainingCarry, y: Tree, tick_plan: TickPlan
+        self, carry: TrainingCarry, y: Tree, tick: TickTable
     ) -> tuple[Tree, TrainingCarry]:
         """Run embedding and forward; return (output of the forward, or `y` without one, carry)."""
-        inputs = self._embed_and_head.embed_ahead(carry.inputs, tick_plan)
+        inputs = self._embed_and_head.embed_ahead(carry.inputs, tick)
         carry = dataclasses.replace(carry, inputs=inputs)
         # A table may have no forward of its own: the only virtual stage folds it into its backward.
-        if tick_plan.forward.always is False:
+        if tick.forward.always is False:
             return y, carry
         # Read ahead of the loop that runs the forward at most once, so that it does not read the
         # whole buffer.
-        x = read_or_none(carry.inputs, tick_plan.forward.slots.input)
-        return tick_plan.forward.if_runs(partial(self._forward, tick_plan.forward, x), (y, carry))
+        x = read_or_none(carry.inputs, tick.forward.slots.input)
+        run_forward = partial(self._run_forward, tick.forward, x)
+        return update_if(tick.forward.runs, run_forward, (y, carry))
 
-    def _backward_phase(
-        self, carry: TrainingCarry, tick_plan: TickPlan
-    ) -> tuple[Tree, TrainingCarry]:
+    def _backward_phase(self, carry: TrainingCarry, tick: TickTable) -> tuple[Tree, TrainingCarry]:
         """Run head, backward and weight gradient; return (gradient of the input, carry)."""
         embed_and_head = self._embed_and_head
-        x = read_or_none(carry.inputs, tick_plan.backward.slots.input)
-        dy = read_or_none(carry.cotangents, tick_plan.backward.slots.cotangent)
+        x = read_or_none(carry.inputs, tick.backward.slots.input)
+        dy = read_or_none(carry.cotangents, tick.backward.slots.cotangent)
         if not self._chunks.has_backward:
             dy = zeros(self._x_type)
-        sums, non_stack_grads, dy_from_head = embed_and_head.head_ahead(
-            carry.sums, carry.non_stack_grads, carry.head_inputs, tick_plan
-        )
-        carry = dataclasses.replace(carry, sums=sums, non_stack_grads=non_stack_grads)
-        dx, carry = tick_plan.backward.if_runs(
-            partial(self._backward, tick_plan.backward, x, dy, dy_from_head),
-            (zeros(self._x_type), carry),
-        )
-        non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick_plan)
+        head = embed_and_head.head_ahead(carry.sums, carry.non_stack_grads, carry.head_inputs, tick)
+        carry = dataclasses.replace(carry, sums=head.sums, non_stack_grads=head.non_stack_grads)
+        run_backward = partial(self._run_backward, tick.backward, x, dy, head.dy)
+        dx, carry = update_if(tick.backward.runs, run_backward, (zeros(self._x_type), carry))
+        non_stack_grads = embed_and_head.embed_gradient_after(carry.non_stack_grads, dx, tick)
         carry = dataclasses.replace(carry, non_stack_grads=non_stack_grads)
         # Without split backwards there are no weight gradients.
-        if tick_plan.weight_gradient.always is not False:
-            carry = tick_plan.weight_gradient.if_runs(
-                partial(self._weight_gradient, tick_plan.weight_gradient), carry
-            )
+        if tick.weight_gradient.always is not False:
+            operation = tick.weight_gradient
+            run_weight_gradient = partial(self._run_weight_gradient, operation)
+            carry = update_if(operation.runs, run_weight_gradient, carry)
         return dx, carry
 
     def _send_cotangent(self, dx: Tree) -> dict[Channel, Tree]:
         """Send the gradient of a chunk's input, unless no stack has a backward."""
         return self._send(BACKWARD, dx) if self._chunks.has_backward else {}
 
-    def _forward(
-        self, operation: Operation, x: Tree, state: tuple[Tree, TrainingCarry]
+    def _run_forward(
+        self, operation: ChunkOperation, x: Tree, state: tuple[Tree, TrainingCarry]
     ) -> tuple[Tree, TrainingCarry]:
         """Run a chunk's forward; the residuals are not kept if the backward recomputes them.
 
@@ -177,26 +174,25 @@ class TrainingStage(Stage):
             (output, carry).
         """
         carry = state[1]
-        chunk = operation.chunk
-        microbatch = self._microbatch(operation.microbatch)
-        x = self._embed_and_head.chunk_input(operation, x, microbatch)
+        work = self._work(operation)
+        x = self._embed_and_head.chunk_input(operation, x, work.microbatch)
         residuals = carry.residuals
-        if self._plan.recomputes:
-            y = self._chunks.forward(chunk, x, microbatch)
+        if self._program.recomputes:
+            y = self._chunks.chunk_forward(work, x)
         else:
-            y, residuals = self._chunks.forward_saving_residuals(
-                chunk, x, microbatch, residuals, operation.slots
-            )
+            y, residuals = self._chunks.chunk_forward_saving(work, x, residuals)
         head_inputs = carry.head_inputs
         if head_inputs is not None:
-            head_inputs = operation.if_last(
-                lambda buffer: write(buffer, operation.slots.head_input, y), head_inputs
+            head_inputs = update_if(
+                operation.on_last_chunk,
+                lambda buffer: write(buffer, work.slots.head_input, y),
+                head_inputs,
             )
         return y, dataclasses.replace(carry, residuals=residuals, head_inputs=head_inputs)
 
-    def _backward(
+    def _run_backward(
         self,
-        operation: Operation,
+        operation: ChunkOperation,
         x: Tree,
         dy: Tree,
         dy_from_head: Tree,
@@ -215,43 +211,47 @@ class TrainingStage(Stage):
             (gradient of the chunk's input, the carry with new totals and residuals).
         """
         carry = state[1]
-        chunk = operation.chunk
-        microbatch = self._microbatch(operation.microbatch)
+        work = self._work(operation)
         residuals = carry.residuals
-        slots = operation.slots
         y = None
-        if self._plan.recomputes:
-            x = self._embed_and_head.chunk_input(operation, x, microbatch)
+        if self._program.recomputes:
+            x = self._embed_and_head.chunk_input(operation, x, work.microbatch)
             residuals = self._with_scratch(residuals)
-            slots = dataclasses.replace(slots, saved=jnp.int32(0))
-            y, residuals = self._chunks.forward_saving_residuals(
-                chunk, x, microbatch, residuals, slots
-            )
+            slots = dataclasses.replace(work.slots, saved=jnp.int32(0))
+            work = dataclasses.replace(work, slots=slots)
+            y, residuals = self._chunks.chunk_forward_saving(work, x, residuals)
         if carry.head_inputs is not None:
-            y = read(carry.head_inputs, slots.head_input)
-        sums, non_stack_grads, dy = self._embed_and_head.loss_and_output_cotangent(
-            operation, carry.sums, carry.non_stack_grads, dy_from_head, dy, y, microbatch
+            y = read(carry.head_inputs, work.slots.head_input)
+        head = HeadState(sums=carry.sums, non_stack_grads=carry.non_stack_grads, dy=dy)
+        head = self._embed_and_head.loss_and_output_cotangent(
+            operation, head, dy_from_head, y, work.microbatch
         )
-        dx, non_stack_grads, stacks_grads, residuals = self._chunks.backward(
-            chunk, dy, microbatch, residuals, slots, non_stack_grads, carry.stacks_grads
+        backward = BackwardState(
+            dy=head.dy,
+            non_stack_grads=head.non_stack_grads,
+            stack_grads=carry.stacks_grads,
+            residuals=residuals,
         )
+        backward = self._chunks.chunk_backward(work, backward)
+        dx = backward.dy
         non_stack_grads = self._embed_and_head.add_embed_gradient(
-            operation, non_stack_grads, dx, microbatch
+            operation, backward.non_stack_grads, dx, work.microbatch
         )
-        if self._plan.recomputes:
+        residuals = backward.residuals
+        if self._program.recomputes:
             residuals = _without_scratch(residuals)
         return dx, dataclasses.replace(
             carry,
             num_backwards=carry.num_backwards + 1,
-            sums=sums,
+            sums=head.sums,
             non_stack_grads=non_stack_grads,
-            stacks_grads=stacks_grads,
+            stacks_grads=backward.stack_grads,
             residuals=residuals,
         )
 
     def _with_scratch(self, residuals: ChunkResiduals) -> ChunkResiduals:
         """Add buffers with one slot for residuals that only the current operation reads."""
-        scratch = self._chunks.residuals({"saved": 1})
+        scratch = self._chunks.empty_chunk_residuals({"saved": 1})
         return {
             name: dataclasses.replace(
                 stack_residuals,
@@ -261,21 +261,25 @@ class TrainingStage(Stage):
             for name, stack_residuals in residuals.items()
         }
 
-    def _weight_gradient(self, operation: Operation, carry: TrainingCarry) -> TrainingCarry:
+    def _run_weight_gradient(
+        self, operation: ChunkOperation, carry: TrainingCarry
+    ) -> TrainingCarry:
         """Return the carry with the weight gradients of a chunk added."""
-        microbatch = self._microbatch(operation.microbatch)
-        stacks_grads = self._chunks.weight_gradient(
-            operation.chunk, microbatch, carry.residuals, operation.slots, carry.stacks_grads
+        stacks_grads = self._chunks.chunk_weight_gradient(
+            self._work(operation), carry.residuals, carry.stacks_grads
         )
         return dataclasses.replace(carry, stacks_grads=stacks_grads)
 
-    def reduced(self, gradients: dict[str, Tree]) -> dict[str, Tree]:
-        """Return the gradients summed over all devices, each sharded like its parameter."""
+    def reduce_gradients(self, carry: TrainingCarry) -> dict[str, Tree]:
+        """Return `{"non_stack": ..., "stacks": {stack: ...}}`, the gradients of all devices.
+
+        They are summed over all devices, and each is sharded like its parameter.
+        """
         reduced = {
-            "non_stack": self._non_stack_gatherer.reduced(gradients["non_stack"]),
+            "non_stack": self._non_stack_gatherer.reduced(carry.non_stack_grads),
             "stacks": {
                 name: self._stack_gatherers[name].reduced(stack_grads)
-                for name, stack_grads in gradients["stacks"].items()
+                for name, stack_grads in carry.stacks_grads.items()
             },
         }
         return counted_as("gradients", reduced)

@@ -2,14 +2,14 @@
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharding.ops.update_if import update_if
+from sharding.ops.update_if import Condition
 
 Tree = Any
 
@@ -29,9 +29,9 @@ class Flag:
         self._known = bool(values.flat[0]) if (values == values.flat[0]).all() else None
         self._here = jnp.asarray(values)[stage_index]
 
-    def if_set(self, chunk: jax.Array, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) if the flag is set for the chunk, else `state`."""
-        return update_if(self._known, self._here[chunk], update, state)
+    def at(self, chunk: jax.Array) -> Condition:
+        """Return whether the flag is set for the chunk."""
+        return Condition(lambda: self._here[chunk], self._known)
 
 
 def without(tree: Tree, marks: Tree | None) -> Tree:

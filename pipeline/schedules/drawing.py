@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pipeline.schedules.simulate import (
     CLOCKS,
+    OperationTimes,
     Span,
-    Times,
     free_running_spans,
     synchronous_spans,
 )
@@ -58,7 +58,7 @@ def draw_text(schedule: Schedule) -> str:
     )
 
 
-def draw_picture(schedule: Schedule, times: Times, clock: str, path: str | Path) -> None:
+def draw_picture(schedule: Schedule, times: OperationTimes, clock: str, path: str | Path) -> None:
     """Write a Gantt chart with one lane per stage, as SVG or PNG depending on the path's suffix.
 
     Numbers are microbatches; later chunks of a stage are lighter. The same table always produces

@@ -33,7 +33,7 @@ from pipeline.schedules.table import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Times:
+class OperationTimes:
     """Time of each operation for a whole stage, in any one unit; a chunk takes 1/V of it."""
 
     forward: float = 1.0
@@ -71,18 +71,18 @@ class Span(NamedTuple):
     end: float
 
 
-def free_running(schedule: Schedule, times: Times = Times()) -> float:  # noqa: B008
+def free_running(schedule: Schedule, times: OperationTimes = OperationTimes()) -> float:  # noqa: B008
     """Return the step time if every stage runs each operation once its inputs have arrived."""
     return max(span.end for span in free_running_spans(schedule, times))
 
 
-def synchronous_time(schedule: Schedule, times: Times = Times()) -> float:  # noqa: B008
+def synchronous_time(schedule: Schedule, times: OperationTimes = OperationTimes()) -> float:  # noqa: B008
     """Return the step time if every tick lasts as long as its slowest stage."""
     return sum(_tick_times(schedule, times))
 
 
 #: Clocks by their names on the command line.
-CLOCKS: dict[str, Callable[[Schedule, Times], float]] = {
+CLOCKS: dict[str, Callable[[Schedule, OperationTimes], float]] = {
     "free": free_running,
     "synchronous": synchronous_time,
 }
@@ -90,16 +90,16 @@ CLOCKS: dict[str, Callable[[Schedule, Times], float]] = {
 
 def bubble_fraction(
     schedule: Schedule,
-    times: Times = Times(),  # noqa: B008
+    times: OperationTimes = OperationTimes(),  # noqa: B008
     *,
-    clock: Callable[[Schedule, Times], float] = free_running,
+    clock: Callable[[Schedule, OperationTimes], float] = free_running,
 ) -> float:
     """Return the fraction of the stages' time in which they are idle."""
     busy = sum(times.of(op.kind) for _, _, cell in schedule.cells() for op in cell)
     return 1.0 - busy / (schedule.num_chunks * schedule.num_stages * clock(schedule, times))
 
 
-def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
+def free_running_spans(schedule: Schedule, times: OperationTimes) -> list[Span]:
     """Return the start and end of each operation if every stage runs as soon as it can.
 
     A send delays the receiver, not the sender.
@@ -122,7 +122,7 @@ def free_running_spans(schedule: Schedule, times: Times) -> list[Span]:
     return spans
 
 
-def synchronous_spans(schedule: Schedule, times: Times) -> list[Span]:
+def synchronous_spans(schedule: Schedule, times: OperationTimes) -> list[Span]:
     """Return the start and end of each operation if ticks last as long as their slowest stage."""
     spans = []
     tick_start = 0.0
@@ -137,7 +137,7 @@ def synchronous_spans(schedule: Schedule, times: Times) -> list[Span]:
     return spans
 
 
-def _tick_times(schedule: Schedule, times: Times) -> list[float]:
+def _tick_times(schedule: Schedule, times: OperationTimes) -> list[float]:
     """Return the duration of each tick.
 
     A send starts when its operation ends and overlaps with the rest of the cell: the forward's send

@@ -86,11 +86,6 @@ class Target:
         """Bandwidth of one GPU's memory, in bytes per second."""
         return self._number("memory_bandwidth")
 
-    @property
-    def host_bytes_per_s(self) -> float:
-        """Bandwidth between one GPU and its host in one direction, in bytes per second."""
-        return self._number("pcie_bandwidth")
-
     def resized(self, num_devices: int, *, memory_bytes: int | None = None) -> "Target":
         """Return as few of these hosts as have `num_devices` GPUs.
 

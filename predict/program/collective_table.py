@@ -1,7 +1,7 @@
 """Groups the collectives of a compiled step, and formats them as a table."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from predict.program.communication import Collective
 
@@ -61,10 +61,21 @@ def format_table(rows: Sequence[SummaryRow]) -> str:
         cells.append(
             (row.kind, axes, str(row.loop_depth), str(row.count), f"{row.bytes:,}", per_step)
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for line in cells:
-        left = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
-        lines.append("  ".join(left + right))
-    return "\n".join(lines)
+    return "\n".join(align(cells, left=(0, 1)))
+
+
+def align(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Return the lines of a table whose columns are aligned, to the right except for some.
+
+    Args:
+        rows: cells of each line, also of the heads.
+        left: numbers of the columns to align to the left.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

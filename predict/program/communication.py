@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 import jax
 
 from predict.program import asynchrony, device_groups
-from predict.program.instruction import Instruction, arrays_of, loop_label, trip_count
+from predict.program.instruction import Instruction, arrays_of, executions, loop_label
 from predict.program.module import Module
 from predict.program.parse import parse_modules, text_of
-
-KINDS = asynchrony.COLLECTIVES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,9 +26,9 @@ class Collective:
     """One collective of a compiled step.
 
     Attributes:
-        kind: one of `KINDS`. An asynchronous start-done pair counts once, under the kind of its
-            synchronous form. A permutation that XLA split into a send and a receive is a
-            'collective-permute'.
+        kind: one of `asynchrony.COLLECTIVES`. An asynchronous start-done pair counts once, under
+            the kind of its synchronous form. A permutation that XLA split into a send and a receive
+            is a 'collective-permute'.
         axes: mesh axes, in mesh order, along which the devices of one group differ; empty if
             every group is a single device.
         loop_depth: number of while loops around it; a `jax.lax.scan` compiles to one.
@@ -130,7 +128,7 @@ def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collec
                 kind=asynchrony.collective_kind(instruction) or "",
                 axes=device_groups.axes_of(groups, mesh_shape),
                 loop_depth=len(loops),
-                trip_count=_executions(loops),
+                trip_count=executions(loops),
                 bytes=sum(a.bytes for a in arrays_of(asynchrony.result_of(instruction))),
                 name=instruction.name,
                 op_name=instruction.op_name,
@@ -162,7 +160,7 @@ def host_copies_in_text(text: str) -> list[HostCopy]:
             copies.append(
                 HostCopy(
                     direction=moved.direction,
-                    trip_count=_executions(loops),
+                    trip_count=executions(loops),
                     bytes=moved.bytes,
                     name=instruction.name,
                     is_async=asynchrony.is_start(instruction),
@@ -171,13 +169,6 @@ def host_copies_in_text(text: str) -> list[HostCopy]:
                 )
             )
     return copies
-
-
-def _executions(loops: Sequence[Instruction]) -> int | None:
-    """Return how often the body of nested loops runs in all, or None if a count is unknown."""
-    counts = [trip_count(loop) for loop in loops]
-    known = [count for count in counts if count is not None]
-    return math.prod(known) if len(known) == len(counts) else None
 
 
 def _innermost(loops: Sequence[Instruction]) -> str:

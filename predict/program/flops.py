@@ -1,9 +1,8 @@
 """Counts the FLOPs of a compiled step, once as XLA does and once with the iterations of loops."""
 
-import math
-
 import jax
 
+from predict.program.instruction import executions
 from predict.program.instruction_work import product_flops
 from predict.program.parse import parse_modules, text_of
 
@@ -38,9 +37,9 @@ def matmul_flops_in_text(text: str) -> float | None:
     """Like `matmul_flops`, from a program's text."""
     total = 0.0
     for module in parse_modules(text):
-        for product, trip_counts in module.in_loops(lambda i: product_flops(i) is not None):
-            known = [count for count in trip_counts if count is not None]
-            if len(known) < len(trip_counts):
+        for product, loops in module.under_loops(lambda i: product_flops(i) is not None):
+            count = executions(loops)
+            if count is None:
                 return None
-            total += (product_flops(product) or 0) * math.prod(known)
+            total += (product_flops(product) or 0) * count
     return total

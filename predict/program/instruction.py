@@ -7,7 +7,7 @@ the function that it was traced in, the library function that it calls. They are
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sharding.ops.update_if import AT_MOST_ONCE
 
@@ -92,6 +92,13 @@ def trip_count(loop: Instruction) -> int | None:
     """Return how often the body of a `while` instruction runs, or None if XLA does not know."""
     match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
     return int(match[1]) if match else None
+
+
+def executions(loops: Sequence[Instruction]) -> int | None:
+    """Return how often the body of nested loops runs in all, or None if a count is unknown."""
+    counts = [trip_count(loop) for loop in loops]
+    known = [count for count in counts if count is not None]
+    return math.prod(known) if len(known) == len(counts) else None
 
 
 def repeats(instruction: Instruction) -> bool:

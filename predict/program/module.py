@@ -2,12 +2,9 @@
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from predict.program.instruction import Instruction, body_of, repeats, trip_count
-
-_AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
+from predict.program.instruction import Instruction, repeats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,31 +22,20 @@ class Module:
     num_partitions: int
     computations: dict[str, list[Instruction]]
 
-    def in_loops(
+    def under_loops(
         self, is_wanted: Callable[[Instruction], bool]
-    ) -> list[tuple[Instruction, tuple[int | None, ...]]]:
-        """Return the selected instructions that run, with the trip counts of the loops around them.
+    ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
+        """Return the selected instructions that run, with the `while` instructions around them.
+
+        A loop that runs at most once is not listed: it is a branch.
 
         Args:
             is_wanted: selects instructions. Computations that a selected instruction calls are not
                 searched.
 
         Returns:
-            (instruction, trip counts) pairs in program order. Trip counts are listed from the
-            outermost loop inwards, and are None if XLA does not know them. If a computation is
-            called twice, its instructions are listed twice.
-        """
-        return [
-            (instruction, tuple(trip_count(loop) for loop in loops))
-            for instruction, loops in self.under_loops(is_wanted)
-        ]
-
-    def under_loops(
-        self, is_wanted: Callable[[Instruction], bool]
-    ) -> list[tuple[Instruction, tuple[Instruction, ...]]]:
-        """Like `in_loops`, but with the `while` instructions themselves, outermost first.
-
-        A loop that runs at most once is not listed: it is a branch.
+            (instruction, loops) pairs in program order, with the outermost loop first. If a
+            computation is called twice, its instructions are listed twice.
         """
 
         @functools.cache
@@ -65,37 +51,3 @@ class Module:
             return pairs
 
         return under(self.entry)
-
-    def loop_bodies(self) -> list[list[Instruction]]:
-        """Return the instructions of the body of each loop that repeats."""
-        loops = [i for body in self.computations.values() for i in body if repeats(i)]
-        names = dict.fromkeys(map(body_of, loops))
-        return [self.computations[name] for name in names if name in self.computations]
-
-    def reaches(self, instruction: Instruction, is_wanted: Callable[[Instruction], bool]) -> bool:
-        """Return whether an instruction, or any instruction that it calls, is selected."""
-        return is_wanted(instruction) or any(
-            self.reaches(inner, is_wanted)
-            for called in instruction.called
-            for inner in self.computations.get(called, [])
-        )
-
-
-def dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
-    """Return the names of all instructions that must finish before each one can begin.
-
-    Args:
-        body: instructions of one computation, in program order.
-
-    Returns:
-        Instruction name -> its direct and indirect predecessors, by data and control dependency.
-    """
-    predecessors: dict[str, frozenset[str]] = {}
-    for instruction in body:
-        after = _AFTER.search(instruction.attributes)
-        names = re.findall(r"[\w.\-]+", after[1]) if after else []
-        direct = [name for name in (*instruction.operands, *names) if name in predecessors]
-        predecessors[instruction.name] = frozenset(direct).union(
-            *(predecessors[name] for name in direct)
-        )
-    return predecessors

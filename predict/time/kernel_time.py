@@ -98,23 +98,6 @@ class Kernel:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """The cost of a collective.
-
-    Attributes:
-        kind: one of `asynchrony.COLLECTIVES`.
-        axes: mesh axes along which devices of one group differ.
-        bytes: bytes of its output on one device.
-        seconds: time of one execution.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    seconds: float
-
-
 class Costs:
     """Estimates the times of the instructions of one program.
 
@@ -155,8 +138,8 @@ class Costs:
             seconds = max(seconds, moved_bytes(self.module, instruction) / TRITON_BYTES_PER_S)
         return self._kernel("other", seconds)
 
-    def collective(self, instruction: Instruction) -> Transfer:
-        """Return the cost of a collective or of its start."""
+    def collective_s(self, instruction: Instruction) -> float:
+        """Return the time of a collective or of its start."""
         num_devices = math.prod(self.mesh_shape.values())
         groups = device_groups.parse(instruction.attributes, num_devices)
         kind = asynchrony.collective_kind(instruction)
@@ -164,13 +147,7 @@ class Costs:
         result = arrays_of(asynchrony.result_of(instruction))
         num_bytes = sum(array.bytes for array in result)
         given_s = entries(instruction).get("sol")
-        seconds = transfer_s(self.machine, kind, groups, num_bytes, given_s)
-        return Transfer(
-            kind=kind,
-            axes=device_groups.axes_of(groups, self.mesh_shape),
-            bytes=num_bytes,
-            seconds=seconds,
-        )
+        return transfer_s(self.machine, kind, groups, num_bytes, given_s)
 
     def host_copy_s(self, copy: asynchrony.HostTransfer) -> float:
         """Return the time of a copy to or from the host."""

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_table import TICKS
 from predict.time.execution import BUBBLE, HOST_LANES, Event, Execution, Repeat
 from predict.time.lanes import lane_of, lanes_of, seconds_by_lane
-from predict.time.prediction import Prediction
+from predict.time.prediction import Prediction, format_ms
 
 #: category -> (name, colour). Okabe and Ito's palette, which colour-blind readers can tell apart.
 _KERNELS = {
@@ -64,7 +64,7 @@ def draw(prediction: Prediction, title: str = "") -> str:
     ]
     for row, lane in enumerate(lanes):
         top = _TOP + row * (_LANE + _GAP)
-        parts += _draw_lane(f"{lane} {_milliseconds(seconds[lane])}", lane, top, columns)
+        parts += _draw_lane(f"{lane} {format_ms(seconds[lane])}", lane, top, columns)
     parts += _legend(prediction, bottom + 48)
     return "\n".join([*parts, "</svg>", ""])
 
@@ -171,7 +171,7 @@ def _heading(prediction: Prediction, title: str) -> Iterator[str]:
     heading = f"{title}: predicted step" if title else "predicted step"
     yield (
         f'<text x="{_LEFT}" y="26" font-size="16" font-weight="bold">'
-        f"{escape(heading)}, {_milliseconds(prediction.step_s)} ms</text>"
+        f"{escape(heading)}, {format_ms(prediction.step_s)} ms</text>"
     )
     yield (
         f'<text x="{_LEFT}" y="46" fill="#666666">'
@@ -228,15 +228,15 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
         (*_KERNELS["attention"], prediction.attention_s, ""),
         (*_KERNELS["other"], prediction.other_s, ""),
         (*_KERNELS[BUBBLE], prediction.bubble_s, ""),
-        (*_COMMUNICATION, prediction.communication_s, f", {_milliseconds(exposed_s)} exposed"),
-        (*_HOST, prediction.host_s, f", {_milliseconds(prediction.exposed_host_s)} exposed"),
+        (*_COMMUNICATION, prediction.communication_s, f", {format_ms(exposed_s)} exposed"),
+        (*_HOST, prediction.host_s, f", {format_ms(prediction.exposed_host_s)} exposed"),
     ]
 
     x = float(_LEFT)
     for name, colour, seconds, more in parts:
         if not seconds:
             continue
-        label = f"{name} {_milliseconds(seconds)} ms{more}"
+        label = f"{name} {format_ms(seconds)} ms{more}"
         width = 18 + 6.9 * len(label) + 20
         if x + width > _WIDTH:
             x = float(_LEFT)
@@ -244,10 +244,6 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
         yield f'<rect x="{x:g}" y="{y - 6}" width="12" height="12" fill="{colour}"/>'
         yield f'<text x="{x + 18:g}" y="{y}" dominant-baseline="central">{escape(label)}</text>'
         x += width
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def _style(category: str) -> tuple[str, str]:

@@ -1,11 +1,11 @@
 """Predicts the time of a training step from its compiled program.
 
-    prediction = predict(compiled.as_text(), mesh.shape, machine, Ticks.of_plan(plan))
+    prediction = predict(compiled.as_text(), mesh.shape, machine, Ticks.of_program(program))
     print(format_prediction(prediction))
 
 The program must be scheduled, as the text of every compiled program is. Compile it for GPUs with
 `sharding.compiler_options`, which makes XLA write its own cost estimates into the program. Programs
-for CPUs have none; their machine has rates that were measured (see train/planning/step_time.py).
+for CPUs have none; their machine has rates that were measured (see predict/machines/datasheets.py).
 
 A prediction has three parts: kernel_time.py estimates the time of one instruction, simulation.py
 runs the program with these times, and picture.py and trace.py draw the result.
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from predict.machines.machine import Machine
+from predict.program.collective_table import align
 from predict.program.communication import Collective, collectives_of
 from predict.program.parse import parse_modules
 from predict.time.execution import BUBBLE, HOST_LANES, Execution
@@ -188,6 +189,11 @@ def _mean(stages: list[Prediction]) -> Prediction:
     return dataclasses.replace(busiest, **means)
 
 
+def format_ms(seconds: float) -> str:
+    """Format a time in milliseconds, with three digits if it is short."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
 def format_prediction(prediction: Prediction) -> str:
     """Format the parts of a step and its collectives as two tables."""
     parts = [
@@ -210,15 +216,7 @@ def format_prediction(prediction: Prediction) -> str:
         times = (f"{1e3 * row.seconds:.2f}", f"{1e3 * row.exposed_s:.2f}")
         name = (row.kind, ",".join(row.axes) or "-", row.loop or "-")
         cells.append((*name, str(row.count), f"{row.bytes / 2**20:,.1f}", *times, how))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        padded = [
-            cell.ljust(width) if column in (0, 1, 2, 7) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        lines.append("  ".join(padded).rstrip())
-    if len(cells) == 1:
-        lines[-1] = "no collectives"
+    lines += align(cells, left=(0, 1, 2, 7)) if len(cells) > 1 else ["no collectives"]
     return "\n".join(lines)
 
 

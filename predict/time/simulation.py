@@ -31,7 +31,7 @@ the other stages, which is the bubble.
 import dataclasses
 
 from pipeline.runtime.layers import LAYERS
-from pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_table import TICKS
 from predict.program import asynchrony
 from predict.program.instruction import (
     Instruction,
@@ -198,8 +198,8 @@ class _SimulatorState:
             collective = instruction
         copy = None if collective is not None else asynchrony.host_copy(instruction)
         if collective is not None:
-            transfer = costs.collective(collective)
-            self._start(instruction, transfer.kind, transfer.seconds, collective.name)
+            kind = asynchrony.collective_kind(collective) or ""
+            self._start(instruction, kind, costs.collective_s(collective), collective.name)
             if asynchrony.is_marked_synchronous(collective):
                 self._wait(instruction.name)
         elif copy is not None:

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from pipeline.runtime.chunks import BEFORE, scope_of_stack
-from pipeline.runtime.execution_plan import ExecutionPlan
 from pipeline.runtime.layers import LAYERS
-from pipeline.runtime.tick_plan import Operation, scope_of
+from pipeline.runtime.tick_program import TickProgram
+from pipeline.runtime.tick_table import ChunkOperation, scope_of
 from pipeline.stack_layout import StackLayout
 
 #: Operations of one stage in one tick: "F", "B", "W"; flags of these, such as "B.is_last"; names of
@@ -42,17 +42,17 @@ class Ticks:
     stages: tuple[tuple[Operations, ...], ...]
 
     @classmethod
-    def of_plan(
-        cls, plan: ExecutionPlan, layouts: Mapping[str, StackLayout] | None = None
+    def of_program(
+        cls, program: TickProgram, layouts: Mapping[str, StackLayout] | None = None
     ) -> "Ticks":
-        """Return the ticks of an execution plan, as an iteration of its loop runs them.
+        """Return the ticks of a tick program, as an iteration of its loop runs them.
 
         Args:
-            plan: execution plan.
+            program: tick program.
             layouts: stack -> its layers in each chunk; None: all chunks have the same layers.
         """
         runs: dict[str, np.ndarray] = {}
-        table = plan.iterations
+        table = program.iterations
         for kind, operation in table.operations.items():
             runs[kind] = np.asarray(operation.microbatch) >= 0
             runs[f"{kind}.is_first"] = runs[kind] & (np.asarray(operation.is_first) > 0)
@@ -77,7 +77,9 @@ class Ticks:
         return len(self.stages)
 
 
-def _runs_of_stack(name: str, layout: StackLayout, operation: Operation) -> dict[str, np.ndarray]:
+def _runs_of_stack(
+    name: str, layout: StackLayout, operation: ChunkOperation
+) -> dict[str, np.ndarray]:
     """Return, for each number of layers of a stack, the ticks and stages that run as many."""
     counts = np.array([[count for _, count in stage] for stage in layout.chunks])
     if (counts == counts.flat[0]).all():

@@ -38,7 +38,7 @@ def transfer_s(
     """
     if all(len(set(group)) < 2 for group in groups):
         return 0.0
-    num_hosts = max(_num_hosts(machine, group) for group in groups)
+    num_hosts = max(_num_hosts(group, machine.gpus_per_host) for group in groups)
     size = max(len(group) for group in groups)
     link_rate = min(machine.group_bytes_per_s(group) for group in groups)
     usual_s, best_s = _wire_s(machine, kind, size, num_hosts, num_bytes, link_rate)
@@ -74,11 +74,11 @@ def crosses_hosts(mesh_shape: Mapping[str, int], axes: Iterable[str], gpus_per_h
         gpus_per_host: number of devices per host.
     """
     group = group_over(mesh_shape, axes)
-    return len({device // gpus_per_host for device in group}) > 1
+    return _num_hosts(group, gpus_per_host) > 1
 
 
-def _num_hosts(machine: Machine, group: tuple[int, ...]) -> int:
-    return len({device // machine.gpus_per_host for device in group}) or 1
+def _num_hosts(group: tuple[int, ...], gpus_per_host: int) -> int:
+    return len({device // gpus_per_host for device in group}) or 1
 
 
 def _wire_s(

@@ -8,6 +8,8 @@ that runs at most once copies nothing:
     state ---> [ while predicate:  state, predicate = update(state), False ] ---> state
 """
 
+import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,26 +23,38 @@ State = TypeVar("State")
 AT_MOST_ONCE = "at_most_once"
 
 
-def update_if(
-    known: bool | None,
-    predicate: jax.Array,
-    update: Callable[[State], State],
-    state: State,
-) -> State:
-    """Return update(state) if the predicate is true, else `state`.
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """When an update runs.
+
+    Attributes:
+        predicate: returns bool[], the value at run time; called in the scope of the update.
+        known: value of the predicate if it is known during tracing, else None. If it is known, no
+            loop is traced.
+        scope: named scope of the update, by which predict/time/ finds it; None: no scope.
+    """
+
+    predicate: Callable[[], jax.Array]
+    known: bool | None = None
+    scope: str | None = None
+
+
+def update_if(condition: Condition, update: Callable[[State], State], state: State) -> State:
+    """Return update(state) if the condition holds, else `state`.
 
     Args:
-        known: value of the predicate if it is known during tracing, else None. If it is known,
-            no loop is traced.
-        predicate: bool[], the value at run time.
+        condition: when to update.
         update: (state) -> state of the same shapes and dtypes.
         state: tree of arrays.
     """
-    if known is not None:
-        return update(state) if known else state
 
     def once(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
         return jnp.zeros((), bool), update(carry[1])
 
-    with jax.named_scope(AT_MOST_ONCE):
-        return jax.lax.while_loop(lambda carry: carry[0], once, (predicate, state))[1]
+    scope = condition.scope
+    with contextlib.nullcontext() if scope is None else jax.named_scope(scope):
+        predicate = condition.predicate()
+        if condition.known is not None:
+            return update(state) if condition.known else state
+        with jax.named_scope(AT_MOST_ONCE):
+            return jax.lax.while_loop(lambda carry: carry[0], once, (predicate, state))[1]

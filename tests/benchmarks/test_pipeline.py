@@ -8,7 +8,7 @@ import pytest
 from benchmarks import pipeline
 from benchmarks.harness import report, schedule_prediction
 from benchmarks.harness.stage_parts import StageParts
-from pipeline.schedules.simulate import Times, bubble_fraction, synchronous_time
+from pipeline.schedules.simulate import OperationTimes, bubble_fraction, synchronous_time
 from tests.runs import CONFIG, ROOT, TINY
 
 OVERRIDES = [
@@ -38,7 +38,7 @@ def costs(run, **seconds):
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
 def test_prediction_equals_the_simulated_time_for_equal_stages(schedule):
     run = make_runs(schedule, num_stages=2)[schedule, "none"]
-    times = Times(forward=2.0, backward=5.0, input_gradient=2.5, weight_gradient=1.5)
+    times = OperationTimes(forward=2.0, backward=5.0, input_gradient=2.5, weight_gradient=1.5)
     alone = costs(run, forward=1.0, backward=2.5, input_gradient=1.25, weight_gradient=0.75)
     prediction = schedule_prediction.predict(run, alone, alone)
     assert prediction.synchronous_s == pytest.approx(synchronous_time(run.schedule, times))

@@ -101,6 +101,6 @@ def test_interleave_alternates_and_ratio_compares_speeds():
     steps = {name: functools.partial(calls.append, name) for name in "ab"}
     timing.interleave(steps, num_rounds=2, num_steps=2)
     assert "".join(calls) == "aaabbb" * 2  # one untimed and two timed steps per turn
-    ours = timing.Times(rounds=((1.0,), (2.0,)))
-    peer = timing.Times(rounds=((3.0,), (4.0,)))
+    ours = timing.StepTimes(rounds=((1.0,), (2.0,)))
+    peer = timing.StepTimes(rounds=((3.0,), (4.0,)))
     assert timing.ratios(ours, peer)["rounds"] == [3.0, 2.0]

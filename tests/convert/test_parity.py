@@ -21,6 +21,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.thorough(but=["gpt2", "gpt2_base"])
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_loaded_model_has_the_outputs_and_gradients_of_transformers(name, saved, tmp_path):
     theirs = cases.make(name)

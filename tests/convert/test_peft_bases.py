@@ -91,6 +91,7 @@ def test_files_of_the_adapter_go_before_those_of_its_base(adapter, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", {case[0]: name for name, case in CASES.items()}.values())
 def test_peft_finds_the_modules_of_an_architecture(name, tmp_path):
     source = read_source(save(name, tmp_path))

@@ -70,6 +70,7 @@ def read_back(directory):
 
 
 @pytest.mark.thorough(but=["gpt2", "gpt2_base", "opt"])
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_round_trip_preserves_every_tensor(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
@@ -90,6 +91,7 @@ def test_round_trip_preserves_every_tensor(name, tmp_path):
 
 
 @pytest.mark.thorough(but=["gpt2", "gpt2_base", "opt"])
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_config_is_created_if_there_is_none_to_keep(name, tmp_path):
     cases.save(name, tmp_path / "theirs")

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from distributed.channel import Channel
 from distributed.handshake import Process, _own_version, perform_handshake, software
+from distributed.message_socket import MessageSocket
 from distributed.secret import proof, run_secret
 from distributed.startup import DistributedEnv, read_distributed_env
 
@@ -90,7 +90,9 @@ def test_process_0_with_another_secret_is_not_believed():
             while not stop.is_set():
                 with contextlib.suppress(TimeoutError, OSError):
                     connection, _ = server.accept()
-                    with contextlib.closing(Channel(connection, time.monotonic() + 5)) as channel:
+                    with contextlib.closing(
+                        MessageSocket(connection, time.monotonic() + 5)
+                    ) as channel:
                         channel.send({"nonce": "a"})
                         nonces = ("a", channel.receive()["nonce"])
                         code = proof(b"a guess", "answer", *nonces, "null")

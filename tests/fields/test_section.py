@@ -26,15 +26,15 @@ class Example(Section, section="example"):
     ("changes", "message"),
     [
         ({"steps": 0}, "example.steps=0 must be at least 1; choose 5"),
-        ({"steps": 2.0}, "example.steps=2.0 must be of type int"),
-        ({"steps": True}, "example.steps=True must be of type int"),
-        ({"rate": "fast"}, "example.rate='fast' must be of type float"),
+        ({"steps": 2.0}, "example.steps=2.0 must be of type int, such as 5"),
+        ({"steps": True}, "example.steps=True must be of type int, such as 5"),
+        ({"rate": "fast"}, "example.rate='fast' must be of type float, such as 0.1"),
         ({"budget": "all"}, "example.budget='all' must be of type float or None"),
         ({"budget": 0.0}, "example.budget=0.0 must be more than 0, or None"),
         ({"blur": (1.0,)}, "example.blur=(1.0,) must be 2 numbers, each at least 0"),
         (
             {"rate": "3e-4"},
-            "example.rate='3e-4' must be of type float; in YAML, write 3.0e-4",
+            "example.rate='3e-4' must be of type float, such as 0.1; in YAML, write 3.0e-4",
         ),
         (
             {"budget": "1.5E3"},
@@ -44,9 +44,12 @@ class Example(Section, section="example"):
             {"blur": ["-1e2", 0.5]},
             "example.blur=('-1e2', 0.5) must be 2 numbers, each at least 0; in YAML, write -1.0e+2",
         ),
-        ({"steps": "1e3"}, "example.steps='1e3' must be of type int; write it without an exponent"),
+        (
+            {"steps": "1e3"},
+            "example.steps='1e3' must be of type int, such as 5; write it without an exponent",
+        ),
         ({"name": "3e-4"}, "example.name='3e-4' is unknown; choose a or b"),
-        ({"flip": 1}, "example.flip=1 must be of type bool"),
+        ({"flip": 1}, "example.flip=1 must be of type bool, such as False"),
         ({"name": "c"}, "example.name='c' is unknown; choose a or b"),
     ],
 )

@@ -19,12 +19,12 @@ from checkpoint.checksums import find_damage, write_checksums
 from checkpoint.lazy import stored_arrays
 from convert.source import read_source
 from convert.tensor_files import open_tensors
-from data.array_cache import read_array, write_array
+from data.cache import read_array, write_array
 from data.images.readability import problem_of
-from data.text.text_files import open_text_files
+from data.text.text_files import lazy_documents, split_files
 from data.text.token_files import open_token_file
-from distributed.channel import Channel
 from distributed.handshake import Process
+from distributed.message_socket import MessageSocket
 from pipeline.schedules.csv_table import read_csv, write_csv
 from pipeline.schedules.generators import one_f_one_b
 from pipeline.schedules.table import verify
@@ -44,6 +44,7 @@ from train.compile import run_for
 from train.config import deepspeed
 from train.config.config_files import load, shorten
 from train.config.inherit_config import take_init_from
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.goodput import summarize
 from train.lifecycle.restore import restore_or_initialize
@@ -86,7 +87,7 @@ def _resume(directory: Path) -> None:
 def _read_deepspeed(directory: Path) -> None:
     path = str(directory / "deepspeed.json")
     translated = deepspeed.read(path, load("configs/gpt2.py"))
-    validate_config(load("configs/gpt2.py", translated.overrides))
+    validate_config(load("configs/gpt2.py", Overrides().with_deepspeed(translated.values)))
 
 
 def _read_target(directory: Path) -> None:
@@ -96,8 +97,8 @@ def _read_target(directory: Path) -> None:
 
 def _read_documents(name: str) -> Callable[[Path], Any]:
     def parse(directory: Path) -> None:
-        for documents in open_text_files([directory / name], "text", 0.5, 16).values():
-            list(documents)
+        for spans in split_files([directory / name], 0.5, 16).values():
+            list(lazy_documents(spans, "text"))
 
     return parse
 
@@ -114,7 +115,7 @@ def _receive_process(directory: Path) -> None:
         theirs.setblocking(False)
         theirs.send((directory / "message").read_bytes()[:50_000])
         theirs.close()
-        message = Channel(ours, time.monotonic() + 1).receive()
+        message = MessageSocket(ours, time.monotonic() + 1).receive()
     Process.from_json(json.dumps(message))
 
 
@@ -166,7 +167,7 @@ def _assemble(directory: Path, target: str) -> None:
     """Assemble a config's run without data, as far as the memory estimate needs."""
     given: Any = load(str(directory / "config.yaml"))
     shorten(given)
-    take_init_from(given, ())
+    take_init_from(given, Overrides())
     try:
         run_for(validate_config(given), _TargetOfCpus(**vars(parse_target(target))))
     finally:

@@ -28,6 +28,7 @@ def a_stop_token(tokens: list[list[int]]) -> int:
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(3)
 def test_beams_of_every_family_equal_those_of_transformers(model):
     reference, directory = model
     stop = a_stop_token(theirs(reference))
@@ -54,6 +55,7 @@ def test_beams_of_every_family_equal_those_of_transformers(model):
     ],
     ids=str,
 )
+@pytest.mark.drawn(2)
 def test_beams_end_as_those_of_transformers(beams, llama, greedy):
     reference, directory = llama
     stop = a_stop_token(greedy)

@@ -48,6 +48,7 @@ def passes_of(num_tokens: int, num_drafts: int) -> int:
     return -(-(num_tokens - 1) // (num_drafts + 1))
 
 
+@pytest.mark.drawn(2)
 def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     reference, directory = model
     generator = Generator(load(directory), start=START, drafts=Drafts(num_tokens=4))
@@ -57,6 +58,7 @@ def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
 
 
 @pytest.mark.thorough(but=["gpt2-greedy", "mistral-penalized"])
+@pytest.mark.drawn(3)
 @pytest.mark.slow(only=[f"{name}-{how}" for name in ("opt", "qwen3") for how in _SETTINGS])
 @pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
 def test_all_drafts_of_the_model_itself_are_right(sampling, model):

@@ -146,6 +146,7 @@ def metrics(results: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", [pytest.param("", marks=pytest.mark.slow), "data=2,model=2"])
 def test_metrics_equal_those_of_the_hugging_face_backend(mesh, directory, tasks, tmp_path, capsys):
     out = tmp_path / "out.json"

@@ -48,6 +48,7 @@ def test_packed_documents_are_given_to_the_kernel():
     assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("config", "dtype", "overrides"),
     [

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pipeline.runtime.tick_plan import TICKS, scope_of
+from pipeline.runtime.tick_table import TICKS, scope_of
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.picture import draw
 from predict.time.prediction import Prediction, predict
@@ -20,8 +21,7 @@ from predict.time.ticks import Operations, Ticks
 from predict.time.trace import trace
 from sharding.compiler_options import options_for
 from sharding.hardware import hardware_of
-from sharding.ops.update_if import update_if
-from train.planning.step_time import machine_of
+from sharding.ops.update_if import Condition, update_if
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -124,8 +124,8 @@ def test_predict_the_bubble_of_ticks():
         stage = jax.lax.axis_index("pipeline")
 
         def tick(x, row):
-            with jax.named_scope(scope_of("F")):
-                x = update_if(None, row[stage], lambda x: jnp.tanh(x @ w[0]), x)
+            condition = Condition(lambda: row[stage], scope=scope_of("F"))
+            x = update_if(condition, lambda x: jnp.tanh(x @ w[0]), x)
             return jax.lax.ppermute(x, "pipeline", [(i, i + 1) for i in range(7)]), None
 
         with jax.named_scope(TICKS):

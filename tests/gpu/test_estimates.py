@@ -35,6 +35,7 @@ def _param(case: Case):
     return pytest.param(case, id=name, marks=[pytest.mark.slow] * (case.name not in CHOSEN))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("case", [_param(case) for case in gpu_estimates.cases()])
 def test_estimate_is_close_to_the_compiled_memory(case):
     figures = gpu_estimates.measure(case, "h100")
@@ -63,6 +64,7 @@ SPLIT_SEQUENCES = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("case", SPLIT_SEQUENCES)
 def test_estimate_of_a_split_sequence_is_close_to_the_compiled_memory(case):
     run = steps.make_run("llama:3-8b", SPLIT_SEQUENCES[case])

@@ -26,6 +26,7 @@ def products(run) -> dict[str, int]:
     return {"float8": calls.count("$f8"), "other": calls.count("")}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize("config, num_linears", [("gpt2", 4), ("llama", 7)])
 def test_all_products_of_the_stacks_are_in_float8(config, num_linears, scaling):

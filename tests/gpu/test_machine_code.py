@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from predict.machines import machine_code
+from predict.machines.datasheets import machine_of
 from predict.machines.machine_code import options_without_machine_code
 from predict.program.flops import matmul_flops_in_text
 from predict.time.prediction import predict
 from tests.gpu import steps
 from train.compile import run_for
-from train.planning.step_time import machine_of
 
 pytestmark = pytest.mark.gpu_compiler
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipeline.runtime.tick_plan import TICKS
+from pipeline.runtime.tick_table import TICKS
 from predict.program import asynchrony
 from predict.program.instruction import Instruction, arrays_of, loop_label
 from predict.program.module import Module

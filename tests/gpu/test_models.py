@@ -1,4 +1,4 @@
-"""Tests that every model compiles for an H100 on every kind of mesh, with cuDNN's attention."""
+"""Tests that every model compiles for an H100, with cuDNN's attention, on a mesh that is drawn."""
 
 import pytest
 
@@ -8,19 +8,9 @@ from tests.train.meshes.models_on_meshes import MODELS
 pytestmark = pytest.mark.gpu_compiler
 
 
-def combinations():
-    """Yield every model on every mesh; the slow ones are marked.
-
-    XLA needs minutes to compile Swin V2, so two of its meshes are marked as slow. test_attention.py
-    compiles it on fsdp=2 × model=2 instead.
-    """
-    for model in MODELS:
-        for mesh in steps.MESHES:
-            is_slow = model == "Swin V2" and mesh in ("model=2", "fsdp=2")
-            yield pytest.param(model, mesh, marks=[pytest.mark.slow] * is_slow)
-
-
-@pytest.mark.parametrize(("model", "mesh"), list(combinations()))
+@pytest.mark.drawn(1, by="model")
+@pytest.mark.parametrize("mesh", steps.MESHES)
+@pytest.mark.parametrize("model", MODELS)
 def test_step_compiles_with_fused_attention(model, mesh):
     overrides = steps.MESHES[mesh]
     if MODELS[model][0] == "moco" and "pipeline" in mesh:

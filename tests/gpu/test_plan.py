@@ -12,10 +12,10 @@ from tests.runs import ROOT
 from train import plan
 from train.compile import compile_run, load_config, run_for
 from train.config.config_files import as_yaml, load
-from train.config.overrides import Override, parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.planning import plan_search
-from train.planning.layer_times import CompiledPart, Part
+from train.planning.layer_times import CompiledReplica, ReplicaStep
 from train.planning.memory.budget import needs_of, target_budget
 from train.planning.parallel_plan import PlanSpace
 from train.planning.plan_devices import described_devices
@@ -57,13 +57,13 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
     assert report["num_devices"] == 2
     (best,) = report["plans"]
 
-    overrides = parse_overrides(ARGUMENTS)
+    overrides = Overrides.parse(ARGUMENTS)
     config = validate_config(load_config(CONFIG, overrides))
     target = parse_target("h100:1x2")
     space = PlanSpace(
         config=config,
         num_devices=2,
-        fixed={Override.parse(override).key for override in overrides},
+        fixed=overrides.keys,
         num_layers=4,
         remats=("none",),
         allows=lambda context, model: True,
@@ -83,7 +83,8 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
     # The file is a complete config, which keeps everything else.
     saved = yaml.safe_load(out.read_text(encoding="utf-8"))
     assert saved["mesh"]["data"] == best["settings"]["mesh.data"]
-    given = load(CONFIG, [override for override in overrides if "mesh" not in override])
+    others = tuple(override for override in overrides.command_line if "mesh" not in override.key)
+    given = load(CONFIG, Overrides(command_line=others))
     assert saved["data"]["paths"] == list(given.data.paths)
     assert validate_config(load(str(out))).train.num_microbatches == 4
 
@@ -94,7 +95,7 @@ def test_plan_without_a_pipeline_replaces_the_stages_of_its_config(tmp_path, cap
     stages = ["mesh.pipeline=2", "pipeline.schedule=interleaved_1f1b", "pipeline.chunks=2"]
     stages += ["pipeline.layers_per_stage=1,1,1,1", "mesh.auto=true"]
     shape = [each for each in FIXED if each.partition("=")[0] not in ("pipeline.schedule",)]
-    config = load(CONFIG, parse_overrides([f"--config.{each}" for each in [*shape, *stages]]))
+    config = load(CONFIG, [*shape, *stages])
     own.write_text(as_yaml(config.to_dict()), encoding="utf-8")
     out = tmp_path / "plan.yaml"
     options = [f"--config={own}", "--target=h100:1x2", f"--out={out}", "--config.mesh.pipeline=1"]
@@ -109,11 +110,11 @@ def test_plan_without_a_pipeline_replaces_the_stages_of_its_config(tmp_path, cap
 
 def test_part_has_the_times_of_its_own_layers():
     """The forward is a part of the step, and takes longer for twice the batch."""
-    config = validate_config(load_config(CONFIG, parse_overrides(ARGUMENTS)))
+    config = validate_config(load_config(CONFIG, Overrides.parse(ARGUMENTS)))
     target = parse_target("h100:1x8")
     parts = [
-        CompiledPart(
-            Part(context=1, model=1, batch=batch, remat="none"),
+        CompiledReplica(
+            ReplicaStep(context=1, model=1, batch=batch, remat="none"),
             config,
             described_devices(target, target_budget(config.memory, target), run_for),
         )
@@ -181,7 +182,7 @@ def test_plan_that_fits_only_as_compiled_is_found(capfd):
     assert best["settings"]["train.remat"] == "full"
     assert best["predicted"]["step_time_s"] < 0.013
     overrides += [f"{key}={value}" for key, value in best["settings"].items()]
-    config = load_config(CONFIG, parse_overrides([f"--config.{each}" for each in overrides]))
+    config = load_config(CONFIG, overrides)
     target = parse_target("h100:1x4")
     run = run_for(validate_config(config), target)
     budget = target_budget(run.config.memory, target)

@@ -154,6 +154,9 @@ class Job:
     def requeue(self) -> None:
         self.cluster("scontrol", "requeue", str(self.number))
 
+    def cancel(self) -> None:
+        self.cluster("scancel", str(self.number))
+
     @property
     def minutes_run(self) -> int:
         """Whole minutes since the job's last start."""

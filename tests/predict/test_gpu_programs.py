@@ -2,7 +2,7 @@
 
 from predict.program.communication import collectives_in_text, host_copies_in_text
 from predict.program.flops import matmul_flops_in_text
-from predict.program.loop_tasks import tasks_of_loop_in_text
+from tests.predict.program.loop_tasks import tasks_of_loop_in_text
 
 MESH = {"pipeline": 2, "data": 2, "model": 2}
 GPU_TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8

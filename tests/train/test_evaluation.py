@@ -185,6 +185,7 @@ def check_groups(objective, files, groups, *changes: str):
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_evaluation_does_not_depend_on_the_batch_size(objective, files):
     check_groups(objective, files, GROUPS)
@@ -211,6 +212,7 @@ def test_metrics_with_weights_of_their_own_do_not_depend_on_the_batch_size(files
         pytest.param("causal_lm", (OWN_METRICS,), id="own metrics"),
     ],
 )
+@pytest.mark.drawn(4)
 def test_training_metrics_do_not_depend_on_the_number_of_microbatches(objective, changes, files):
     found = []
     with jax.enable_x64(True):
@@ -263,6 +265,7 @@ def by_hand(run, state):
 
 
 @pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_image_counts_once(mesh, tmp_path):
     with jax.enable_x64(True):

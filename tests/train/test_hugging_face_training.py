@@ -20,6 +20,7 @@ from tests.hugging_face import save_model
 from tests.runs import ROOT, write_corpus
 from train.config.config_files import load
 from train.config.inherit_config import inherit_config
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.references import add_references
 from train.run.assemble import assemble_run
@@ -173,7 +174,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torc
     overrides = (*SHARED, *corpus_overrides, *overrides, f"init_from={start}")
     config = load(str(ROOT / "configs" / f"{name}.py"), overrides)
     source = read_source(start)
-    inherit_config(config, source, overrides)
+    inherit_config(config, source, Overrides.of(overrides))
     validated = validate_config(config)
     corpus = load_text(validated.data)
     mesh = make_mesh(validated.mesh, jax.devices())

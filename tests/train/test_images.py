@@ -68,7 +68,8 @@ def timeless(workdir):
 
 
 def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys):
-    assert run_main(tmp_path / "whole", config) == 0
+    schedule = ("optimizer.schedule=constant",)
+    assert run_main(tmp_path / "whole", config, *schedule) == 0
     printed = capsys.readouterr()
     said = "digits: 1,438 training and 359 validation images of 8 × 8 × 1, 10 classes"
     assert said in printed.err and re.search(r"model   Patches, .* FLOPs an image", printed.err)
@@ -87,13 +88,11 @@ def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys)
     labels = (tmp_path / "whole" / "hf" / "labels.json").read_text()
     assert labels.startswith('["0", "1"') and not (tmp_path / "whole/hf/tokenizer.json").exists()
     # Stopped after ten steps and resumed with worker processes: the same to the bit.
-    schedule = ("optimizer.schedule=constant",)
-    assert run_main(tmp_path / "once", config, *schedule) == 0
     assert run_main(tmp_path / "twice", config, *schedule, "train.num_steps=10") == 0
     assert run_main(tmp_path / "twice", config, *schedule, "images.num_workers=2") == 0
-    once = timeless(tmp_path / "once")
+    whole = timeless(tmp_path / "whole")
     assert [e for e in timeless(tmp_path / "twice") if e["step"] > 10] == [
-        e for e in once if e["step"] > 10
+        e for e in whole if e["step"] > 10
     ]
 
 

@@ -225,7 +225,7 @@ BAD = {
     "two dims on one axis": (("rules.seq=model", "mesh.model=2"), "both split over mesh axis"),
     "loss that is none": (("model.loss=json:__name__",), "model.loss='json:__name__' is not a f"),
     "schedule": (("pipeline.schedule=2f2b",), "choose from gpipe, 1f1b"),
-    "wrong type": (("train.num_steps=many",), "train.num_steps=many"),
+    "wrong type": (("train.num_steps=many",), "train.num_steps='many'"),
     "model path": (("model.name=nowhere:Model",), "model.name='nowhere:Model'"),
     "small vocabulary": (("model.vocab_size=100",), "tokenizer's 257 tokens"),
     "labels of no checkpoint": (("train.init_labels=new",), "needs config.init_from"),

@@ -16,7 +16,7 @@ from convert.runs import CONFIG_FILE
 from fields.numbers import shown
 from fields.paths import check_local
 from train.config.defaults import default_config
-from train.config.overrides import apply_overrides, check_number
+from train.config.overrides import Overrides, store
 from untrusted.documents import read_yaml
 from untrusted.imports import (
     allow_imports,
@@ -26,13 +26,15 @@ from untrusted.imports import (
 )
 
 
-def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str] = ()) -> Any:
-    """Load a config file and apply overrides.
+def load(
+    path: str, overrides: Overrides | Sequence[str] = (), *, allow_import: Sequence[str] = ()
+) -> Any:
+    """Load a config file and apply overrides; `validate_config` checks the values.
 
     Args:
         path: `file.py`, `file.py:argument` (the argument is passed to its `get_config`), or
             `config.yaml`.
-        overrides: strings `section.key=value`.
+        overrides: parsed, or strings `section.key=value`.
         allow_import: import paths, packages and modules that a `config.yaml` may import from.
             Import paths in overrides need no permission.
 
@@ -40,8 +42,8 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
         A ConfigDict.
 
     Raises:
-        ValueError: the file is not a config, an override is not valid for it, or a `config.yaml`
-            would import code that is not allowed.
+        ValueError: the file is not a config, an override has no value or an unknown key, or a
+            `config.yaml` would import code that is not allowed.
         FileNotFoundError: the file does not exist.
     """
     check_local("--config", path)
@@ -57,7 +59,7 @@ def load(path: str, overrides: Sequence[str] = (), *, allow_import: Sequence[str
     else:
         config = _load_python(file, argument)
         allow_imports_in(config.to_dict())
-    apply_overrides(config, overrides)
+    Overrides.of(overrides).apply(config)
     if is_data:
         check_imports(config.to_dict())  # Now, not after hours of tokenizing.
     return config
@@ -93,8 +95,7 @@ def complete(tree: Mapping[str, Any]) -> ConfigDict:
             if name in config and isinstance(config[name], ConfigDict):
                 defaults: Any = config[name]
                 for key, value in section.items():
-                    check_number(f"config.{name}.{key}", value)
-                    defaults[key] = value
+                    store(defaults, key, value)
             else:
                 config[name] = section
     return config

@@ -1,4 +1,4 @@
-"""Translates a DeepSpeed JSON into overrides of Taibai's config keys.
+"""Translates a DeepSpeed JSON into values of Taibai's config keys.
 
 Each key of the file is handled in one of four ways:
 
@@ -41,6 +41,7 @@ from train.config.deepspeed_keys import (
     parse_values,
     rename_old_keys,
 )
+from train.config.schema import checked_value
 from untrusted.documents import parse_json
 from untrusted.files import read_bytes
 from untrusted.messages import shortened
@@ -56,12 +57,12 @@ class Translated:
     """A DeepSpeed JSON in Taibai's terms.
 
     Attributes:
-        overrides: overrides `section.key=value`.
+        values: values of Taibai's keys, `section.key`.
         open_batch: batch sizes if they depend on the number of replicas, which is known once
-            the devices are; then `overrides` has provisional ones. None: they are final.
+            the devices are; then `values` has provisional ones. None: they are final.
     """
 
-    overrides: list[str]
+    values: dict[str, Any]
     open_batch: BatchSizes | None
 
 
@@ -75,7 +76,8 @@ def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> Translated:
         fixed: keys of `config` that `mesh.auto` must not change.
 
     Raises:
-        ValueError: some keys cannot be translated; the message lists all of them.
+        ValueError: some keys cannot be translated; the message lists all of them. Or a value of
+            `config` that is needed here is not valid.
         FileNotFoundError: the file does not exist.
     """
     if not Path(path).exists():
@@ -88,7 +90,7 @@ def read(path: str, config: Any, *, fixed: Collection[str] = ()) -> Translated:
         _log.info("--deepspeed: left to XLA: %s", ", ".join(sorted(translation.left)))
     for note in translation.notes:
         _log.info("--deepspeed: %s", note)
-    return Translated(overrides=translation.found, open_batch=translation.open_batch)
+    return Translated(values=translation.found, open_batch=translation.open_batch)
 
 
 class _Translation:
@@ -99,7 +101,7 @@ class _Translation:
     """
 
     def __init__(self, tree: dict, config: Any, fixed: Collection[str]):
-        self.found: list[str] = []  # overrides
+        self.found: dict[str, Any] = {}  # Taibai's key -> value
         self.left: list[str] = []  # keys left to XLA
         self.notes: list[str] = []  # other keys without an effect
         self.problems: list[str] = []
@@ -141,7 +143,7 @@ class _Translation:
         return self._values.pop(key, default)
 
     def _set(self, key: str, value: Any) -> None:
-        self.found.append(f"{key}={value}")
+        self.found[key] = value
 
     def _refuse(self, problem: str) -> None:
         self.problems.append(problem)
@@ -264,7 +266,9 @@ class _Translation:
                 )
 
     def _offloading(self, config: Any) -> None:
-        stage = self._values.get("zero_optimization.stage", config.memory.zero_stage)
+        stage = self._values.get("zero_optimization.stage")
+        if stage is None:
+            stage = checked_value(config, "memory.zero_stage")
         devices = {
             OPTIMIZER_OFFLOAD: self._offload_device(OPTIMIZER_OFFLOAD, "cpu_offload"),
             PARAM_OFFLOAD: self._offload_device(PARAM_OFFLOAD, "cpu_offload_param"),
@@ -313,12 +317,14 @@ class _Translation:
             micro=self._take("train_micro_batch_size_per_gpu"),
             count=self._take("gradient_accumulation_steps"),
         )
-        mesh = config.mesh
-        is_planned = mesh.auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
-        count = config.train.num_microbatches
-        if sizes.micro is None or not (is_planned or min(mesh.data, mesh.fsdp) < 1):
+        is_auto = checked_value(config, "mesh.auto")
+        data = checked_value(config, "mesh.data")
+        fsdp = checked_value(config, "mesh.fsdp")
+        count = checked_value(config, "train.num_microbatches")
+        is_planned = is_auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
+        if sizes.micro is None or not (is_planned or min(data, fsdp) < 1):
             try:
-                completed = sizes.completed(mesh.data * mesh.fsdp, count)
+                completed = sizes.completed(data * fsdp, count)
             except ValueError as error:
                 return self._refuse(str(error))
         elif is_planned and sizes.whole is not None:
@@ -336,7 +342,7 @@ class _Translation:
                     "train.num_microbatches": sizes.count or 1,
                 }
             else:
-                completed = sizes.completed(max(mesh.data, 1) * max(mesh.fsdp, 1), count)
+                completed = sizes.completed(max(data, 1) * max(fsdp, 1), count)
             if is_planned and sizes.count is None:
                 del completed["train.num_microbatches"]  # or the plan could not choose it
         for key, value in completed.items():

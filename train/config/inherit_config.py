@@ -15,7 +15,7 @@ from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
 from fields.paths import check_local
 from models.registry import find_model
-from train.config.overrides import Override
+from train.config.overrides import Overrides
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
@@ -39,13 +39,13 @@ INIT_FROM = "init_from"
 
 
 def take_init_from(
-    config: Any, overrides: Sequence[str], *, allow_import: Sequence[str] = ()
+    config: Any, overrides: Overrides, *, allow_import: Sequence[str] = ()
 ) -> Source | None:
     """Open the checkpoint that a config starts from, and copy its model settings into the config.
 
     Args:
         config: ConfigDict, changed in place; see `inherit_config`.
-        overrides: `section.key=value` from the command line.
+        overrides: those of the command line are never replaced.
         allow_import: packages and modules that the checkpoint's config may import from. It may also
             import paths that the user names on the command line or in a config.py.
 
@@ -64,7 +64,7 @@ def take_init_from(
     return source
 
 
-def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> None:
+def inherit_config(config: Any, source: Source, overrides: Overrides) -> None:
     """Copy the model's sizes, and for text the tokenizer, from a checkpoint into the config.
 
     The run's model is the checkpoint's model, or the encoder of a pretraining model such as MAE.
@@ -73,14 +73,14 @@ def inherit_config(config: Any, source: Source, overrides: Sequence[str]) -> Non
         config: ConfigDict, changed in place. The checkpoint's values replace values from the
             config file.
         source: checkpoint.
-        overrides: `section.key=value` from the command line. They are never replaced: one that
-            contradicts the checkpoint is an error.
+        overrides: those of the command line are never replaced: one that contradicts the
+            checkpoint is an error.
 
     Raises:
         ValueError: an override contradicts the checkpoint, the config is for another model, or a
             text run's checkpoint has no tokenizer.
     """
-    overridden = {Override.parse(override).key for override in overrides}
+    overridden = overrides.command_line_keys
     if "model" not in config:
         with config.unlocked():
             config.model = ConfigDict()

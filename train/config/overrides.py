@@ -1,133 +1,167 @@
-"""Applies the overrides of a command line, `--config.section.key=value`, to a config.
+"""Overrides: the values that a command line or a DeepSpeed JSON sets in a config.
 
-An override is kept as the text `section.key=value`, on command lines as in the results of
-benchmarks. Code that needs its parts calls `Override.parse`.
+    --config.optimizer.clip_norm=0.5 -> Override("optimizer.clip_norm", "0.5", 0.5)
+
+The text of the command line is parsed once, into `Overrides`, which know where each value came
+from. `Overrides.apply` sets the values; `validate_config` checks them with those of the file.
 """
 
 import ast
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from fields.keys import nearest
-from fields.numbers import number_problem, shown
+from fields.numbers import number_problem
 from models.registry import find_model
 from models.section import ModelSettings
 from untrusted.imports import allow_imports_in, is_import_path
 
+_PREFIX = "--config."
+#: Other spellings of Python's constants.
+_CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
+
 
 class Override(NamedTuple):
-    """An override `section.key=value` of the command line, split into its parts."""
+    """A key, and the value to set."""
 
     key: str
-    text: str
+    text: str  # the value of a key for a string
+    value: Any  # the value of any other key; the text itself if it is no literal of Python
 
-    @classmethod
-    def parse(cls, override: str) -> "Override":
-        """Split an override.
+    def set_in(self, config: Any) -> None:
+        """Set the key in a ConfigDict; its current value says what the text stands for.
 
         Raises:
-            ValueError: it has no value.
+            ValueError: the key is unknown.
         """
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"--config.{override} has no value; write --config.{key}=value")
-        return cls(key, text)
+        section, _, name = self.key.partition(".")
+        if self.key == "init_from":
+            config.init_from = self.text
+            return
+        if section == "rules" and name and "rules" in config:
+            config.rules[name] = self.value
+            return
+        keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
+        if self.key in keys:
+            current_value = config[section][name]
+        else:
+            fields = _model_fields(config)
+            if section != "model" or name not in fields:
+                known = [*keys, *(f"model.{field}" for field in fields)]
+                raise ValueError(f"--config.{self.key}: unknown key{nearest(self.key, known)}")
+            current_value = _default_of(fields[name])
+        value = self.text if isinstance(current_value, str) else self.value
+        if isinstance(current_value, tuple):
+            parts = self.text.split(",") if isinstance(value, str) else value
+            parts = parts if isinstance(parts, tuple | list) else (parts,)
+            value = tuple(part for part in parts if part != "")
+        elif isinstance(current_value, float) and type(value) is int:
+            value = value if number_problem(value, is_float=True) else float(value)
+        store(config[section], name, value)
 
 
-def parse_overrides(arguments: Sequence[str]) -> list[str]:
-    """Return `section.key=value` for every `--config.section.key=value` on a command line.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """The values that replace those of a config file, by where they came from.
 
-    Args:
-        arguments: command-line arguments; `--config.key value` is accepted as well.
-
-    Raises:
-        ValueError: an argument has another form.
+    Attributes:
+        command_line: of several values of a key, the last one counts.
+        deepspeed: values of a DeepSpeed JSON, for keys that the command line does not set.
     """
-    overrides = []
-    remaining_arguments = list(arguments)
-    while remaining_arguments:
-        argument = remaining_arguments.pop(0)
-        if not argument.startswith("--config."):
-            raise ValueError(
-                f"unknown argument {argument!r}; config keys are set as --config.section.key=value"
-            )
-        if (
-            "=" not in argument
-            and remaining_arguments
-            and not remaining_arguments[0].startswith("--")
-        ):
-            argument += "=" + remaining_arguments.pop(0)
-        overrides.append(argument.removeprefix("--config."))
-    return overrides
+
+    command_line: tuple[Override, ...] = ()
+    deepspeed: tuple[Override, ...] = ()
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> "Overrides":
+        """Parse the arguments of a command line that set config keys.
+
+        Args:
+            arguments: `--config.section.key=value` or `--config.section.key value`.
+
+        Raises:
+            ValueError: an argument has another form, or no value.
+        """
+        overrides = []
+        remaining_arguments = list(arguments)
+        while remaining_arguments:
+            argument = remaining_arguments.pop(0)
+            if not argument.startswith(_PREFIX):
+                raise ValueError(
+                    f"unknown argument {argument!r}; config keys are set as "
+                    "--config.section.key=value"
+                )
+            key, equals, text = argument.removeprefix(_PREFIX).partition("=")
+            if not equals:
+                if not remaining_arguments or remaining_arguments[0].startswith("--"):
+                    raise ValueError(f"{argument} has no value; write {argument}=value")
+                text = remaining_arguments.pop(0)
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                value = _CONSTANTS.get(text.lower(), text)
+            overrides.append(Override(key, text, value))
+        return cls(command_line=tuple(overrides))
+
+    @classmethod
+    def of(cls, overrides: "Overrides | Sequence[str]") -> "Overrides":
+        """Return overrides, which code may also write as strings `section.key=value`."""
+        if isinstance(overrides, Overrides):
+            return overrides
+        return cls.parse([_PREFIX + text for text in overrides])
+
+    def with_deepspeed(self, values: Mapping[str, Any]) -> "Overrides":
+        """Add the values of a DeepSpeed JSON, by key, unless the command line sets the key."""
+        others = {key: x for key, x in values.items() if key not in self.command_line_keys}
+        overrides = [Override(key, str(value), value) for key, value in others.items()]
+        return dataclasses.replace(self, deepspeed=tuple(overrides))
+
+    @property
+    def command_line_keys(self) -> set[str]:
+        """The keys that the command line sets."""
+        return {override.key for override in self.command_line}
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys that the command line or the DeepSpeed JSON sets."""
+        return self.command_line_keys | {override.key for override in self.deepspeed}
+
+    def apply(self, config: Any) -> None:
+        """Set the keys in a config; the user's values may import the code that they name.
+
+        Args:
+            config: ConfigDict, changed in place.
+
+        Raises:
+            ValueError: a key is unknown.
+        """
+        for override in self.command_line:
+            allow_imports_in(override.text)
+        # Names come first: the model's name decides which other keys there are.
+        overrides = [*self.deepspeed, *self.command_line]
+        names = [o for o in overrides if o.key.endswith(".name") or is_import_path(o.text)]
+        for override in [*names, *(o for o in overrides if o not in names)]:
+            override.set_in(config)
 
 
-def apply_overrides(config: Any, overrides: Sequence[str]) -> None:
-    """Set keys of a config; their values may import the code that they name.
+def store(section: ConfigDict, key: str, value: Any) -> None:
+    """Set a key of a config to a value of any type, which `validate_config` checks.
 
-    Args:
-        config: ConfigDict, changed in place.
-        overrides: strings `section.key=value`.
-
-    Raises:
-        ValueError: a key is unknown, or a value has another type than the key's default.
+    The old value is removed first: otherwise the ConfigDict would convert an int or a bool to its
+    type, and fail for 10**400. A dict needs a placeholder: otherwise it would become a section,
+    whose keys may have no dots.
     """
-    parsed_overrides = [Override.parse(override) for override in overrides]
-    for each in parsed_overrides:
-        allow_imports_in(each.text)
-    # Names come first: the model's name decides which other keys there are.
-    names = [
-        each for each in parsed_overrides if each.key.endswith(".name") or is_import_path(each.text)
-    ]
-    for each in names:
-        _set(config, each.key, each.text)
-    for each in parsed_overrides:
-        if each not in names:
-            _set(config, each.key, each.text)
-
-
-def check_number(key: str, value: Any) -> None:
-    """Refuse a number that a ConfigDict could not convert to a float."""
-    if problem := number_problem(value, is_float=True):
-        raise ValueError(f"{key}={shown(value)} {problem}")
-
-
-def _set(config: Any, key: str, text: str) -> None:
-    if key == "init_from":
-        config.init_from = text
-        return
-    section, _, name = key.partition(".")
-    keys = [f"{s}.{k}" for s in config if isinstance(config[s], ConfigDict) for k in config[s]]
-    if section == "rules" and name and "rules" in config:
-        config.rules[name] = _parse(text)
-        return
-    if key not in keys:
-        fields = _model_fields(config)
-        if section != "model" or name not in fields:
-            known = [*keys, *(f"model.{field}" for field in fields)]
-            raise ValueError(f"--config.{key}: unknown key{nearest(key, known)}")
-        with config.unlocked(), config.ignore_type():
-            config.model[name] = _default_of(fields[name])
-    default = config[section][name]
-    value = text if isinstance(default, str) else _parse(text)
-    check_number(f"--config.{key}", value)
-    if isinstance(default, tuple):
-        parts = text.split(",") if isinstance(value, str) else value
-        parts = parts if isinstance(parts, tuple | list) else (parts,)
-        value = tuple(part for part in parts if part != "")
-    elif isinstance(default, float) and type(value) is int:
-        value = float(value)
-    numbers = section == "model" and {type(default), type(value)} == {int, float}
-    # A DeepSpeed file is translated with these values, before `validate_config`, which knows the
-    # type of each key, checks them. It also checks None, and int versus float in `model`.
-    if None not in (default, value) and type(value) is not type(default) and not numbers:
-        kind = type(default).__name__
-        raise ValueError(f"--config.{key}={text[:60]} must be of type {kind}, such as {default!r}")
-    with config.ignore_type():
-        config[section][name] = value
+    with section.unlocked(), section.ignore_type():
+        if key in section:
+            del section[key]
+        if isinstance(value, dict):
+            section[key] = placeholder(dict)
+        section[key] = value
 
 
 def _model_fields(config: ConfigDict) -> dict[str, dataclasses.Field]:
@@ -146,10 +180,3 @@ def _default_of(field: dataclasses.Field) -> Any:
         return field.default
     origin = typing.get_origin(field.type) or field.type
     return origin() if origin in (int, float, str, bool, tuple) else None
-
-
-def _parse(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # nested too deeply
-        return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), text)

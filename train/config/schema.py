@@ -18,7 +18,7 @@ from fields.field import field
 from fields.keys import check_keys, nearest
 from fields.numbers import shown
 from fields.section import Section
-from fields.types import check_types
+from fields.types import check_types, check_value
 from models.layers.lora import LoraConfig
 from models.preference import PreferenceConfig
 from models.registry import MODELS, find_model
@@ -214,12 +214,13 @@ def validate_config(config: Any) -> RunConfig:
         )
     model_class = find_model(fields["model"]["name"])
     fields["model"], model_fields = split_model_keys(fields["model"], model_class)
-    sections = {
-        name: build_section(section, fields.get(name, {}), f"config.{name}")
-        for name, section in SECTIONS.items()
-    }
+    sections: dict[str, Any] = {}
+    for name, section in SECTIONS.items():
+        values = fields.get(name, {})
+        check_keys(section, values, f"config.{name}")
+        sections[name] = section(**values)
     are_open = check_keys(model_class.Config, model_fields, "config.model", may_be_open=FROM_DATA)
-    check_types(model_class.Config, model_fields, "model", exclude=are_open, tuples=True)
+    check_types(model_class.Config, model_fields, "model", exclude=are_open)
     return RunConfig(
         **sections,
         rules=fields.get("rules", {}),
@@ -229,16 +230,17 @@ def validate_config(config: Any) -> RunConfig:
     )
 
 
-def build_section(section: type[Section], values: dict[str, Any], where: str) -> Any:
-    """Build a section from the keys of a config.
+def checked_value(config: Any, key: str) -> Any:
+    """Return a value of a config that is needed before the config is complete.
 
     Args:
-        section: dataclass of the section.
-        values: key -> value.
-        where: name of the section in messages about its keys, such as "config.train".
+        config: ConfigDict.
+        key: declared key, `section.name`.
 
     Raises:
-        ValueError: a key is unknown or missing, or its value is not valid.
+        ValueError: the value is not valid.
     """
-    check_keys(section, values, where)
-    return section(**values)
+    section, _, name = key.partition(".")
+    section_class: Any = SECTIONS[section]
+    fields = {field.name: field for field in dataclasses.fields(section_class)}
+    return check_value(fields[name], config[section][name], key)

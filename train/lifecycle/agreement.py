@@ -32,9 +32,6 @@ class DelayedAllReduce:
 
         This blocks until the computations that were started before the previous call are done. The
         first call returns zeros.
-
-        Args:
-            values: this process's values.
         """
         local_row = np.asarray([values], np.int32)  # one row for each of this process's devices
         shape = (self._mesh.size, len(values))

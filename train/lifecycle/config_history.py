@@ -35,8 +35,6 @@ def write_config(
     """Write `config.yaml`, keep earlier configs that differ from it, and log the changes.
 
     Args:
-        workdir: run's directory.
-        config: full config of this start.
         saved: config of the newest checkpoint, which the changes refer to; None: the
             present `config.yaml` decides.
         completed: adds the defaults of keys that an earlier config does not have.

@@ -60,7 +60,6 @@ class NonfiniteMonitor:
 
         Args:
             step: step that was just started; the first is 1.
-            local_batch: this process's part of its batch.
             metrics: metrics of this step; they may not be computed yet.
 
         Returns:

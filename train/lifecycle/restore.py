@@ -1,5 +1,6 @@
 """Restores a run from its checkpoints, at the start and when it rolls back."""
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
@@ -50,8 +51,6 @@ def restore_or_initialize(
     """Restore a run from the newest intact checkpoint of its workdir, or initialize its state.
 
     Args:
-        corpus: its data.
-        workdir: its directory.
         source: checkpoint with the initial parameters; None: the model initializes them.
 
     Raises:
@@ -59,57 +58,41 @@ def restore_or_initialize(
             other data, or somebody has changed them.
         OSError: a checkpoint cannot be read, though it may be intact.
     """
-    checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
-    try:
-        return _restore(run, corpus, workdir, source, checkpoints)
-    except BaseException:
-        checkpoints.close()
-        raise
-
-
-def _restore(
-    run: Run, corpus: Corpus, workdir: Path, source: Source | None, checkpoints: Checkpoints
-) -> RestoredRun:
-    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
-    if restored is None:
-        params = None if source is None else start_params(run, source, corpus.labels)
-        step = 0
-        state = run.state_layout.initial(params)
-    else:
-        step, portable, data_state = restored
-        state = run.state_layout.from_portable(portable)
-        where = f"the position in the data of step {step} in {workdir}"
-        check_fields(data_state, _DATA_STATE_TYPES, where)
-        if not _is_same_data(data_state, corpus):
-            raise ValueError(
-                f"the data of data.name={run.config.data.name!r} has changed since step {step} in "
-                f"{workdir}; restore the original data, or choose another --workdir"
+    with contextlib.ExitStack() as on_error:
+        checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
+        on_error.callback(checkpoints.close)
+        batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
+        restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
+        if restored is None:
+            params = None if source is None else start_params(run, source, corpus.labels)
+            step = 0
+            state = run.state_layout.initial(params)
+        else:
+            step, portable, data_state = restored
+            state = run.state_layout.from_portable(portable)
+            where = f"the position in the data of step {step} in {workdir}"
+            check_fields(data_state, _DATA_STATE_TYPES, where)
+            if not _is_same_data(data_state, corpus):
+                raise ValueError(
+                    f"the data of data.name={run.config.data.name!r} has changed since step {step} "
+                    f"in {workdir}; restore the original data, or choose another --workdir"
+                )
+            _set_position(batches, data_state["batches"], where)
+            done = step >= run.config.train.num_steps
+            _log.info(
+                "step %d of train.num_steps=%d is saved; %s",
+                step,
+                run.config.train.num_steps,
+                "nothing is left to train" if done else "resuming from there",
             )
-        _set_position(batches, data_state["batches"], where)
-        done = step >= run.config.train.num_steps
-        _log.info(
-            "step %d of train.num_steps=%d is saved; %s",
-            step,
-            run.config.train.num_steps,
-            "nothing is left to train" if done else "resuming from there",
-        )
-    if not len(corpus.validation):
-        _log.warning("the validation split is empty: nothing will be evaluated")
+        if not len(corpus.validation):
+            _log.warning("the validation split is empty: nothing will be evaluated")
+        on_error.pop_all()
     return RestoredRun(step=step, state=state, batches=batches, checkpoints=checkpoints)
 
 
 def _set_position(batches: DatasetIterator, saved: dict[str, Any], where: str) -> None:
-    """Continue with the batch that a checkpoint names.
-
-    Args:
-        batches: iterator.
-        saved: its state in the checkpoint.
-        where: checkpoint, for messages.
-
-    Raises:
-        ValueError: this is not a state of such an iterator.
-    """
+    """Continue with the batch that a checkpoint names."""
     current_state: Any = batches.get_state()
     check_fields(saved, {name: type(value) for name, value in current_state.items()}, where)
     for name, value in saved.items():
@@ -145,7 +128,6 @@ def roll_back(
     and their examples are not used again in this epoch.
 
     Args:
-        checkpoints: checkpoints of its workdir.
         state: state after the newest step; it is deleted.
         first_bad_step: first bad step. The step before it produced the parameters that failed,
             so its checkpoint is not used either.

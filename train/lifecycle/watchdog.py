@@ -63,9 +63,6 @@ def jax_heartbeat_timeout_s(timeout_s: float) -> int:
 
     jax ends a process without a report if another one sends no heartbeat for its timeout. Each
     process sends one every half of it, so this may happen half a timeout after the other froze.
-
-    Args:
-        timeout_s: longest duration of a phase, in seconds.
     """
     report_s = timeout_s + _interval_s(timeout_s) + _observation_s(timeout_s)
     return math.ceil(2 * (report_s + _BUSY_MACHINE_S))
@@ -107,9 +104,6 @@ class Watchdog:
 
         Args:
             directory: directory that all processes share; it is created if necessary.
-            phases: phases of this process.
-            process: index of this process.
-            num_processes: number of processes of this start of the run.
             run_id: identifier that is the same on all processes and different at each start.
                 Files with another identifier are leftovers and are ignored.
             timeout_s: longest duration of a phase, in seconds.
@@ -211,7 +205,6 @@ class Watchdog:
         """Compare two readings of the heartbeats.
 
         Args:
-            own_heartbeat: this process.
             first: process index -> heartbeat, for the others.
             second: the same, some seconds later.
 
@@ -220,7 +213,11 @@ class Watchdog:
         """
         others = [index for index in range(self._num_processes) if index != self._process]
         silent = [i for i in others if i not in second]
-        gone = {i for i in second if i in first and not _is_alive(first[i], second[i])}
+        gone = {
+            i
+            for i, heartbeat in second.items()
+            if i in first and heartbeat.beat == first[i].beat and not heartbeat.ended
+        }
         alive = {i: heartbeat for i, heartbeat in second.items() if i not in gone}
         behind = [i for i, heartbeat in alive.items() if heartbeat.rank < own_heartbeat.rank]
         ahead = [i for i, heartbeat in alive.items() if heartbeat.rank > own_heartbeat.rank]
@@ -301,10 +298,6 @@ def _observation_s(timeout_s: float) -> float:
 
 def _name(process: int, heartbeat: _Heartbeat) -> str:
     return f"process {process} on {heartbeat.host} (pid {heartbeat.pid})"
-
-
-def _is_alive(before: _Heartbeat, now: _Heartbeat) -> bool:
-    return now.ended or now.beat != before.beat
 
 
 def _at_most_listed(lines: Sequence[str]) -> list[str]:

@@ -23,9 +23,10 @@ from data.examples import Corpus
 from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
 from distributed.messages import Exchange
+from fields.keys import check_keys
 from sharding.memory import MemoryConfig
 from train.config.config_files import differences, load_data
-from train.config.schema import SECTIONS, build_section
+from train.config.schema import SECTIONS
 from train.lifecycle.config_history import write_config
 from train.run.run import Run
 from untrusted.files import check_links, write_text
@@ -67,19 +68,14 @@ def check(workdir: Path, run: Run) -> None:
     written, as its checksum shows. `config.yaml` in the workdir, which anyone can edit, is read
     only if the checkpoints were written before they contained a config.
 
-    Args:
-        workdir: run's directory.
-        run: run that wants to use it.
-
     Raises:
         ValueError: it has checkpoints of another model or other data, and the message lists the
             keys that differ; or their config is missing or damaged; or a link in it leads outside.
         ReadError: a file of a checkpoint cannot be read.
     """
-    check_links(workdir)
-    if not has_checkpoint(workdir):
+    saved = saved_config(workdir)
+    if saved is None:
         return
-    saved = _saved_config(workdir)
     if "train" not in saved:
         raise ValueError(
             f"{workdir} is a converted model, not a run; start from it with "
@@ -96,10 +92,6 @@ def check(workdir: Path, run: Run) -> None:
 
 def check_processes_agree(run: Run, corpus: Corpus) -> None:
     """Check that all processes have the same config and the same data.
-
-    Args:
-        run: this process's run.
-        corpus: this process's data.
 
     Raises:
         ValueError: on all processes, if one of them differs from the first.
@@ -129,12 +121,6 @@ def write_run_files(
     `hf/` contains the tokenizer, its chat template, the token that ends answers, the labels of a
     classifier, and files of the Hugging Face model that the run starts from. Only the first process
     writes.
-
-    Args:
-        workdir: run's directory.
-        corpus: its data.
-        source: checkpoint that it starts from, if there is one.
-        report: memory report.
     """
     if jax.process_index() > 0:
         return
@@ -166,32 +152,22 @@ def planned_memory(workdir: Path) -> MemoryConfig:
         saved = _load(path)
     except FileNotFoundError:
         saved = {}
-    return build_section(MemoryConfig, saved.get("memory", {}), f"{path}: memory")
+    values = saved.get("memory", {})
+    check_keys(MemoryConfig, values, f"{path}: memory")
+    return MemoryConfig(**values)
 
 
 def saved_config(workdir: Path) -> dict[str, Any] | None:
-    """Return the config in the newest intact checkpoint of a workdir; None without a checkpoint.
+    """Return the config of the newest checkpoint whose config is intact; None without checkpoints.
 
     Raises:
-        ValueError: there are checkpoints, but none contains an intact config.
-        ReadError: a file of a checkpoint cannot be read.
+        ValueError: there are checkpoints, but none contains an intact config; or a link in the
+            workdir leads outside.
+        ReadError: a file of a checkpoint cannot be read; an older config may differ from it.
     """
     check_links(workdir)
-    return _saved_config(workdir) if has_checkpoint(workdir) else None
-
-
-def has_checkpoint(workdir: Path) -> bool:
-    """Return whether a workdir has a checkpoint, intact or not."""
-    return bool(steps_in(workdir / CHECKPOINTS))
-
-
-def _saved_config(workdir: Path) -> dict[str, Any]:
-    """Return the config of the newest checkpoint whose config is intact.
-
-    Raises:
-        ValueError: there is none.
-        ReadError: a file cannot be read; an older config may differ from it.
-    """
+    if not has_checkpoint(workdir):
+        return None
     checkpoints = workdir / CHECKPOINTS
     damages = []
     has_older = False  # whether a checkpoint was written before they had a checksum of the config
@@ -216,6 +192,11 @@ def _saved_config(workdir: Path) -> dict[str, Any]:
             f"{workdir} has checkpoints, but {CONFIG_FILE} is missing, which says what they are; "
             "put it back, or choose another --workdir"
         ) from None
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    """Return whether a workdir has a checkpoint, intact or not."""
+    return bool(steps_in(workdir / CHECKPOINTS))
 
 
 def _load(file: Path) -> dict[str, Any]:

@@ -1,19 +1,10 @@
 """The lock of a workdir, so that two runs do not overwrite each other's files.
 
-The package `filelock` is not used here, because this lock must
-
-- name its holder: the file contains the holder's process id and host, for the error message and for
-  the check that all processes see the same workdir. filelock truncates the file at every attempt to
-  lock it, so a waiting process would erase the name, or the content of another file if the lock is
-  a hard link to it;
-- train on a file system without flock, with a warning. filelock 3.16 raises NotImplementedError
-  there. filelock 4.2 locks by the existence of the file instead, and if a process on another host
-  is killed, its file stays and blocks the run;
-- remove its file at the end. filelock 3.16 and 4.2 leave theirs in place.
+The file contains the holder's process id and host, for the error message and for the check that all
+processes see the same workdir.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -24,8 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from distributed.messages import Exchange
-from untrusted.files import open_in_place
-from untrusted.named_errors import naming
+from untrusted.files import naming, open_in_place, try_lock
 
 #: Exists while a run trains.
 LOCK_FILE = "lock"
@@ -72,9 +62,8 @@ def lock(workdir: Path, *, timeout_s: float, is_shared: bool = True) -> Iterator
 def _lock_file(path: Path, timeout_s: float) -> Iterator[str]:
     """Hold a lock file for the duration of the block; yield its content, which names the holder.
 
-    The lock is `flock`'s, which the kernel releases when the process ends for any reason. The file
-    is also deleted at the end, so a process that opened it earlier may lock a deleted file. It then
-    tries again with the new one.
+    The file is deleted at the end, so a process that opened it earlier may lock a deleted file. It
+    then tries again with the new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = f"process {os.getpid()} on {socket.gethostname()} {secrets.token_hex(8)}"
@@ -84,15 +73,9 @@ def _lock_file(path: Path, timeout_s: float) -> Iterator[str]:
         descriptor = open_in_place(path, os.O_RDWR | os.O_APPEND)
         with os.fdopen(descriptor, "a+", encoding="utf-8") as file:
             holder = ""
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
+            if not try_lock(file, path):
                 file.seek(0)
                 holder = file.read().rpartition(" ")[0] or "another process"
-            except OSError as error:
-                _log.warning(
-                    "%s cannot be locked (%s): do not start a second run there", path, error
-                )
             # The previous holder may have deleted the file, and another process may have created a
             # new one in the meantime.
             if not holder and _is_same_file(file, path):

@@ -76,7 +76,10 @@ def with_frozen_params(functions: ModelFunctions, frozen: Tree) -> ModelFunction
         return jax.tree.map(stop, params, marks)
 
     def freeze(function: Callable, marks: Tree) -> Callable:
-        return lambda params, *args: function(stop_gradients(params, marks), *args)
+        def run(params, *args, **named_args):
+            return function(stop_gradients(params, marks), *args, **named_args)
+
+        return run
 
     def freeze_non_stack(function: Callable) -> Callable:
         return freeze(function, marks["non_stack"])

@@ -100,6 +100,7 @@ class OptimizerConfig(Section, section="optimizer"):
         "Parameters that are not trained: names, in which `*` matches anything, such as "
         "`token_embedding,encoder.*`.",
         nonempty=True,
+        splits=True,
         remedy="write for example ('token_embedding',)",
     )
 
@@ -107,13 +108,6 @@ class OptimizerConfig(Section, section="optimizer"):
     def is_built_in(self) -> bool:
         """Whether the optimizer is one of OPTIMIZERS, not one of your own."""
         return self.name in OPTIMIZERS
-
-    def __post_init__(self):
-        frozen = self.frozen
-        frozen = frozen.split(",") if isinstance(frozen, str) else frozen
-        if isinstance(frozen, list | tuple):
-            self._set("frozen", tuple(part for part in frozen if part))
-        super().__post_init__()
 
 
 def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:

@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 
-from pipeline.runtime.executor import plan_execution
+from pipeline.runtime.executor import tick_program_of
+from predict.machines.datasheets import peak_flops_per_s
 from predict.machines.machine import Machine
 from predict.program.memory import Memory, memory
 from predict.time.prediction import Prediction, format_prediction, predict
 from predict.time.ticks import Ticks
 from sharding.compiler_options import as_dict
-from train.planning.memory.budget import Budget, pressure_of, size
-from train.reporting.throughput import mfu, peak_flops_per_s
+from train.planning.memory.budget import Budget, needs_of, pressure_of, size
+from train.reporting.throughput import mfu
 from train.run.run import Run
 
 
@@ -85,7 +86,7 @@ class CompiledStep:
                 "warning": pressure_of(run, self.budget),
                 "fits": compiled is not None and compiled <= self.budget.device_bytes,
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
-                "estimated_host_bytes": run.estimate_memory().host_bytes * per_host,
+                "estimated_host_bytes": needs_of(run, self.budget).host_bytes,
             },
             "collectives": collectives,
             "predicted": {
@@ -171,7 +172,7 @@ def _ticks(run: Run) -> Ticks | None:
     """Return the work of each pipeline stage in each tick; None without a pipeline."""
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
-    return Ticks.of_plan(plan_execution(run.schedule, run.config.pipeline), run.layouts)
+    return Ticks.of_program(tick_program_of(run.schedule, run.config.pipeline), run.layouts)
 
 
 def _known_bytes(num_bytes: float) -> int | None:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from predict.time.prediction import CollectiveTime, Prediction
+from predict.program.collective_table import align
+from predict.time.prediction import CollectiveTime, Prediction, format_ms
 from predict.time.transfer import crosses_hosts
 from train.planning.finalists import Choice
 from train.planning.memory.budget import size
@@ -40,7 +41,7 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
         cells.append(
             (
                 str(choice.plan),
-                _ms(prediction.step_s).removesuffix(" ms"),
+                format_ms(prediction.step_s),
                 "-" if step.mfu is None else f"{step.mfu:.1%}",
                 _memory(choice, gpus_per_host),
                 f"{prediction.bubble_s / prediction.step_s:.1%}",
@@ -48,14 +49,7 @@ def plans_as_text(choices: Sequence[Choice], gpus_per_host: int) -> str:
                 f"+{slower:.1%}" if slower else "best",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = align(cells, left=(0,))
     best = choices[0]
     reasons = [f"{each.plan}: {_reason(each, best, gpus_per_host)}" for each in choices[1:]]
     if reasons:
@@ -246,6 +240,4 @@ def _memory(choice: Choice, gpus_per_host: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    """Format a time in milliseconds, with three digits if it is short."""
-    milliseconds = 1e3 * seconds
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+    return f"{format_ms(seconds)} ms"

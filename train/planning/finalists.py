@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from predict.time.prediction import format_ms
 from train.planning.compiled_step import CompiledStep
 from train.planning.fitting import FittingRuns
 from train.planning.memory.budget import Needs
 from train.planning.parallel_plan import ParallelPlan
-from train.planning.plan_cost import PlanCost
+from train.planning.plan_cost import Costed, PlanCost
 from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import DoesNotFit
 
@@ -86,7 +87,7 @@ class Finalists:
 
     def start(
         self,
-        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
+        pairs: Iterable[Costed],
         count: int,
         *,
         of_each_shape: int = 1,
@@ -103,7 +104,7 @@ class Finalists:
 
     def compile(
         self,
-        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
+        pairs: Iterable[Costed],
         count: int,
         *,
         of_each_shape: int = 1,
@@ -125,14 +126,13 @@ class Finalists:
             if plan not in known:
                 choice = Choice(plan=plan, cost=cost, step=step.result())
                 self._found.append(choice)
-                milliseconds = 1e3 * choice.step.prediction.step_s
-                form = ",.0f" if milliseconds >= 100 else ".3g"
                 self._runs.learn(plan, choice.step.memory.in_all or 0)
                 problem = "" if self._fits(choice) else ", which takes too much memory"
-                self._say(f"{milliseconds:{form}} ms with {plan}{problem}")
+                milliseconds = format_ms(choice.step.prediction.step_s)
+                self._say(f"{milliseconds} ms with {plan}{problem}")
         return self.sorted()
 
-    def compile_promising(self, pairs: Sequence[tuple[ParallelPlan, PlanCost]]) -> list[Choice]:
+    def compile_promising(self, pairs: Sequence[Costed]) -> list[Choice]:
         """Compile plans of different shapes until no other may be faster; return all.
 
         Args:
@@ -153,16 +153,14 @@ class Finalists:
                 self._say("none of these plans fits into memory; tries others")
         return self.sorted()
 
-    def _promising(
-        self, pairs: Sequence[tuple[ParallelPlan, PlanCost]]
-    ) -> list[tuple[ParallelPlan, PlanCost]]:
+    def _promising(self, pairs: Sequence[Costed]) -> list[Costed]:
         """Return the plans of other shapes that may be faster than the best so far, in order."""
         fitting = self.sorted()
         bound_s = _MARGIN * fitting[0].step.prediction.step_s if fitting else math.inf
         shapes = {choice.plan.shape for choice in fitting}
         compiled = {choice.plan for choice in self._found}
         latest: dict[object, float] = {}  # shape -> expected time of its last plan
-        expected: list[tuple[bool, float, tuple[ParallelPlan, PlanCost]]] = []
+        expected: list[tuple[bool, float, Costed]] = []
         for plan, cost in pairs:
             if plan.shape not in shapes and plan not in compiled:
                 seconds = max(latest.get(plan.shape, 0.0), self.factor(plan) * cost.step_s)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from train.config.schema import RunConfig
-from train.planning.memory.budget import excess, needs_of
+from train.planning.memory.budget import COMPILED, excess, needs_of
 from train.planning.parallel_plan import ParallelPlan
-from train.planning.plan_cost import PlanCost
+from train.planning.plan_cost import Costed, PlanCost
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_limits import DoesNotFit
 from train.run.run import Run
@@ -19,7 +19,7 @@ from train.run.run import Run
 _SURE_EXCESS = 1.05
 #: Compiled steps take at least this share of their estimated memory, unless those that have been
 #: compiled take more. A plan is compiled if it may fit.
-_LEAST_SHARE = 1 / 1.1
+_LEAST_SHARE = 1 / COMPILED
 #: How many plans are built at most, to find some that fit.
 MAX_TRIES = 20
 #: Differences of composed times between ZeRO stages are not more exact than this.
@@ -47,7 +47,7 @@ class FittingRuns:
 
     def first(
         self,
-        pairs: Iterable[tuple[ParallelPlan, PlanCost]],
+        pairs: Iterable[Costed],
         count: int,
         *,
         of_each_shape: int = 1,
@@ -114,9 +114,7 @@ class FittingRuns:
         return ValueError(self._refusal) if self._leanest is None else self._leanest
 
 
-def distinct(
-    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
-) -> list[tuple[ParallelPlan, PlanCost]]:
+def distinct(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return a plan of each shape, the fastest first.
 
     It is the fastest, or the same in the lowest ZeRO stage that takes hardly longer: lower stages
@@ -126,8 +124,8 @@ def distinct(
         ranked: plans, the fastest first.
         sure_bytes: composed memory with which a plan surely fits.
     """
-    fastest: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
-    pairs_by_shape: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+    fastest: dict[Any, Costed] = {}
+    pairs_by_shape: dict[Any, Costed] = {}
     for plan, cost in ranked:
         key = plan.shape
         first, least = fastest.setdefault(key, (plan, cost))
@@ -139,9 +137,7 @@ def distinct(
     return [*pairs_by_shape.values()]
 
 
-def promising(
-    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
-) -> list[tuple[ParallelPlan, PlanCost]]:
+def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return the fastest plan of each shape, and the fastest that surely fits, in order.
 
     Args:
@@ -153,9 +149,7 @@ def promising(
     return [pair for pair in ranked if pair[0] in chosen]
 
 
-def with_leaner(
-    ranked: list[tuple[ParallelPlan, PlanCost]], sure_bytes: float
-) -> list[tuple[ParallelPlan, PlanCost]]:
+def with_leaner(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return the plans of `distinct`, followed by others of each shape if the first does not fit.
 
     Args:

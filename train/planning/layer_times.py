@@ -24,7 +24,7 @@ from train.run.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class ReplicaStep:
     """The step of one replica that times are read from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartTimes:
+class ReplicaTimes:
     """Predicted seconds on one device.
 
     Attributes:
@@ -69,14 +69,14 @@ class PartTimes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PartMemory:
+class ReplicaMemory:
     """Bytes of one microbatch on one device: activations saved for the backward, and the rest."""
 
     activations: float
     temporaries: float
 
 
-class CompiledPart:
+class CompiledReplica:
     """A part of a plan, traced or compiled on demand.
 
     Args:
@@ -84,11 +84,11 @@ class CompiledPart:
         devices: devices of the whole run.
     """
 
-    def __init__(self, part: Part, config: RunConfig, devices: PlanDevices):
+    def __init__(self, part: ReplicaStep, config: RunConfig, devices: PlanDevices):
         self.part = part
         self._config = config
         self._devices = devices
-        self._times: PartTimes | None = None
+        self._times: ReplicaTimes | None = None
 
     @cached_property
     def run(self) -> Run:
@@ -102,6 +102,7 @@ class CompiledPart:
         values |= {"mesh.context": part.context, "mesh.model": part.model}
         values |= {
             "memory.zero_stage": 0,
+            "memory.shard_parameters_fraction": 1.0,  # others require zero_stage=3
             "memory.placement": "device",
             "memory.offload_parameters_fraction": 0.0,
             "data.global_batch_size": part.batch,
@@ -116,7 +117,7 @@ class CompiledPart:
         return dataclasses.replace(run, device_budget=math.inf)
 
     @property
-    def times(self) -> PartTimes:
+    def times(self) -> ReplicaTimes:
         """Predicted times of the compiled step."""
         # A cached_property has one lock for all objects before Python 3.12: parts that threads
         # compile would wait for each other.
@@ -124,19 +125,19 @@ class CompiledPart:
             self._times = self._compiled_times()
         return self._times
 
-    def _compiled_times(self) -> PartTimes:
+    def _compiled_times(self) -> ReplicaTimes:
         text = self.run.compile_train_step().as_text() or ""
         prediction = predict(text, dict(self.run.mesh.shape), self._devices.machine)
         # One forward loop per stack. XLA may rename the backward loops when it pipelines their
         # collectives, so these are not looked for.
         loops = loops_s(prediction.run, LAYERS)[: len(self.run.functions.num_layers)]
-        return PartTimes(step_s=prediction.step_s, forwards_s=tuple(loops))
+        return ReplicaTimes(step_s=prediction.step_s, forwards_s=tuple(loops))
 
     @cached_property
-    def memory(self) -> PartMemory:
+    def memory(self) -> ReplicaMemory:
         """Estimated memory of the traced step, without parameters, optimizer and gradients."""
         device = self.run.estimate_memory().device
-        return PartMemory(
+        return ReplicaMemory(
             activations=device.get("activations", 0),
             temporaries=device.get(TEMPORARIES, 0) + device.get(GAPS, 0),
         )

@@ -113,6 +113,10 @@ class ParallelPlan:
             return 0
         return 3 if self.mesh.fsdp > 1 else self.zero_stage
 
+    def shards(self, least_stage: int) -> int:
+        """Return over how many replicas state is divided that this ZeRO stage and higher divide."""
+        return self.num_replicas if self.effective_zero_stage >= least_stage else 1
+
     @property
     def shape(self) -> tuple[MeshConfig, str, int, int]:
         """Mesh, schedule, chunks and microbatches; the rest decides mostly about the memory."""
@@ -318,7 +322,9 @@ class PlanSpace:
         open_stages = has_stages and "pipeline.remat" not in self.fixed
         stage_remats = ("none", "full") if open_stages else (config.pipeline.remat,)
         remats = (config.train.remat,) if "train.remat" in self.fixed else self.remats
-        can_split = mesh.data * mesh.fsdp > 1 and "memory.zero_stage" not in self.fixed
+        is_open = config.memory.shard_parameters_fraction == 1  # others require zero_stage=3
+        is_open &= "memory.zero_stage" not in self.fixed
+        can_split = mesh.data * mesh.fsdp > 1 and is_open
         stages = (0, 1, 2, 3) if can_split else (config.memory.zero_stage,)
         for stage_remat, remat, zero_stage in itertools.product(stage_remats, remats, stages):
             yield ParallelPlan(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.config import PipelineConfig
-from pipeline.runtime.executor import plan_execution
+from pipeline.runtime.executor import tick_program_of
 from pipeline.schedule import make_schedule
 from pipeline.schedules.table import (
     BACKWARD,
@@ -166,5 +166,5 @@ def _tick_counts(
         }
     schedule = _schedule(name, num_stages, num_microbatches, num_chunks)
     config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
-    ticks = Ticks.of_plan(plan_execution(schedule, config))
+    ticks = Ticks.of_program(tick_program_of(schedule, config))
     return dict(collections.Counter(frozenset(stages) for stages in ticks.stages))

@@ -22,10 +22,11 @@ from predict.machines.machine import Machine
 from predict.time.kernel_time import HOST_EFFICIENCY
 from predict.time.transfer import group_over, transfer_s
 from train.config.schema import RunConfig
-from train.planning.layer_times import Part
+from train.planning.layer_times import ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight, pipeline_s
 from train.planning.scaled_times import LayerTimes, ScaledTimes
+from train.planning.state_bytes import GRADIENT, MOMENTS, STATE, WEIGHT
 
 #: Share of the collectives that layers wait for even if the layers take longer, for example in the
 #: first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
@@ -58,7 +59,7 @@ class PlanCost:
     exposed_s: float
     update_s: float
     memory_bytes: float
-    unknown: tuple[Part, ...]
+    unknown: tuple[ReplicaStep, ...]
 
     @property
     def step_s(self) -> float:
@@ -73,6 +74,10 @@ class PlanCost:
             exposed_s=factor * self.exposed_s,
             update_s=factor * self.update_s,
         )
+
+
+#: A plan and its composed cost.
+Costed = tuple[ParallelPlan, PlanCost]
 
 
 class PlanCosts:
@@ -116,10 +121,10 @@ class PlanCosts:
         whole_s = times.forward_s + times.backward_s + self._layers.head_s(part)
         return plan.num_microbatches * whole_s / plan.mesh.pipeline
 
-    def ranked(self, plans: Sequence[ParallelPlan]) -> list[tuple[ParallelPlan, PlanCost]]:
+    def ranked(self, plans: Sequence[ParallelPlan]) -> list[Costed]:
         """Return the fastest plans, in order."""
         bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
-        pairs: list[tuple[ParallelPlan, PlanCost]] = []
+        pairs: list[Costed] = []
         slowest_s = math.inf  # time of the slowest plan that is kept
         for least_s, i in bounds:
             if least_s > slowest_s:
@@ -130,16 +135,14 @@ class PlanCosts:
                 slowest_s = pairs[-1][1].step_s
         return sorted(pairs, key=_step_s)
 
-    def leanest(
-        self, plans: Sequence[ParallelPlan], count: int
-    ) -> list[tuple[ParallelPlan, PlanCost]]:
+    def leanest(self, plans: Sequence[ParallelPlan], count: int) -> list[Costed]:
         """Return the plans that take the least memory, in order."""
         leanest_plans = heapq.nsmallest(count, plans, key=self.memory_bytes)
         return [(plan, self.cost(plan)) for plan in leanest_plans]
 
-    def part(self, plan: ParallelPlan) -> Part:
+    def part(self, plan: ParallelPlan) -> ReplicaStep:
         """Return the part whose layers a plan consists of."""
-        return Part(
+        return ReplicaStep(
             context=plan.mesh.context,
             model=plan.mesh.model,
             batch=plan.microbatch_size(self._config.data.global_batch_size),
@@ -175,15 +178,14 @@ class PlanCosts:
         """Return the share of the layers' work in the stage that has most of it."""
         return max(self._shares(plan)) * plan.chunks
 
-    def _layers_s(self, plan: ParallelPlan, part: Part, times: LayerTimes) -> float:
+    def _layers_s(self, plan: ParallelPlan, part: ReplicaStep, times: LayerTimes) -> float:
         """Return the time of all microbatches on the slowest stage, with its bubble."""
         count = plan.num_microbatches
         head_s = self._layers.head_s(part)
         num_stages = plan.mesh.pipeline
         backward_s = times.backward_s
         if count > 1:  # the sums of gradients are read and written for every microbatch
-            shards = plan.num_replicas if plan.effective_zero_stage == 3 else 1
-            sums_s = 4 * self._trained(plan) / shards / self._layers.memory_rate
+            sums_s = GRADIENT * self._trained(plan) / plan.shards(3) / self._layers.memory_rate
             backward_s += num_stages * sums_s
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
@@ -208,7 +210,7 @@ class PlanCosts:
         outer = self._outer_params(plan) * (1 - share)
         params = self._params(plan) + outer * (plan.effective_zero_stage >= 1)
         gradients = self._params(plan) + outer * (plan.effective_zero_stage >= 2)
-        gradient_bytes = 4 * self._layers.trained_fraction * gradients
+        gradient_bytes = GRADIENT * self._layers.trained_fraction * gradients
         forward_s = times.forward_s * share
         backward_s = times.backward_s * share
 
@@ -239,7 +241,7 @@ class PlanCosts:
 
     def _outer_gradients_s(self, plan: ParallelPlan) -> float:
         """Return the time to sum the gradients of the embedding and the head over stages."""
-        num_bytes = 4 * self._layers.trained_fraction * self._outer_params(plan)
+        num_bytes = GRADIENT * self._layers.trained_fraction * self._outer_params(plan)
         if not num_bytes:
             return 0.0
         axes = ("pipeline", "data", "fsdp")
@@ -269,24 +271,23 @@ class PlanCosts:
         if plan.placement != "host":
             return 0.0
         memory = self._config.memory
-        shards = plan.num_replicas if plan.effective_zero_stage else 1
-        copied = (4 + 12 + 12) * memory.offload_optimizer_fraction
+        copied = (WEIGHT + 2 * STATE) * memory.offload_optimizer_fraction
         # Each microbatch reads these parameters twice, and adds to their gradients.
-        copied += plan.num_microbatches * (8 + 8) * memory.offload_parameters_fraction
+        of_microbatch = 2 * WEIGHT + 2 * GRADIENT
+        copied += plan.num_microbatches * of_microbatch * memory.offload_parameters_fraction
         rate = HOST_EFFICIENCY * self._machine.host_bytes_per_s
-        return copied * self._trained(plan) / shards / rate
+        return copied * self._trained(plan) / plan.shards(1) / rate
 
     def _state_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of parameters, optimizer and gradients in device memory."""
         memory = self._config.memory
-        stage = plan.effective_zero_stage
-        shards = plan.num_replicas
         # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
         # plans of these stages that do not fit take the places of plans that do.
-        weights = 4 / (shards if stage == 3 else 1) + 8 / (shards if stage >= 1 else 1)
+        weights = WEIGHT / plan.shards(3) + MOMENTS / plan.shards(1)
         gradients = self._gradient_bytes(plan) / self._trained(plan)
-        copy = self._compute_bytes / (shards if stage == 3 else 1)
-        on_device = weights + gradients + (copy if stage < 3 and self._compute_bytes < 4 else 0)
+        copy = self._compute_bytes / plan.shards(3)
+        has_copy = plan.effective_zero_stage < 3 and self._compute_bytes < WEIGHT
+        on_device = weights + gradients + (copy if has_copy else 0)
         frozen_bytes = self._frozen_bytes(plan)
         if plan.placement != "host":
             return frozen_bytes + self._trained(plan) * on_device
@@ -294,7 +295,7 @@ class PlanCosts:
         in_blocks = memory.offload_parameters_fraction
         # One layer of the stage at a time is on the device.
         layers = self._largest_stage(plan) * len(self._layers.work.layers)
-        updated = (12 + 4 * in_blocks) / layers / (shards if stage >= 1 else 1)
+        updated = (STATE + GRADIENT * in_blocks) / layers / plan.shards(1)
         left_on_device = (1 - in_blocks) * (copy + gradients) + updated
         return frozen_bytes + self._trained(plan) * (
             (1 - optimizer) * on_device + optimizer * left_on_device
@@ -310,8 +311,7 @@ class PlanCosts:
         return (self._params(plan) - self._trained(plan)) * size
 
     def _gradient_bytes(self, plan: ParallelPlan) -> float:
-        shards = plan.num_replicas if plan.effective_zero_stage >= 2 else 1
-        return 4 * self._trained(plan) / shards
+        return GRADIENT * self._trained(plan) / plan.shards(2)
 
     def may_fit(self, plan: ParallelPlan, most_bytes: float) -> bool:
         """Return whether the memory of a plan is at most this."""
@@ -339,5 +339,5 @@ class PlanCosts:
         return max(self._shares(plan)) * activations + part_memory.temporaries
 
 
-def _step_s(pair: tuple[ParallelPlan, PlanCost]) -> float:
+def _step_s(pair: Costed) -> float:
     return pair[1].step_s

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+from predict.machines.datasheets import machine_of, machine_of_devices
 from predict.machines.machine import Machine
 from predict.machines.targets import Target
 from sharding.memory import AUTO
@@ -22,7 +23,6 @@ from train.planning.calibration import use_calibration
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import Budget
 from train.planning.parallel_plan import with_values
-from train.planning.step_time import machine_of, machine_of_devices
 from train.run.run import Run
 
 #: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
@@ -97,10 +97,11 @@ def described_devices(
     of_parts = dataclasses.replace(read_only, has_triton_kernels=False)
 
     def assemble(config: RunConfig) -> Run:
-        return run_for(config, read_only)
+        return run_for(_on_device_if_auto(config), read_only)
 
     def assemble_part(config: RunConfig, num_devices: int) -> Run:
-        return run_for(config, of_parts.resized(num_devices, memory_bytes=_MEMORY_BYTES))
+        part = of_parts.resized(num_devices, memory_bytes=_MEMORY_BYTES)
+        return run_for(_on_device_if_auto(config), part)
 
     return PlanDevices(
         name=target.name,
@@ -129,10 +130,9 @@ def present_devices(
     """
 
     def assemble_part(config: RunConfig, num_devices: int) -> Run:
-        if config.memory.placement == AUTO:
-            # The memory is planned afterwards, by all processes, for the mesh that is chosen.
-            config = with_values(config, {"memory.placement": "device"})
-        return assemble_on(config, make_mesh(config.mesh, devices[:num_devices]))
+        return assemble_on(
+            _on_device_if_auto(config), make_mesh(config.mesh, devices[:num_devices])
+        )
 
     def assemble(config: RunConfig) -> Run:
         return assemble_part(config, len(devices))
@@ -148,3 +148,13 @@ def present_devices(
         assemble=assemble,
         assemble_part=assemble_part,
     )
+
+
+def _on_device_if_auto(config: RunConfig) -> RunConfig:
+    """Return a config whose memory is not planned while the mesh is.
+
+    With `memory.placement=auto`, it is planned for the mesh that is chosen, when a run starts.
+    """
+    if config.memory.placement != AUTO:
+        return config
+    return with_values(config, {"memory.placement": "device"})

@@ -14,9 +14,9 @@ from typing import Any
 from predict.machines.machine import Machine
 from predict.machines.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
-from train.config.schema import RunConfig
+from train.config.schema import RunConfig, checked_value
 from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory.budget import Budget, Needs, at_least, excess, size
+from train.planning.memory.budget import COMPILED, Budget, Needs, at_least, excess, size
 from train.planning.parallel_plan import (
     SETTINGS,
     TRIED_SCHEDULES,
@@ -24,9 +24,8 @@ from train.planning.parallel_plan import (
     PlanSpace,
     with_values,
 )
-from train.planning.plan_cost import PlanCost
+from train.planning.plan_cost import Costed, PlanCost
 
-Costed = tuple[ParallelPlan, PlanCost]
 #: Returns the plans of a config for a number of devices.
 SpaceOf = Callable[[RunConfig, int], PlanSpace]
 
@@ -41,8 +40,6 @@ _NEAR_EXAMPLES = 64
 #: composed memory exceeds the budget by at most this factor.
 _NUM_ESTIMATED = 2
 _NEAR_BUDGET = 1.5
-#: A compiled step takes up to this times its estimate, so a remedy leaves room for as much.
-_COMPILED = 1.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,11 +158,11 @@ def check_replicas(given: Any, fixed: Collection[str], num_devices: int) -> None
         num_devices: number of devices.
 
     Raises:
-        ValueError: mesh.data or mesh.fsdp does not divide them.
+        ValueError: mesh.data or mesh.fsdp does not divide them, or is not valid.
     """
-    batch = given.data.global_batch_size
+    batch = checked_value(given, "data.global_batch_size")
     for axis in ("data", "fsdp"):
-        count = given.mesh[axis]
+        count = checked_value(given, f"mesh.{axis}")
         if f"mesh.{axis}" in fixed and count > 0 and num_devices % count:
             others = [n for n in range(1, num_devices + 1) if num_devices % n == batch % n == 0]
             nearest = min(others, key=lambda n: abs(n - count))
@@ -261,7 +258,7 @@ def no_memory(
         return [(correction * cost(plan).memory_bytes, plan) for plan in plans_of(count)]
 
     more = _more_devices(num_devices, budget, composed, needs_with)
-    enough_bytes = leanest_bytes if found.is_compiled else _COMPILED * leanest_bytes
+    enough_bytes = leanest_bytes if found.is_compiled else COMPILED * leanest_bytes
     remedies = [f"{more}devices with {at_least(enough_bytes)} for a step"]
     # With one example at a time, a smaller batch keeps no fewer activations.
     is_one = leanest[0].microbatch_size(config.data.global_batch_size) == 1
@@ -318,7 +315,7 @@ def _fits(needs: Callable[[], Needs | None], budget: Budget) -> bool | None:
     if estimated_needs is None:
         return None
     return (
-        excess(estimated_needs, budget, device_bytes=_COMPILED * estimated_needs.device_bytes) <= 1
+        excess(estimated_needs, budget, device_bytes=COMPILED * estimated_needs.device_bytes) <= 1
     )
 
 

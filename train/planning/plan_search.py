@@ -21,10 +21,10 @@ from models.functions import can_share_vocab
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
 from train.planning.fitting import MAX_TRIES, FittingRuns, promising, with_leaner
-from train.planning.layer_times import Part
+from train.planning.layer_times import ReplicaStep
 from train.planning.memory.budget import Needs, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
-from train.planning.plan_cost import PlanCost, PlanCosts
+from train.planning.plan_cost import Costed, PlanCost, PlanCosts
 from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
     DoesNotFit,
@@ -88,7 +88,7 @@ class PlanSearch:
         self._runs = FittingRuns(config, devices)
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
-        self._pairs: list[tuple[ParallelPlan, PlanCost]] = []
+        self._pairs: list[Costed] = []
         self._compiles = Compilations(_NUM_THREADS)
         self._compiled = Finalists(self._runs, devices, self._compiles, self._say)
         self._started = time.monotonic()
@@ -140,7 +140,7 @@ class PlanSearch:
         variants = self._zero_variants(choices[0])
         return self._compiled.compile(variants, _NUM_VARIANTS, of_each_shape=4)
 
-    def _zero_variants(self, best: Choice) -> list[tuple[ParallelPlan, PlanCost]]:
+    def _zero_variants(self, best: Choice) -> list[Costed]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
         others = {dataclasses.replace(best.plan, zero_stage=stage) for stage in range(4)}
         ranked = self._costs.ranked([plan for plan in self.plans if plan in others - {best.plan}])
@@ -167,7 +167,7 @@ class PlanSearch:
         """
         compiled = {choice.plan.shape for choice in choices}
         least_s = choices[0].step.prediction.step_s
-        pairs_by_shape: dict[Any, tuple[ParallelPlan, PlanCost]] = {}
+        pairs_by_shape: dict[Any, Costed] = {}
         for plan, _ in self._pairs:
             if plan.shape not in compiled and plan not in self._runs.excluded:
                 pairs_by_shape.setdefault(plan.shape, (plan, self.cost(plan)))
@@ -227,13 +227,13 @@ class PlanSearch:
             max_microbatches=self._max_microbatches,
         )
 
-    def _refine(self) -> list[tuple[ParallelPlan, PlanCost]]:
+    def _refine(self) -> list[Costed]:
         """Return the plans that may fit, the fastest first; compile parts of the most promising.
 
         Whenever a part has been compiled, the plans are ranked again to choose the next one. If no
         plan may fit, the leanest are returned.
         """
-        pending: dict[concurrent.futures.Future, Part] = {}
+        pending: dict[concurrent.futures.Future, ReplicaStep] = {}
         num_parts = num_early = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
         may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
@@ -283,7 +283,7 @@ class PlanSearch:
         config = with_values(plan.applied(self._config), values)
         return needs_of(self._devices.assemble_part(config, num_devices), self._budget)
 
-    def _submit(self, part: Part) -> concurrent.futures.Future:
+    def _submit(self, part: ReplicaStep) -> concurrent.futures.Future:
         """Compile a part in a thread."""
         compiled = self._layers.compiled(part)
         _ = compiled.run.trace_train_step()  # tracing holds the interpreter's lock

@@ -26,8 +26,9 @@ from pipeline.stack_layout import even_cut
 from predict.time.kernel_time import MEMORY_EFFICIENCY
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
-from train.planning.layer_times import CompiledPart, Part, PartMemory
+from train.planning.layer_times import CompiledReplica, ReplicaMemory, ReplicaStep
 from train.planning.plan_devices import PlanDevices
+from train.planning.state_bytes import UPDATE, UPDATE_OF_STATE
 from train.run.model_traces import LayerCosts
 
 #: Tokens of the base, and images of it.
@@ -39,11 +40,6 @@ _BASE_IMAGES = 16
 _SPLIT_LOSS = 0.05
 _RECOMPUTED = {"none": 0.0, "full": 0.9}
 _RECOMPUTED_BY_NAMES = 0.15
-#: Bytes per parameter that an update moves, in total and for the optimizer state alone: AdamW in
-#: float32 reads and writes parameter and moments (24), and reads and clears the gradient; the
-#: parameters are cast once.
-_UPDATE_BYTES = 42
-_OPTIMIZER_BYTES = 30
 #: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
 #: the busiest stage of a balanced cut.
 _MOST_IMBALANCE = 1.03
@@ -83,8 +79,8 @@ class ScaledTimes:
         data = config.data
         count = _BASE_IMAGES if data.reads_images else _BASE_TOKENS // data.sequence_length
         batch = 1 << max(0, count.bit_length() - 1)
-        self.base = Part(context=context, model=model, batch=batch, remat=remat)
-        self._parts: dict[Part, CompiledPart] = {}
+        self.base = ReplicaStep(context=context, model=model, batch=batch, remat=remat)
+        self._parts: dict[ReplicaStep, CompiledReplica] = {}
         self._cuts: dict[tuple[int, bool, bool], list[int]] = {}
         # Set by `measure_base`: batches, and the times of the base for them.
         self._batches: list[int] = []
@@ -96,10 +92,10 @@ class ScaledTimes:
         self._splits: dict[tuple[int, int], tuple[float, float]] = {(context, model): (1.0, 1.0)}
         self._recomputed: dict[str, float] = {remat: 0.0}
 
-    def compiled(self, part: Part) -> CompiledPart:
+    def compiled(self, part: ReplicaStep) -> CompiledReplica:
         """Return a part that is traced and compiled on demand, and kept."""
         if part not in self._parts:
-            self._parts[part] = CompiledPart(part, self._config, self._devices)
+            self._parts[part] = CompiledReplica(part, self._config, self._devices)
         return self._parts[part]
 
     @cached_property
@@ -174,7 +170,7 @@ class ScaledTimes:
         """Bytes per second that kernels read and write in large arrays."""
         return MEMORY_EFFICIENCY * self._devices.machine.memory_bytes_per_s
 
-    def parts_of_base(self, smallest_batch: int, largest_batch: int) -> list[Part]:
+    def parts_of_base(self, smallest_batch: int, largest_batch: int) -> list[ReplicaStep]:
         """Return the base with the batches to compile first.
 
         Args:
@@ -186,10 +182,10 @@ class ScaledTimes:
         batches += [2 * batch] * (len(batches) == 1 or largest_batch > batch)
         return [dataclasses.replace(self.base, batch=batch) for batch in batches]
 
-    def measure_base(self, parts: Sequence[Part]) -> None:
+    def measure_base(self, parts: Sequence[ReplicaStep]) -> None:
         """Read the times of `parts_of_base`, after they have been compiled."""
         trained = self.trained_fraction * self.num_params / self.base.model
-        self._update_s = _UPDATE_BYTES * trained / self.memory_rate
+        self._update_s = UPDATE * trained / self.memory_rate
         part_times = [self.compiled(part).times for part in parts]
         added = (parts[-1].batch - parts[-2].batch) / self.base.batch
         growing_s = (part_times[-1].step_s - part_times[-2].step_s) / added
@@ -204,11 +200,11 @@ class ScaledTimes:
             backward_s = max(0.0, times.step_s - rest_s)
             self._times.append(LayerTimes(forward_s=times.forward_s, backward_s=backward_s))
 
-    def with_split(self, split: Part | MeshConfig) -> Part:
+    def with_split(self, split: ReplicaStep | MeshConfig) -> ReplicaStep:
         """Return the base with the sizes of `context` and `model` of a part or a mesh."""
         return dataclasses.replace(self.base, context=split.context, model=split.model)
 
-    def unknown(self, part: Part) -> list[Part]:
+    def unknown(self, part: ReplicaStep) -> list[ReplicaStep]:
         """Return the parts to compile before the times of `part` are known."""
         base = self.base
         missing_parts = []
@@ -218,14 +214,14 @@ class ScaledTimes:
             missing_parts.append(dataclasses.replace(base, remat=part.remat))
         return missing_parts
 
-    def is_between(self, part: Part, parts: Iterable[Part]) -> bool:
+    def is_between(self, part: ReplicaStep, parts: Iterable[ReplicaStep]) -> bool:
         """Return whether a part can be interpolated once these larger splits are known."""
         return part.remat == self.base.remat and any(
             self._interpolates(part.context, part.model, (other.context, other.model))
             for other in parts
         )
 
-    def measure(self, parts: Iterable[Part]) -> None:
+    def measure(self, parts: Iterable[ReplicaStep]) -> None:
         """Read the factors of parts from `unknown`, after they have been compiled."""
         whole = self._of_base(self.base.batch)
         for part in parts:
@@ -241,7 +237,7 @@ class ScaledTimes:
                     _ratio(backward_s, whole.backward_s, 1.0),
                 )
 
-    def times(self, part: Part) -> LayerTimes:
+    def times(self, part: ReplicaStep) -> LayerTimes:
         """Return the times of a part."""
         whole = self._of_base(part.batch)
         splits = self._measured_split(part.context, part.model)
@@ -258,11 +254,11 @@ class ScaledTimes:
             backward_s=splits[1] * backward_s,
         )
 
-    def head_s(self, part: Part) -> float:
+    def head_s(self, part: ReplicaStep) -> float:
         """Return the time of embedding, head and loss for a microbatch."""
         return self._work(part) * self._head_s
 
-    def head_input_bytes(self, part: Part) -> float:
+    def head_input_bytes(self, part: ReplicaStep) -> float:
         """Return the bytes of the head's input for a microbatch."""
         base = self.compiled(self.base).run.traces.head_input_bytes
         return base * part.batch / self.base.batch
@@ -274,17 +270,16 @@ class ScaledTimes:
             split: number of devices that the parameters of a replica are split over.
             replicas: number of replicas.
         """
-        state = _OPTIMIZER_BYTES / _UPDATE_BYTES / (replicas if zero_stage else 1)
-        non_optimizer_share = (1 - _OPTIMIZER_BYTES / _UPDATE_BYTES) / (
-            replicas if zero_stage == 3 else 1
-        )
-        return self._update_s * self.base.model / split * (state + non_optimizer_share)
+        share_of_state = UPDATE_OF_STATE / UPDATE
+        state = share_of_state / (replicas if zero_stage else 1)
+        others = (1 - share_of_state) / (replicas if zero_stage == 3 else 1)
+        return self._update_s * self.base.model / split * (state + others)
 
-    def memory(self, part: Part) -> PartMemory:
+    def memory(self, part: ReplicaStep) -> ReplicaMemory:
         """Return the memory of a part for all layers, without its state."""
         base_memory = self.compiled(dataclasses.replace(self.base, remat=part.remat)).memory
         work = self._work(part)
-        return PartMemory(
+        return ReplicaMemory(
             activations=work * base_memory.activations, temporaries=work * base_memory.temporaries
         )
 
@@ -322,7 +317,7 @@ class ScaledTimes:
             backward_s=max(0.0, one.backward_s + share * (two.backward_s - one.backward_s)),
         )
 
-    def _work(self, part: Part) -> float:
+    def _work(self, part: ReplicaStep) -> float:
         """Return the work of one device in a part, relative to the base."""
         split = self.base.context * self.base.model / (part.context * part.model)
         return split * part.batch / self.base.batch

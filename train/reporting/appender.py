@@ -1,11 +1,14 @@
-"""Appends to a file, without a buffer in this process that a kill would lose."""
+"""Appends bytes or lines of JSON to a file, without a buffer in this process that a kill loses."""
 
+import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from untrusted.files import open_in_place
-from untrusted.named_errors import NamedFile
+from untrusted.documents import number_as_json
+from untrusted.files import NamedFile, open_in_place
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +20,6 @@ class Appender:
         """Open the file, and create it if necessary.
 
         Args:
-            path: file.
             is_patient: if the disk cannot take content, log a warning, once, and keep the content
                 in memory until the next `append`, instead of raising an error.
 
@@ -65,3 +67,51 @@ class Appender:
             self.append(b"")
         finally:
             self._file.close()
+
+
+class JsonLines:
+    """A file with a JSON object per line, which `untrusted.documents.read_json_lines` reads.
+
+    Floats are written so that reading them restores the same bits. JSON has no NaN and infinities;
+    they are written as the strings "NaN", "Infinity" and "-Infinity". None is written as null.
+    """
+
+    def __init__(self, path: Path, *, is_patient: bool = False):
+        """Open the file, or create it. A last line that a crash tore is ended.
+
+        Args:
+            is_patient: as of `Appender`.
+
+        Raises:
+            ValueError: there is a link or something other than a regular file at `path`.
+            OSError: the file cannot be opened, or its last line not be ended.
+        """
+        self._file = Appender(path, is_patient=is_patient)
+        if self._file.last_byte() not in (b"", b"\n"):
+            self._file.append(b"\n")
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line.
+
+        Args:
+            line: name -> a value for JSON, or a mapping from names to such values.
+
+        Raises:
+            OSError: the disk cannot take it, and the file is not patient.
+        """
+        self._file.append(line_of(line).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def line_of(value: Mapping[str, Any]) -> str:
+    """Return a mapping as such a file has it, with the end of the line."""
+    return json.dumps(_as_json(value), allow_nan=False) + "\n"
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_json(each) for name, each in value.items()}
+    return number_as_json(value)

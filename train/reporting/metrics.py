@@ -5,14 +5,13 @@ an optimizer of your own hides it), `grad_norm, step_time_s, data_wait_s, tokens
 `images_per_s`) and more; an evaluation has `step, eval_loss`, and for text `eval_perplexity`.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from train.reporting.json_lines import JsonLines
+from train.reporting.appender import JsonLines, line_of
 from train.reporting.tensorboard_file import TensorBoardFile
-from untrusted.documents import number_as_json, number_from_json, read_json_lines
+from untrusted.documents import number_from_json, read_json_lines
 from untrusted.files import write_text
 
 METRICS_FILE = "metrics.jsonl"
@@ -52,7 +51,6 @@ class MetricsWriter:
         """Append one line, and one TensorBoard point per number.
 
         Args:
-            step: number of steps done.
             metrics: name -> Python number or None.
         """
         if self._lines is None or self._points is None:
@@ -73,9 +71,6 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
     Lines that are not a JSON object with a step, such as one torn by a crash, are ignored.
 
-    Args:
-        path: file.
-
     Returns:
         One dict per line, with NaN and infinities as floats.
     """
@@ -89,9 +84,5 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 def _drop_lines_after(path: Path, step: int) -> None:
     if not path.exists():
         return
-    earlier_entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
-    lines = [
-        {name: number_as_json(value) for name, value in entry.items()} for entry in earlier_entries
-    ]
-    text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    text = "".join(line_of(entry) for entry in read_metrics(path) if entry["step"] <= step)
     write_text(path, text, reaches_disk=True)  # atomically, so that a kill here loses nothing

@@ -34,7 +34,6 @@ class Progress:
         """Prepare the display.
 
         Args:
-            num_steps: last step of the run.
             start_step: step that the run resumes from.
             is_shown: False on all processes except the first; they show nothing.
             console: output; standard output by default.
@@ -63,7 +62,10 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show a logged step; metrics that are missing or None are omitted."""
-        eta = self._eta(step, metrics.get("step_time_s"))
+        eta = ""
+        step_time_s = metrics.get("step_time_s")
+        if step_time_s is not None:
+            eta = f"ETA {timedelta(seconds=round(step_time_s * (self._num_steps - step)))}"
         if self._bar is not None:
             text = "  ".join(part.strip() for part in [*_parts(metrics), eta] if part.strip())
             self._bar.update(self._task, completed=step, text=text, refresh=True)
@@ -80,11 +82,6 @@ class Progress:
         if self._is_shown:
             counter = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
             self._console.print("  ".join([counter, *parts]).rstrip(), markup=False)
-
-    def _eta(self, step: int, step_time_s: float | None) -> str:
-        if step_time_s is None:
-            return ""
-        return f"ETA {timedelta(seconds=round(step_time_s * (self._num_steps - step)))}"
 
 
 def _parts(metrics: Mapping[str, Any]) -> list[str]:

@@ -53,10 +53,6 @@ class TensorBoardFile:
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Append a point for each value that is a number.
 
-        Args:
-            step: step of all points.
-            values: name -> value.
-
         Raises:
             OSError: the disk cannot take it, and the file is not patient.
         """

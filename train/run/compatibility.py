@@ -23,11 +23,7 @@ from train.run.model_traces import ModelTraces
 
 
 def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
-    """Reject a `context` axis for images.
-
-    Raises:
-        ValueError: the axis `context` would split the patches of images.
-    """
+    """Reject a `context` axis for images."""
     if config.data.reads_images and mesh.shape["context"] > 1:
         raise ValueError(
             f"mesh.context={mesh.shape['context']} splits sequences of tokens, but data.objective="
@@ -37,14 +33,7 @@ def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
 
 
 def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
-    """Reject an objective that a model, or every model of a class, cannot learn.
-
-    Args:
-        model: model, or its class.
-
-    Raises:
-        ValueError: the model is for other objectives.
-    """
+    """Reject an objective that a model, or every model of a class, cannot learn."""
     objectives = getattr(model, "objectives", None)
     # On a class it may be a property, which has no value yet.
     if isinstance(objectives, tuple) and config.data.objective not in objectives:
@@ -81,17 +70,7 @@ def check_parts(
     *,
     shares_vocab: bool,
 ) -> None:
-    """Reject a model that is inconsistent, or that does not match its batch or pipeline.
-
-    Args:
-        model: model; it may be abstract.
-        functions: model's functions.
-        traces: traces of the functions.
-        shares_vocab: whether all pipeline stages share embedding and head.
-
-    Raises:
-        ValueError: the reason.
-    """
+    """Reject a model that is inconsistent, or that does not match its batch or pipeline."""
     name = type(model).__name__
     if shares_vocab and not can_share_vocab(model):
         raise ValueError(
@@ -138,28 +117,21 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
         return
     known = traces.activation_names
     named = ", ".join(sorted(known)) or "none"
-    for name in (*remat_names, *offload):
-        if name not in known:
-            levels = (
-                f"choose {', '.join(REMAT_POLICIES)}, or " if name in remat_names else "choose "
-            )
-            key = (
-                f"train.remat={remat!r}"
-                if name in remat_names
-                else (f"memory.offload_activations={offload}")
-            )
+    levels = ", ".join(REMAT_POLICIES)
+    for key, names, choices in (
+        (f"train.remat={remat!r}", remat_names, f"{levels}, or names"),
+        (f"memory.offload_activations={offload}", offload, "names"),
+    ):
+        unknown = [name for name in names if name not in known]
+        if unknown:
             raise ValueError(
-                f"{key}: no block of {type(model).__name__} names an activation {name!r}; "
-                f"{levels}names of activations: {named}"
+                f"{key}: no block of {type(model).__name__} names an activation {unknown[0]!r}; "
+                f"choose {choices} of activations: {named}"
             )
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Reject an optimizer that cannot update one layer at a time, if that is needed.
-
-    Raises:
-        ValueError: the optimizer state is in host memory, and the optimizer is not element-wise.
-    """
+    """Reject an optimizer that cannot update one layer at a time, if that is needed."""
     if config.memory.placement == "host" and config.optimizer.name not in ELEMENTWISE:
         raise ValueError(
             f"memory.placement=host updates one layer at a time, but optimizer.name="
@@ -169,15 +141,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> None:
-    """Reject mesh axes over which the model splits nothing.
-
-    Args:
-        specs: PartitionSpec of every parameter.
-        rules: sharding rules.
-
-    Raises:
-        ValueError: the devices of an axis would repeat each other's work.
-    """
+    """Reject mesh axes over which the model splits nothing."""
     for axis in unused_axes(specs, rules, mesh):
         if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
             raise ValueError(
@@ -188,10 +152,6 @@ def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> No
 
 def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> None:
     """Check that the model agrees with the tokenizer about special tokens.
-
-    Args:
-        model_config: model's dataclass, with all sizes.
-        corpus: data; only text has a tokenizer.
 
     Raises:
         ValueError: the model uses another padding token, or has token types for only one text per

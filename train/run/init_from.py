@@ -46,7 +46,6 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     Parameters of a head that the checkpoint lacks, or has for another task, are newly initialized.
 
     Args:
-        source: checkpoint.
         labels: labels of the data, in order. A loaded classifier is reordered to match.
 
     Raises:
@@ -99,15 +98,7 @@ def _origin(
     keeps_head: bool,
     order: np.ndarray | None,
 ) -> str:
-    """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED, _NORMS or _NEW.
-
-    Args:
-        path: parameter.
-        wanted: all parameters of the run.
-        stored: all parameters of the checkpoint.
-        keeps_head: whether the run uses the checkpoint's head.
-        order: new order of the checkpoint's labels; None: unchanged.
-    """
+    """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED, _NORMS or _NEW."""
     if is_adapter(path) and path not in stored:
         return _NORMS if path[-1] == "magnitude" else _NEW
     is_of_labels = path[0] == _TASK_HEAD
@@ -274,7 +265,6 @@ def _norms(kernel: jax.Array, wanted: jax.ShapeDtypeStruct, *, is_stacked: bool)
     Args:
         kernel: `[*layers, *inputs, *outputs]`.
         wanted: magnitudes, `[*layers, *outputs]`.
-        is_stacked: whether they have a dim of layers.
     """
     num_inputs = kernel.ndim - wanted.ndim
     sharding: Any = wanted.sharding

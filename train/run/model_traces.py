@@ -22,19 +22,22 @@ from flax import nnx
 from models.check import check
 from models.flops import traced_flops
 from models.functions import ModelFunctions, named_activations, one_layer
+from models.layers import attention
 from models.layers.attention import SelectedKernel
 from pipeline.runtime.trees import total_of
 from pipeline.stack_layout import balanced_cut
 from sharding.hardware import Hardware
-from sharding.logical import Rules
-from sharding.mesh import AnyMesh
+from sharding.logical import Rules, axis_rules
+from sharding.mesh import AnyMesh, use_mesh
 from train.config.schema import RunConfig
 from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.layer_decay import Depths, depths_of
-from train.run.attention_kernels import attention_kernels
 from train.step.tracing import traced_for
 
 Tree = Any
+
+#: Largest array of attention scores on a device, unless the config asks for plain attention.
+MAX_SCORES_BYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +61,7 @@ class LayerCosts:
         return [cost(v, first, stop) for v, (first, stop) in enumerate(bounds)]
 
     def balanced(self, num_virtual_stages: int, *, shares_vocab: bool) -> list[int]:
-        """Return the most even cut: the number of layers of each virtual stage.
-
-        Args:
-            num_virtual_stages: number of virtual stages.
-            shares_vocab: embedding and head are split over all virtual stages.
-        """
+        """Return the most even cut: the number of layers of each virtual stage."""
         cost = self._cost(num_virtual_stages, shares_vocab)
         return balanced_cut(len(self.layers), num_virtual_stages, cost)
 
@@ -98,7 +96,6 @@ def count_work(
     """Count the matrix products of a model's functions by tracing them.
 
     Args:
-        functions: model's functions.
         params: model's parameters in the compute dtype; ShapeDtypeStructs suffice.
         batch: one microbatch; ShapeDtypeStructs suffice.
         recomputes: backward pass of a chunk runs its forward pass again.
@@ -201,23 +198,36 @@ class ModelTraces:
             return depths_of(self.functions, self.params, self.microbatch)
 
     def attention_kernels(self, rules: Rules) -> tuple[SelectedKernel, ...]:
-        """Return the attention kernels of the model's blocks; see attention_kernels.py.
-
-        Args:
-            rules: sharding rules.
+        """Return the kernels of all attention in the model's stacks; () if there is none.
 
         Raises:
-            ValueError: plain attention would need too much memory for its scores.
+            ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
+                `model.attention` does not ask for it.
         """
-        return attention_kernels(
-            self.functions,
-            self.params,
-            self.microbatch,
-            self.mesh,
-            rules,
-            self.hardware,
-            setting=self.config.model.attention,
-        )
+        parts = self.functions.split(self.params)
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        with (
+            attention.recorded_kernels() as kernels,
+            self._tracing(),
+            use_mesh(self.mesh),
+            # The microbatch belongs to one replica already: do not split its batch axis again.
+            axis_rules({**rules, "batch": ()}),
+        ):
+            types = self.functions.activation_types(parts["non_stack"], self.microbatch)
+            for stack, (_, x) in types.items():
+                layer = one_layer(parts["stacks"][stack])
+                block = self.functions.blocks[stack]
+                jax.eval_shape(block, layer, x, self.microbatch, number)
+        for selected in kernels:
+            is_large = selected.kernel == "plain" and selected.scores_bytes > MAX_SCORES_BYTES
+            if is_large and self.config.model.attention != "plain":
+                raise ValueError(
+                    f"attention would be {selected}, which needs "
+                    f"{selected.scores_bytes / 2**30:.1f} GiB for its scores on each device; set "
+                    "precision.compute=bfloat16 if that is the reason, use more microbatches or a "
+                    "shorter sequence, or accept it with model.attention=plain"
+                )
+        return tuple(kernels)
 
     def _tracing(self) -> AbstractContextManager[None]:
         return traced_for(self.hardware, self.config.model.attention)

@@ -33,9 +33,8 @@ from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
 from train.run.model_traces import ModelTraces
-from train.state.averaged import params_to_evaluate
 from train.state.state_layout import StateLayout
-from train.state.train_state import TrainState, shardings_of
+from train.state.train_state import TrainState, average_of, shardings_of
 from train.step.means import means_of
 from train.step.reference_step import make_reference_step
 from train.step.train_step import StepConfig, make_eval_step, make_train_step
@@ -60,7 +59,7 @@ def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _CompiledStep:
+class _Executable:
     """A compiled step, and the options with which it was compiled."""
 
     compiled: jax.stages.Compiled
@@ -148,7 +147,25 @@ class Run:
     @_once
     def trace_train_step(self) -> jax.stages.Traced:
         """Trace `train_step(state, batch)`, which donates the state. The result is cached."""
-        step = self._train_step_function()
+        update = Update(
+            optimizer=self.optimizer,
+            clip_norm=self.config.optimizer.clip_norm,
+            state_layout=self.state_layout,
+            layouts=self.layouts,
+            mesh=self.trace_mesh,
+            seed=self.config.train.seed,
+        )
+        functions = self.functions
+        if self.frozen is not None:
+            functions = with_frozen_params(functions, self.frozen)
+        step = make_train_step(
+            functions,
+            update,
+            self.learning_rate_schedule,
+            self._step_config(),
+            self._param_sharding(),
+            self.rules,
+        )
         out_shardings = (shardings_of(self.state_layout.abstract), None)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
         with use_mesh(self.trace_mesh):
@@ -159,14 +176,14 @@ class Run:
         return self._compile_train_step().compiled
 
     @_once
-    def _compile_train_step(self) -> _CompiledStep:
+    def _compile_train_step(self) -> _Executable:
         return self._compile(self.trace_train_step())
 
     def compiler_options(self) -> list[CompilerOption]:
         """Return the options with which the training step is compiled; the first call compiles."""
         return self._compile_train_step().options
 
-    def _compile(self, traced: jax.stages.Traced) -> _CompiledStep:
+    def _compile(self, traced: jax.stages.Traced) -> _Executable:
         """Compile for speed, and a second time to save memory if the step does not fit."""
         step = self._compile_with(traced, saves_memory=False)
         needs = memory(step.compiled).in_all
@@ -174,7 +191,7 @@ class Run:
             return self._compile_with(traced, saves_memory=True)
         return step
 
-    def _compile_with(self, traced: jax.stages.Traced, *, saves_memory: bool) -> _CompiledStep:
+    def _compile_with(self, traced: jax.stages.Traced, *, saves_memory: bool) -> _Executable:
         options = options_for(
             self.hardware,
             is_described=self.target is not None,
@@ -187,7 +204,7 @@ class Run:
                 compiled = self.target.compile(traced, self.trace_mesh, options)
             else:
                 compiled = traced.lower().compile(compiler_options=as_dict(options))
-        return _CompiledStep(compiled=compiled, options=options)
+        return _Executable(compiled=compiled, options=options)
 
     @_once
     def estimate_memory(self) -> Estimate:
@@ -214,27 +231,6 @@ class Run:
     @property
     def _arguments(self) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
         return self.state_layout.abstract, self._abstract_batch()
-
-    def _train_step_function(self) -> Callable:
-        update = Update(
-            self.optimizer,
-            self.config.optimizer.clip_norm,
-            self.state_layout,
-            self.layouts,
-            self.trace_mesh,
-            self.config.train.seed,
-        )
-        functions = self.functions
-        if self.frozen is not None:
-            functions = with_frozen_params(functions, self.frozen)
-        return make_train_step(
-            functions,
-            update,
-            self.learning_rate_schedule,
-            self._step_config(),
-            self._param_sharding(),
-            self.rules,
-        )
 
     @_once
     def compile_eval_step(self) -> jax.stages.Compiled:
@@ -268,8 +264,15 @@ class Run:
         return self._compile(traced).compiled
 
     def params_to_evaluate(self, state: TrainState) -> tuple[Any, Any]:
-        """Return the parameters to evaluate, and the teacher's; see state/averaged.py."""
-        return params_to_evaluate(state, teaches=self.functions.teach is not None)
+        """Return the parameters to evaluate, and the teacher's, or None without a teacher.
+
+        That is (average, None), or (parameters, average) for a model that learns from its average.
+
+        Args:
+            state: as for `average_of`.
+        """
+        average = average_of(state)
+        return (average, None) if self.functions.teach is None else (state.params, average)
 
     def compile(self) -> None:
         """Compile both steps.

@@ -8,11 +8,7 @@ from train.run.run import Run
 
 
 def describe(run: Run, corpus: Corpus) -> str:
-    """Format the summary of a run: parameters, mesh, attention kernels, stages and data.
-
-    Args:
-        corpus: its data.
-    """
+    """Format the summary of a run: parameters, mesh, attention kernels, stages and data."""
     mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     lines = [

@@ -72,8 +72,6 @@ def with_scaling(params: Tree, history: History, functions: ModelFunctions, dtyp
 
     Args:
         params: `{"non_stack": ..., "stacks": {stack: layers}}`, as from `ModelFunctions.split`.
-        history: history, in slots.
-        functions: model's functions.
         dtype: dtype in which layers receive their parameters.
     """
     scaling = {}
@@ -112,9 +110,7 @@ def update_history(history: History, seen: History, length: int, finite: jax.Arr
     """Return the history after a step; see models.layers.float8.updated_history.
 
     Args:
-        history: history before the step.
         seen: bins of the scales that the step needed, as from `without_scaling`.
-        length: number of steps for which a bin counts.
         finite: bool[], whether the step was finite; otherwise the history stays as it is.
     """
 

@@ -42,24 +42,17 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateSpec:
-    """Defines the contents of a training state, apart from its layout.
+    """Defines the contents of a training state, apart from its layout."""
 
-    Attributes:
-        model: model, abstract.
-        build: initializes the model from a fixed seed.
-        precision: dtype of the master weights, and whether the state has a `loss_scale`.
-        tracks_spikes: whether the state has `spikes`; see train/step/train_step.py.
-        empty_history: returns the first `amax_history`; None: the state has none. See
-            amax_history.py.
-        frozen: bool per parameter, whether it is hidden from the optimizer; None: no parameter.
-    """
-
-    model: nnx.Module
-    build: Callable[[], nnx.Module]
+    model: nnx.Module  # model, abstract
+    build: Callable[[], nnx.Module]  # initializes the model from a fixed seed
     optimizer: optax.GradientTransformation
+    # dtype of the master weights, and whether the state has a `loss_scale`
     precision: PrecisionConfig
-    tracks_spikes: bool = False
+    tracks_spikes: bool = False  # whether the state has `spikes`; see train/step/train_step.py
+    # returns the first `amax_history`; None: the state has none. See amax_history.py
     empty_history: Callable[[], Tree] | None = None
+    # bool per parameter, whether it is hidden from the optimizer; None: no parameter
     frozen: Tree = None
 
     def trained(self, params: Tree) -> Tree:
@@ -101,35 +94,20 @@ class StateSpec:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StateInit:
-    """Creates initial states in place.
+    """Creates initial states in place."""
 
-    Args:
-        spec: contents of the state.
-        layouts: stack -> its layout.
-        layout_of: layout of every leaf of the state.
-        abstract: shapes and shardings of the state for the step; see train/state/state_layout.py.
-        portable: shapes and shardings of the state in a checkpoint.
-    """
-
-    def __init__(
-        self,
-        spec: StateSpec,
-        layouts: Mapping[str, StackLayout],
-        layout_of: TrainState,
-        abstract: TrainState,
-        portable: TrainState,
-    ):
-        self._spec = spec
-        self._layouts = layouts
-        self._layout_of = layout_of
-        self._abstract = abstract
-        self._portable = portable
+    spec: StateSpec
+    layouts: Mapping[str, StackLayout]  # stack -> its layout
+    layout_of: TrainState  # layout of every leaf of the state
+    abstract: TrainState  # shapes and shardings of the state for the step; see state_layout.py
+    portable: TrainState  # shapes and shardings of the state in a checkpoint
 
     def from_scratch(self) -> TrainState:
         """Return the initial state with newly initialized parameters."""
         state = self.initialize_at_once()
-        streamed = {name: self._initialize_on_host(name) for name in self._layouts}
+        streamed = {name: self._initialize_on_host(name) for name in self.layouts}
         stacks = {name: merge(state.params[name], part) for name, part in streamed.items()}
         return self._with_moments(dataclasses.replace(state, params={**state.params, **stacks}))
 
@@ -147,24 +125,24 @@ class StateInit:
     def initialize_at_once(self) -> Callable[[], TrainState]:
         """The jitted initial state, with None for stacks and moments in host memory."""
         params = {
-            name: jax.tree.map(is_for_host if name in self._layouts else _false, part)
-            for name, part in self._abstract.params.items()
+            name: jax.tree.map(is_for_host if name in self.layouts else _false, part)
+            for name, part in self.abstract.params.items()
         }
-        return self._jitted(lambda: self._spec.state(self._spec.params()), params)
+        return self._jitted(lambda: self.spec.state(self.spec.params()), params)
 
     @functools.cached_property
     def _initialize_from(self) -> Callable[[Tree], TrainState]:
         def make(params):
-            layers = self._spec.state(jax.tree.map(to_device, params))
+            layers = self.spec.state(jax.tree.map(to_device, params))
             # Parameters that are already in host memory in the right form are not copied back.
             unchanged = jax.tree.map(
                 lambda x, layout: x if is_on_host(x) and layout.is_plain else None,
                 params,
-                self._layout_of.params,
+                self.layout_of.params,
             )
             return dataclasses.replace(layers, params=merge(unchanged, layers.params))
 
-        return self._jitted(make, jax.tree.map(_false, self._abstract.params))
+        return self._jitted(make, jax.tree.map(_false, self.abstract.params))
 
     def _jitted(self, make_layers: Callable[..., TrainState], elsewhere: Tree) -> Callable:
         """Jit a function that creates the state, with None for leaves that are created elsewhere.
@@ -174,7 +152,7 @@ class StateInit:
             elsewhere: bool per parameter: whether it is created elsewhere. In the optimizer
                 state, all arrays in host memory are.
         """
-        moments = jax.tree.map(is_for_host, self._abstract.opt_state)
+        moments = jax.tree.map(is_for_host, self.abstract.opt_state)
 
         def without_elsewhere(state: TrainState) -> TrainState:
             def leave_out(x, is_out):
@@ -191,14 +169,14 @@ class StateInit:
             if not is_plain:
                 # Permute layers into slots while every device has all layers, but only a slice of
                 # each (see StateLayout._portable_spec).
-                on_device = jax.tree.map(in_device_memory, shardings_of(self._portable))
+                on_device = jax.tree.map(in_device_memory, shardings_of(self.portable))
                 layers = jax.lax.with_sharding_constraint(layers, on_device)
-            slots = jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self._layout_of)
+            slots = jax.tree.map(lambda x, layout: layout.to_slots(x), layers, self.layout_of)
             return without_elsewhere(slots)
 
         # An argument can only be donated if the result has the same form.
-        is_plain = all(layout.is_plain for layout in self._layouts.values())
-        out_shardings = without_elsewhere(shardings_of(self._abstract))
+        is_plain = all(layout.is_plain for layout in self.layouts.values())
+        out_shardings = without_elsewhere(shardings_of(self.abstract))
         return jax.jit(make, out_shardings=out_shardings, donate_argnums=(0,) * is_plain)
 
     def _with_moments(self, state: TrainState) -> TrainState:
@@ -210,8 +188,8 @@ class StateInit:
         def zeros(target: jax.ShapeDtypeStruct) -> jax.Array | None:
             return zeros_of(target) if is_for_host(target) else None
 
-        targets = self._abstract.opt_state
-        params = self._spec.trained(state.params)
+        targets = self.abstract.opt_state
+        params = self.spec.trained(state.params)
         without = with_average(targets, lambda average: jax.tree.map(lambda _: None, average))
         moments = merge(state.opt_state, jax.tree.map(zeros, without))
         average = with_average(targets, lambda average: jax.tree.map(copied, params, average))
@@ -223,7 +201,7 @@ class StateInit:
         Every stage initializes one layer at a time and copies it to its slot. The computation runs
         outside of `shard_map`, because XLA rounds differently within it; only the copy is inside.
         """
-        targets = self._abstract.params[stack]
+        targets = self.abstract.params[stack]
         on_host = jax.tree.map(lambda t: t if is_for_host(t) else None, targets)
         filled = jax.tree.map(zeros_of, on_host)
         if not jax.tree.leaves(filled):
@@ -231,7 +209,7 @@ class StateInit:
 
         def layers(numbers: jax.Array) -> Tree:
             with only_layers(jnp.maximum(numbers, 0)):
-                params = self._spec.params()[stack]
+                params = self.spec.params()[stack]
             for leaf in jax.tree.leaves(params):
                 if len(leaf) != len(numbers):
                     raise ValueError(
@@ -266,7 +244,7 @@ class StateInit:
             check_vma=False,
         )
         write = jax.jit(write, out_shardings=shardings, donate_argnums=0)
-        numbers = self._layouts[stack].layer_of_slot.reshape(mesh.shape["pipeline"], -1)
+        numbers = self.layouts[stack].layer_of_slot.reshape(mesh.shape["pipeline"], -1)
         for slot in range(numbers.shape[1]):
             filled = write(filled, make(numbers[:, slot]), np.int32(slot))
         return filled

@@ -43,8 +43,6 @@ class StateLayout:
     """The layout of a run's state in its two forms, and conversions between them.
 
     Args:
-        state_spec: contents of the state.
-        rules: sharding rules.
         layouts: stack -> its layout.
         memory: which state is split over `data` too, and which is in host memory.
 
@@ -120,17 +118,18 @@ class StateLayout:
     @functools.cached_property
     def state_init(self) -> StateInit:
         """Create the initial state."""
-        return StateInit(self._spec, self._layouts, self._layout_of, self.abstract, self.portable)
+        return StateInit(
+            spec=self._spec,
+            layouts=self._layouts,
+            layout_of=self._layout_of,
+            abstract=self.abstract,
+            portable=self.portable,
+        )
 
     def to_portable(self, state: TrainState) -> TrainState:
         """Convert a state to the form of a checkpoint.
 
-        Args:
-            state: state in the form of the step.
-
-        Returns:
-            The state in the portable form. Arrays that had to be converted are in host memory;
-            the others are not copied.
+        Arrays that had to be converted are in host memory; the others are not copied.
         """
 
         def convert(leaf, layout, target):
@@ -143,11 +142,10 @@ class StateLayout:
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
     def from_portable(self, state: TrainState) -> TrainState:
-        """Convert a state to the form of the step.
+        """Convert a state of a checkpoint to the form of the step.
 
-        Args:
-            state: state of a checkpoint. Arrays that have to be converted are deleted. Fields
-                of `MAY_LACK` that are None become zeros.
+        Arrays that have to be converted are deleted. Fields of `MAY_LACK` that are None become
+        zeros.
         """
         lacking = {name: getattr(self.portable, name) for name in MAY_LACK}
         lacking = {name: part for name, part in lacking.items() if getattr(state, name) is None}
@@ -226,19 +224,7 @@ class StateLayout:
         return spec_of(parts)
 
     def _gather_modes(self, params: Tree, specs: Tree, memory: MemoryConfig) -> Tree:
-        """Choose when each parameter is gathered; only stacks are gathered by layer.
-
-        Args:
-            params: parameters in the form of the step, without shardings.
-            specs: PartitionSpec of every parameter.
-            memory: ZeRO stage and the fractions.
-
-        Returns:
-            A GatherMode per parameter.
-
-        Raises:
-            ValueError: parameters should be streamed from host memory, but none can be.
-        """
+        """Choose when each parameter is gathered; only stacks are gathered by layer."""
         modes = {
             name: stack_gather_modes(params[name], specs[name], self._mesh, memory)
             if name in self._layouts
@@ -256,15 +242,7 @@ class StateLayout:
         return modes
 
     def _memory_kinds(self, slots: TrainState, memory: MemoryConfig) -> tuple[TrainState, Tree]:
-        """Decide which parts of the state are in host memory.
-
-        Args:
-            slots: state in the form of the step, without shardings.
-            memory: fractions of the state that are in host memory.
-
-        Returns:
-            The memory kind of every leaf ("" is the device's default), and `is_offloaded`.
-        """
+        """Return the memory kind of every leaf ("": the device's default), and `is_offloaded`."""
         leaves, structure = jax.tree.flatten(slots.params)
         are_large = largest(leaves, memory.optimizer_fraction)
         are_cut = (bool(leaf.shape) for leaf in leaves)  # scalars stay: they have no slices

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from sharding.memory import HOST_KIND
+from train.optim.ema import find_average
 from train.precision import LossScale
 
 Tree = Any
@@ -52,6 +53,19 @@ def merge(tree: Tree, other: Tree) -> Tree:
     return jax.tree.map(lambda a, b: b if a is None else a, tree, other, is_leaf=is_none)
 
 
+def average_of(state: TrainState) -> Tree:
+    """Return the average of the parameters, or the parameters if the run keeps no average.
+
+    The average has the shapes and shardings of the parameters and is float32 or wider, so a model
+    runs with either. The average of a frozen parameter is the parameter itself.
+
+    Args:
+        state: state in the form that the step takes; arrays or ShapeDtypeStructs.
+    """
+    average = find_average(state.opt_state)
+    return state.params if average is None else merge(average, state.params)
+
+
 def is_for_host(target: jax.ShapeDtypeStruct) -> bool:
     """Return whether an array belongs in host memory."""
     return target.sharding.memory_kind == HOST_KIND
@@ -68,7 +82,6 @@ def copy_of(array: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
 
     Args:
         array: array that is sharded like the target.
-        target: wanted shape, dtype and sharding.
     """
     kind = target.sharding.memory_kind
     shards = [

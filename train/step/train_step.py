@@ -11,6 +11,12 @@ The path of a batch through the training step, with M microbatches of B examples
       -> divide the losses and metrics by the sums of their weights, for the log
       -> update (update.py): divide the gradients by it, clip, apply the optimizer; skipped if the
          step is nonfinite or a spike
+
+The metrics of a training step are scalars: `loss, grad_norm, num_skipped, num_nonfinite_in_a_row`,
+`learning_rate` if it is known (see train/optim/logged_rate.py), and the head's metrics as weighted
+means (means.py). In float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the
+nonfinite steps at which the scale could not become smaller. In float8 with delayed scaling there
+are `float8_overflows` and `float8_underflows`; see train/state/amax_history.py.
 """
 
 import dataclasses
@@ -40,8 +46,7 @@ from train.state.amax_history import (
     with_scaling_specs,
     without_scaling,
 )
-from train.state.averaged import average_of
-from train.state.train_state import TrainState
+from train.state.train_state import TrainState, average_of
 from train.step.means import gradient_weight, means_of, nonzero
 from train.step.spikes import detect_spike
 from train.step.tracing import traced_for
@@ -83,12 +88,6 @@ def make_train_step(
     The loss is the sum over all microbatches and devices, divided by the sum of `weights`. The
     weights of additional losses, `*_weights`, are first scaled to the same sum.
 
-    Metrics are scalars: `loss, grad_norm, num_skipped, num_nonfinite_in_a_row`, `learning_rate` if
-    it is known (see train/optim/logged_rate.py), and the head's metrics as weighted means
-    (means.py). In float16 there are two more: `loss_scale`, and `num_stuck_in_a_row`, the nonfinite
-    steps at which the scale could not become smaller. In float8 with delayed scaling there are
-    `float8_overflows` and `float8_underflows`; see train/state/amax_history.py.
-
     A step whose loss or gradients are not finite changes only the counters, and in float16 the loss
     scale. With `skip_spikes`, the same holds for a step whose gradient norm exceeds this multiple
     of the mean norm of the accepted steps before it.
@@ -113,7 +112,9 @@ def make_train_step(
             if teach is not None:
                 microbatches |= teach(average_of(state), microbatches)
             microbatches |= to_microbatches({"dropout_keys": keys}, config)
-            sums, grads, seen = loss_and_grad(state, microbatches)
+            parts = _split_params(state, functions, config)
+            sums, grads = loss_and_grad(parts, microbatches)
+            grads, seen = _join_gradients(grads, state, functions)
         metrics = means_of(sums, lambda value, weight: value / nonzero(weight))
         weight = gradient_weight(sums["weight"])
         grad_norm = update.norm(grads, weight)
@@ -136,7 +137,7 @@ def make_eval_step(
 ) -> Callable[[Tree, Tree | None, Batch], dict[str, Tree]]:
     """Build the function `eval_step(params, teacher, batch) -> sums`.
 
-    Its first two arguments come from train.state.averaged.params_to_evaluate. The sums are
+    Its first two arguments come from train.run.run.Run.params_to_evaluate. The sums are
     `loss`, `weight` and the head's metrics, to be added up over all batches and then divided
     (means.py).
 
@@ -164,32 +165,37 @@ def make_eval_step(
 
 def _make_loss_and_grad(
     functions: ModelFunctions, config: StepConfig, param_sharding: ParamSharding
-) -> Callable[[TrainState, Batch], tuple[dict, Tree, Tree | None]]:
-    """Return `f(state, microbatches) -> (sums, gradients of the parameters, seen)`.
+) -> Callable[[Tree, Batch], tuple[dict, Tree]]:
+    """Return `f(parts, microbatches) -> (sums, gradients of the parts)`; see `_split_params`."""
+    if config.precision.keeps_amax_history:
+        param_sharding = with_scaling_specs(param_sharding, functions)
+        functions = with_scaled_blocks(functions)
+    return make_loss_and_grad(
+        functions, config.schedule, config.layouts, param_sharding, config.pipeline
+    )
+
+
+def _split_params(state: TrainState, functions: ModelFunctions, config: StepConfig) -> Tree:
+    """Return the parameters as the pipeline takes them: in parts, with their float8 scales."""
+    parts = functions.split(state.params)
+    history = state.amax_history
+    if history is None:
+        return parts
+    return with_scaling(parts, history, functions, config.precision.compute_dtype)
+
+
+def _join_gradients(
+    grads: Tree, state: TrainState, functions: ModelFunctions
+) -> tuple[Tree, Tree | None]:
+    """Return (gradients of the parameters, seen).
 
     `seen` says which scales this step needed, in the form of the state's history; None without a
     history.
     """
-    scaled = functions
-    if config.precision.keeps_amax_history:
-        param_sharding = with_scaling_specs(param_sharding, functions)
-        scaled = with_scaled_blocks(functions)
-    loss_and_grad = make_loss_and_grad(
-        scaled, config.schedule, config.layouts, param_sharding, config.pipeline
-    )
-
-    def run(state: TrainState, microbatches: Batch):
-        params = functions.split(state.params)
-        history = state.amax_history
-        seen = None
-        if history is not None:
-            params = with_scaling(params, history, functions, config.precision.compute_dtype)
-        sums, grads = loss_and_grad(params, microbatches)
-        if history is not None:
-            grads, seen = without_scaling(grads, history)
-        return sums, functions.join(grads), seen
-
-    return run
+    seen = None
+    if state.amax_history is not None:
+        grads, seen = without_scaling(grads, state.amax_history)
+    return functions.join(grads), seen
 
 
 def make_teacher(
@@ -231,7 +237,7 @@ def _apply_gradients(
         weight: sum of weights, by which `update` divides the gradients.
         loss: mean loss.
         grad_norm: global norm of the divided gradients.
-        seen: scales that this step needed, as from `_make_loss_and_grad`.
+        seen: scales that this step needed, as from `_join_gradients`.
         update: optimizer update.
         config: settings of the step.
     """
@@ -269,7 +275,7 @@ def _scaling_metrics(
 
     Args:
         state: state before the step.
-        seen: as from `_make_loss_and_grad`.
+        seen: as from `_join_gradients`.
         config: settings of the step.
     """
     metrics = {}

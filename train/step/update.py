@@ -15,6 +15,7 @@ element-wise optimizer.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -58,40 +59,26 @@ class _Group:
     num_stages: int  # pipeline stages over which the first dimension is split
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
     """Computes new parameters and a new optimizer state from gradients.
 
     State in host memory is updated in slices: one slot of a stack at a time, and some rows of a
     non-stack parameter at a time. Frozen parameters are not touched.
 
-    Args:
-        optimizer: optimizer, without clipping. It must be element-wise if any state is in host
-            memory.
+    Attributes:
+        optimizer: without clipping. It must be element-wise if any state is in host memory.
         clip_norm: largest global gradient norm; 0: no clipping.
         layouts: stack -> its layout.
         seed: for stochastic rounding.
     """
 
-    def __init__(
-        self,
-        optimizer: optax.GradientTransformation,
-        clip_norm: float,
-        state_layout: StateLayout,
-        layouts: Mapping[str, StackLayout],
-        mesh: AnyMesh,
-        seed: int,
-    ):
-        self._optimizer = optax.with_extra_args_support(optimizer)
-        self._clip_norm = clip_norm
-        self._seed = seed
-        self._layouts = layouts
-        self._mesh = mesh
-        params = state_layout.abstract.params
-        is_offloaded = state_layout.is_offloaded
-        self._trained = jax.tree.map(lambda _: True, is_offloaded)  # frozen parameters are None
-        self._stays_on_device = jax.tree.map(lambda leaf: not leaf, is_offloaded)
-        self._groups = self._grouped(params, is_offloaded)
-        self._abstract_params = params
+    optimizer: optax.GradientTransformation
+    clip_norm: float
+    state_layout: StateLayout
+    layouts: Mapping[str, StackLayout]
+    mesh: AnyMesh
+    seed: int
 
     def norm(self, grads: Tree, weight: jax.Array) -> jax.Array:
         """Return the global norm of the gradients of trained parameters, divided by `weight`.
@@ -100,7 +87,8 @@ class Update:
             grads: sums of gradients, on the device or in host memory.
             weight: sum of weights.
         """
-        grads = _chosen(grads, self._trained)
+        is_trained = jax.tree.map(lambda _: True, self.state_layout.is_offloaded)  # frozen: None
+        grads = _chosen(grads, is_trained)
 
         def sum_of_squares(grads: Tree) -> jax.Array:
             return optax.tree.norm(jax.tree.map(lambda g: g / weight, grads), squared=True)
@@ -112,7 +100,7 @@ class Update:
         on_host = jax.tree.map(is_on_host, grads)
         on_device = jax.tree.map(lambda there: not there, on_host)
         total = jnp.asarray(sum_of_squares(_chosen(grads, on_device)), dtype)
-        for group in self._groups:
+        for group in self.groups:
             group_grads = _chosen(_chosen(grads, group.chosen), on_host)
             if jax.tree.leaves(group_grads):
                 zero = jnp.zeros((), dtype)
@@ -130,7 +118,7 @@ class Update:
             grads: sums of gradients.
             outcome: scalars of this step.
         """
-        stays_on_device = self._stays_on_device
+        stays_on_device = jax.tree.map(lambda leaf: not leaf, self.state_layout.is_offloaded)
         new_params, new_state = self._updated(
             _chosen(grads, stays_on_device),
             self._chosen_state(opt_state, stays_on_device),
@@ -138,7 +126,7 @@ class Update:
             _chosen(self._row_ids(), stays_on_device),
             outcome,
         )
-        for group in self._groups:
+        for group in self.groups:
             group_params, group_state = self._update_offloaded(
                 group, params, opt_state, grads, outcome
             )
@@ -153,7 +141,7 @@ class Update:
         chosen = group.chosen
         is_of_param = jax.tree.leaves(
             optax.tree_utils.tree_map_params(
-                self._optimizer,
+                self.optimizer,
                 lambda _, c: True if c else None,
                 opt_state,
                 chosen,
@@ -210,16 +198,17 @@ class Update:
 
         def ready(g):
             g = g / outcome.weight
-            if not self._clip_norm:
+            if not self.clip_norm:
                 return g
-            is_small = outcome.norm < self._clip_norm
-            return jax.lax.select(is_small, g, g / outcome.norm.astype(g.dtype) * self._clip_norm)
+            is_small = outcome.norm < self.clip_norm
+            return jax.lax.select(is_small, g, g / outcome.norm.astype(g.dtype) * self.clip_norm)
 
         grads = jax.tree.map(ready, grads)
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
-        updates, new_state = self._optimizer.update(grads, opt_state, wide, row_ids=row_ids)
+        optimizer = optax.with_extra_args_support(self.optimizer)
+        updates, new_state = optimizer.update(grads, opt_state, wide, row_ids=row_ids)
         new_params = rounded_at_random(
-            optax.apply_updates(wide, updates), params, row_ids, self._seed, outcome.step
+            optax.apply_updates(wide, updates), params, row_ids, self.seed, outcome.step
         )
 
         def kept(new, old):
@@ -278,7 +267,7 @@ class Update:
         by_stage = PartitionSpec("pipeline")
         run = jax.shard_map(
             on_stage,
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=(once, by_stage, by_stage, once),
             out_specs=(once, by_stage),
             axis_names={"pipeline"},
@@ -286,22 +275,24 @@ class Update:
         )
         return run(carry, arrays, changing, constants)
 
-    def _grouped(self, params: Tree, is_offloaded: Tree) -> list[_Group]:
-        """Group the parameters in host memory: a stack's form one group, any other its own."""
-        leaves = dict(jax.tree_util.tree_leaves_with_path(params))
+    @cached_property
+    def groups(self) -> list[_Group]:
+        """The parameters in host memory: those of a stack form one group, any other its own."""
+        is_offloaded = self.state_layout.is_offloaded
+        leaves = dict(jax.tree_util.tree_leaves_with_path(self.state_layout.abstract.params))
         paths = [path for path, leaf in jax.tree_util.tree_leaves_with_path(is_offloaded) if leaf]
 
         def marked(chosen: Collection[tuple]) -> Tree:
             return jax.tree_util.tree_map_with_path(lambda path, _: path in chosen, is_offloaded)
 
         groups = []
-        num_stages = self._mesh.shape["pipeline"]
-        for stack in dict.fromkeys(path[0].key for path in paths if path[0].key in self._layouts):
+        num_stages = self.mesh.shape["pipeline"]
+        for stack in dict.fromkeys(path[0].key for path in paths if path[0].key in self.layouts):
             stack_paths = [path for path in paths if path[0].key == stack]
-            num_slots = len(self._layouts[stack].layer_of_slot) // num_stages
+            num_slots = len(self.layouts[stack].layer_of_slot) // num_stages
             groups.append(_Group(marked(stack_paths), num_slots, 1, num_stages))
         for path in paths:
-            if path[0].key not in self._layouts:
+            if path[0].key not in self.layouts:
                 num_slices, rows = _slices(leaves[path])
                 groups.append(_Group(marked([path]), num_slices, rows, 1))
         return groups
@@ -311,15 +302,15 @@ class Update:
 
         # Made within the step, so that the memory estimate can refuse a huge table before.
         def number(path: tuple, param: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
-            if path[0].key in self._layouts:
-                return np.asarray(self._layouts[path[0].key].layer_of_slot, np.int32)
+            if path[0].key in self.layouts:
+                return np.asarray(self.layouts[path[0].key].layer_of_slot, np.int32)
             return jnp.arange(math.prod(param.shape[:1]), dtype=jnp.int32)
 
-        return jax.tree_util.tree_map_with_path(number, self._abstract_params)
+        return jax.tree_util.tree_map_with_path(number, self.state_layout.abstract.params)
 
     def _chosen_state(self, opt_state: Tree, chosen: Tree) -> Tree:
         return optax.tree_utils.tree_map_params(
-            self._optimizer, lambda leaf, c: leaf if c else None, opt_state, chosen
+            self.optimizer, lambda leaf, c: leaf if c else None, opt_state, chosen
         )
 
 

@@ -20,20 +20,15 @@ _NUM_TRIES = 10
 def augment(
     image: Image.Image, config: ImageConfig, random: np.random.Generator, view: int = 0
 ) -> np.ndarray:
-    """Crop and augment an image at random, as in training.
+    """Crop and augment an image at random, as in training, to uint8[size, size, channels].
 
     The operations are applied in this order: crop, flip, color jitter, grayscale, blur, solarize,
     RandAugment, erasing.
 
     Args:
         image: image, preferably not decoded yet, so that only the needed pixels are decoded.
-        config: config section `images`.
-        random: random number generator.
         view: 0 or 1, the view of a pair; selects one of the two probabilities of `blur` and
             `solarize`.
-
-    Returns:
-        uint8[size, size, channels].
     """
     width, height = image.size
     box = (0.0, 0.0, float(width), float(height))
@@ -77,10 +72,6 @@ def erase(pixels: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
     Args:
         pixels: uint8[height, width, channels]; modified in place.
-        random: random number generator.
-
-    Returns:
-        `pixels`.
 
     Source: Zhong et al. 2017 (arXiv:1708.04896), algorithm 1, with random values (RE-R). The
         largest area is 1/3, as in timm, instead of 0.4.

@@ -23,10 +23,6 @@ def jitter(
         strength: strengths of the four changes, in this order; 0 for no change. A factor is
             drawn from 1 ± strength, but not below 0, and a rotation of the hue from ± strength
             turns.
-        random: random number generator.
-
-    Returns:
-        The changed image.
     """
     for which in random.permutation(4):
         amount = strength[which]

@@ -33,9 +33,6 @@ def open_image(image: Any) -> Image.Image:
         image: encoded bytes, an array uint8[height, width] or uint8[height, width, channels] with
             1, 3 or 4 channels, or a PIL image.
 
-    Returns:
-        The PIL image.
-
     Raises:
         ValueError: `image` is none of these, its pixels have no range that can be scaled to 8 bits,
             or encoded bytes have more than MAX_PIXELS pixels.
@@ -93,11 +90,8 @@ def random_box(
     """Draw a random box of an image.
 
     Args:
-        width: width of the image in pixels.
-        height: height of the image in pixels.
         scale: minimum and maximum fraction of the area.
         ratio: minimum and maximum width ÷ height; its logarithm is uniformly distributed.
-        random: random number generator.
 
     Returns:
         The box. If none of ten boxes fits into the image, it is the largest central box with an
@@ -124,32 +118,26 @@ def random_box(
 
 
 def crop(image: Image.Image, box: Box, size: int, channels: int) -> Image.Image:
-    """Crop a box of an image and resize it to size × size pixels (bicubic).
+    """Crop a box and resize it to size × size pixels (bicubic), in mode L or RGB.
 
     Args:
         image: image, preferably not decoded yet.
         box: box to keep, in pixels of the image.
         size: height and width of the result in pixels.
         channels: 1 or 3.
-
-    Returns:
-        The resized crop, of mode L or RGB.
     """
     scaled, box = _decode(image, box, size, channels)
     return scaled.resize((size, size), Image.Resampling.BICUBIC, box)
 
 
 def central_crop(image: Image.Image, size: int, channels: int, part: float) -> Image.Image:
-    """Resize the shorter side of an image to size ÷ part pixels, and crop the center.
+    """Resize the shorter side to size ÷ part pixels, and crop the center, in mode L or RGB.
 
     Args:
         image: image, preferably not decoded yet.
         size: height and width of the result in pixels.
         channels: 1 or 3.
         part: `images.eval_crop`: the side of the crop ÷ the shorter side of the resized image.
-
-    Returns:
-        The central crop, of mode L or RGB.
     """
     width, height = image.size
     shorter = int(size / part)
@@ -172,8 +160,6 @@ def _decode(image: Image.Image, box: Box, size: int, channels: int) -> tuple[Ima
 
     Args:
         box: box that is going to be resized to size × size pixels.
-        size: size after resizing, in pixels.
-        channels: 1 or 3.
 
     Returns:
         The image, of mode L or RGB, and the box in pixels of that image.

@@ -48,14 +48,10 @@ class Mix:
 
 
 def draw_mix(config: ImageConfig, random: np.random.Generator) -> Mix:
-    """Draw the mix of a pair of images.
+    """Draw the mix of a pair of images; a share of 1 does not change them.
 
     Args:
         config: config section `images`; `mixup` or `cutmix` must be above 0.
-        random: random number generator.
-
-    Returns:
-        The mix; a share of 1 does not change the images.
     """
     if random.random() >= config.mixing_probability:
         return Mix(share=1.0)

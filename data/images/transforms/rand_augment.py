@@ -32,10 +32,6 @@ def rand_augment(
         num: number of operations to draw, with replacement; each is then applied with
             probability 0.5.
         magnitude: mean magnitude of the operations, 0 to 10.
-        random: random number generator.
-
-    Returns:
-        The changed image.
     """
     names = list(OPERATIONS)
     for number in random.integers(len(names), size=num):

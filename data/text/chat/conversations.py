@@ -1,7 +1,6 @@
 """Conversations in .jsonl files and tables, as tokens and a mark for each that is learned.
 
-A line is `{"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", …}]}`, or a
-pair of conversations; see data/text/chat/preferences.py.
+The lines are parsed in lines.py.
 """
 
 import collections
@@ -15,15 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data.array_cache import read_array, write_array
+from data.cache import locked, read_array, write_array
 from data.config import DataConfig
-from data.locks import locked
-from data.text.chat.lines import ChatLines, checked_messages, tools_of
-from data.text.chat.preferences import Preferences
+from data.sequences import LazySequence
+from data.text.chat.lines import ChatLines, Conversations, Preferences
 from data.text.chat.rendering import Span
 from data.text.chat.template import ChatTemplate, Dialogue, Rendered
-from data.text.records import find_lines
-from data.text.text_files import split_files
+from data.text.records import split_lines
 from data.text.tokenization.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -35,40 +32,14 @@ _BATCH_LINES = 64
 _BATCH_BYTES = 2**20
 
 
-class Conversations(ChatLines):
-    """A sequence of conversations; an item is a conversation whose answers are all learned."""
+def texts_of_messages(lines: ChatLines) -> Sequence[str]:
+    """Return the contents of each line's messages as one document, to train a tokenizer on."""
 
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        record, where = self.record(index)
-        field = self.config.messages_field
-        messages = record.get(field)
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(
-                f"{where} has the fields {sorted(record)}, but no messages in data.messages_field="
-                f"{field!r}; set data.messages_field to the field with the list of messages"
-            )
-        messages = checked_messages(messages, where)
-        if all(message["role"] != "assistant" for message in messages):
-            raise ValueError(
-                f"{where} has no message of the role 'assistant', so there is nothing to learn; "
-                "remove the line"
-            )
-        return (Dialogue(messages, tools=tools_of(record, where)),)
-
-
-class MessageTexts(Sequence[str]):
-    """The contents of each line's messages as one document, to train a tokenizer on."""
-
-    def __init__(self, lines: ChatLines):
-        self._lines = lines
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        dialogues = self._lines[index]
-        messages = (message for each in dialogues for message in each.messages)
+    def read(index: int) -> str:
+        messages = (message for each in lines[index] for message in each.messages)
         return "\n".join(message.get("content") or "" for message in messages)
+
+    return LazySequence(len(lines), read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +79,12 @@ def open_chats(config: DataConfig) -> dict[str, ChatLines]:
     Args:
         config: config section `data`, with the objective "chat" or "preference".
 
-    Returns:
-        Split -> its conversations, or its pairs of them.
-
     Raises:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is of another kind, or there are too few lines for the splits.
     """
-    files = find_lines(config)
-    splits = split_files(files, config.validation_fraction, config.sequence_length)
     of_objective = Conversations if config.objective == "chat" else Preferences
-    return {split: of_objective(files, spans, config) for split, spans in splits.items()}
+    return {split: of_objective(spans, config) for split, spans in split_lines(config).items()}
 
 
 def encode(
@@ -127,11 +93,6 @@ def encode(
     """Encode conversations, line by line; those that are too long for their share of a row are cut.
 
     The result is cached. A line is left out if nothing learned is left of one of its conversations.
-
-    Args:
-        lines: conversations.
-        template: chat template.
-        config: config section `data`.
 
     Raises:
         ValueError: A conversation is not valid, or the template refuses it.
@@ -163,8 +124,6 @@ def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.
 
     Args:
         ends: int64[number of conversations], ends of all conversations.
-        lines: lines of the conversations.
-        config: config section `data`.
     """
     sizes = np.diff(ends, prepend=0)
     lost = np.flatnonzero(sizes[:: lines.num_dialogues] == 0)
@@ -176,16 +135,13 @@ def _without_lost(ends: np.ndarray, lines: ChatLines, config: DataConfig) -> np.
             len(lost),
             len(lines),
             config.sequence_length,
-            lines.place(int(lost[0])),
+            lines.spans.place_of(int(lost[0])),
         )
     return ends[sizes > 0]
 
 
 def end_of_answers(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
     """Return the id of the special token that the assistant ends its answers with.
-
-    Args:
-        template: chat template.
 
     Returns:
         The id of the first special token after an answer's content; None if there is none, or the
@@ -260,7 +216,7 @@ def _batches(lines: ChatLines) -> Iterator[range]:
     """Yield the numbers of lines that are rendered together, in order."""
     first = size = 0
     for number in range(len(lines)):
-        size += lines.num_bytes(number)
+        size += lines.spans.size_of(number)
         if size >= _BATCH_BYTES or number - first + 1 == _BATCH_LINES:
             yield range(first, number + 1)
             first = number + 1
@@ -278,7 +234,7 @@ def _of_lines(
         rendered = []
         for result in itertools.islice(results, lines.num_dialogues):
             if isinstance(result, ValueError):
-                raise ValueError(f"data.paths: {lines.place(number)}: {result}")
+                raise ValueError(f"data.paths: {lines.spans.place_of(number)}: {result}")
             rendered.append(result)
         yield rendered
 
@@ -288,7 +244,6 @@ def _is_within(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
 
     Args:
         offsets: int[n, 2], first character and end of each token.
-        spans: parts.
     """
     is_within = np.zeros(len(offsets), bool)
     for start, stop in spans:

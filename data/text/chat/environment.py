@@ -81,7 +81,6 @@ def compile_template(text: str, is_repeatable: bool) -> jinja2.Template:
     """Compile a template.
 
     Args:
-        text: template.
         is_repeatable: whether its text must be the same in every run.
 
     Raises:

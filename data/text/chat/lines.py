@@ -1,61 +1,129 @@
-"""Lines of .jsonl files that hold conversations, each parsed and checked when it is read."""
+"""Lines of .jsonl files that hold conversations, each parsed and checked when it is read.
+
+A line has one conversation, or a pair of answers of which one was preferred. The answers of a pair
+are texts or lists of messages, and so is their prompt. A prompt may also be the beginning that both
+lists of messages share, and is not repeated if the answers begin with it:
+
+    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", …}]}
+
+    {"prompt": "2 + 2?", "chosen": "4", "rejected": "Who knows?"}
+    {"prompt": [{"role": "user", …}], "chosen": [{"role": "assistant", …}], "rejected": […]}
+    {"chosen": [{"role": "user", …}, {"role": "assistant", …}], "rejected": […]}
+"""
 
 import abc
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from data.config import DataConfig
+from data.text.chat.rendering import Message
 from data.text.chat.template import Dialogue
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
 from untrusted.messages import shortened
 
-Message = dict[str, Any]
 #: An escape sequence that may be half of a character.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
-    """Lines of conversations.
-
-    Args:
-        files: files that `spans` refers to.
-        spans: position of each line in its file.
-        config: config section `data`, which names the fields.
-    """
+    """Lines of conversations."""
 
     #: How many conversations a line has.
     num_dialogues = 1
 
-    def __init__(self, files: list[Path], spans: DocumentSpans, config: DataConfig):
-        self._files = files
-        self._spans = spans
+    def __init__(self, spans: DocumentSpans, config: DataConfig):
+        self.spans = spans
         self.config = config
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self.spans)
 
     def record(self, index: int) -> tuple[dict[str, Any], str]:
         """Return a line's JSON object, and where it is, for messages."""
-        content, file, line = self._spans.read(index, self._files)
-        where = f"data.paths: {file} line {line}"
+        content = self.spans.read(index)
+        where = f"data.paths: {self.spans.place_of(index)}"
         record = parse_json(content, where, allows_nan=True)
         if _SURROGATE.search(content):
             _check_characters(record, where)
         return record, where
 
-    def num_bytes(self, index: int) -> int:
-        """Return the size of a line."""
-        _, start, stop, _ = self._spans[index]
-        return stop - start
 
-    def place(self, index: int) -> str:
-        """Return the file and the line number of a line, for messages."""
-        file_number, _, _, line = self._spans[index]
-        return f"{self._files[file_number]} line {line}"
+class Conversations(ChatLines):
+    """A sequence of conversations; an item is a conversation whose answers are all learned."""
+
+    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
+        record, where = self.record(index)
+        field = self.config.messages_field
+        messages = record.get(field)
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(
+                f"{where} has the fields {sorted(record)}, but no messages in data.messages_field="
+                f"{field!r}; set data.messages_field to the field with the list of messages"
+            )
+        messages = checked_messages(messages, where)
+        if all(message["role"] != "assistant" for message in messages):
+            raise ValueError(
+                f"{where} has no message of the role 'assistant', so there is nothing to learn; "
+                "remove the line"
+            )
+        return (Dialogue(messages, tools=tools_of(record, where)),)
+
+
+class Preferences(ChatLines):
+    """A sequence of pairs: the conversation with the chosen answer, and with the rejected one.
+
+    Only messages that the two do not share are learned.
+    """
+
+    num_dialogues = 2
+
+    def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
+        record, where = self.record(index)
+        prompt_field, *answer_fields = self.config.preference_fields
+        prompt = _messages(record.get(prompt_field, []), "user", prompt_field, where)
+        both = []
+        for field in answer_fields:
+            if field not in record:
+                raise ValueError(
+                    f"{where} has the fields {sorted(record)}, but not {field!r}; set "
+                    "data.preference_fields to the fields of the prompt, of the chosen and of the "
+                    "rejected answer"
+                )
+            answer = _messages(record[field], "assistant", field, where)
+            has_prompt = answer[: len(prompt)] == prompt  # the answer is the whole conversation
+            both.append(answer if has_prompt else prompt + answer)
+        num_shared = _num_shared(*both)
+        for field, messages in zip(answer_fields, both, strict=True):
+            roles = [message["role"] for message in messages[num_shared:]]
+            if num_shared == 0 or "assistant" not in roles:
+                raise ValueError(
+                    f"{where}: {field!r} must have an answer of the role 'assistant' after a "
+                    "prompt that is the same for both answers; fix or remove the line"
+                )
+        tools = tools_of(record, where)
+        return tuple(Dialogue(messages, num_given=num_shared, tools=tools) for messages in both)
+
+
+def _messages(value: Any, role: str, field: str, where: str) -> list[Message]:
+    """Return a field as messages; a text becomes a message of a role."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(
+            f"{where}: the field {field!r} must be a text or a list of messages; fix the line, or "
+            "set data.preference_fields to other fields"
+        )
+    return checked_messages(value, where)
+
+
+def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
+    """Return how many messages two conversations share at the beginning, before their last ones."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    differs = [one != other for one, other in pairs]
+    return differs.index(True) if True in differs else len(differs)
 
 
 def _check_characters(record: dict[str, Any], where: str) -> None:
@@ -74,7 +142,6 @@ def tools_of(record: dict[str, Any], where: str) -> list[Any] | None:
     """Return the field `tools` of a line, a list or the JSON of one; None if it has none.
 
     Args:
-        record: line.
         where: its file and number, for the error.
 
     Raises:

@@ -76,7 +76,6 @@ class _Program:
     """A chat template that has been compiled.
 
     Args:
-        text: template.
         for_tools: template of conversations with tools; None: `text` is.
         source: its file or config key, for error messages.
         tokens: names of special tokens that it may use.

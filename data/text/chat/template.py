@@ -77,7 +77,6 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        text: template.
         source: its file or config key, for error messages.
         tokens: names of special tokens that it may use, such as {"bos_token": "<s>"}.
         for_tools: template of conversations with tools; None: `text` is.
@@ -137,7 +136,6 @@ class ChatTemplate:
         """Return the text of messages.
 
         Args:
-            messages: messages, each with `role` and `content`.
             add_generation_prompt: whether the text ends with the beginning of an answer.
             variables: further variables of the template by name, such as `enable_thinking`.
 
@@ -236,7 +234,7 @@ def load_template(setting: str, tokenizer: Path | None, eos_token: str) -> ChatT
 def find_template(
     setting: str, tokenizer: Path | None, eos_token: str, **options: Any
 ) -> ChatTemplate | None:
-    """Load a chat template if there is one.
+    """Load a chat template; None if the tokenizer has none.
 
     Args:
         setting: `data.chat_template`: "roles", the path of a file, or "" for the template of the
@@ -244,9 +242,6 @@ def find_template(
         tokenizer: path of the tokenizer, or of its directory; None: it has no file.
         eos_token: name of the tokenizer's end-of-document token.
         **options: options `is_repeatable` and `processes` of `ChatTemplate`.
-
-    Returns:
-        The template; None if the tokenizer has none.
 
     Raises:
         ValueError: The template cannot be read.

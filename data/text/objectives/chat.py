@@ -15,7 +15,7 @@ import numpy as np
 
 from data.examples import Example, Examples
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.rows import packed_chats
+from data.text.objectives.rows import firsts_of_rows, packed_chats
 
 
 class ChatExamples(Examples):
@@ -33,14 +33,7 @@ class ChatExamples(Examples):
         self._chats = chats
         self._length = sequence_length
         sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
-        firsts = []
-        room = 0
-        for number, size in enumerate(sizes.tolist()):
-            if size > room:
-                firsts.append(number)
-                room = sequence_length
-            room -= size
-        self._firsts = np.array([*firsts, len(chats)], np.int64)
+        self._firsts = firsts_of_rows(sizes.tolist(), sequence_length)
 
     def __len__(self) -> int:
         return len(self._firsts) - 1

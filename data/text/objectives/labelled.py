@@ -16,9 +16,7 @@ class Seq2SeqExamples(Examples):
     keys that `rows.encoder_decoder` returns.
 
     Args:
-        records: examples.
         config: config section `data`, with the lengths S of the encoder and T of the decoder.
-        tokenizer: encodes the texts.
     """
 
     def __init__(self, records: Records, config: DataConfig, tokenizer: Tokenizer):
@@ -50,10 +48,8 @@ class ClassificationExamples(Examples):
     in `labels`, and `weights: float32`, which is 1.
 
     Args:
-        records: examples.
         labels: all labels, in order.
         config: config section `data`, with the sequence length T.
-        tokenizer: encodes the texts.
 
     Raises:
         ValueError: The tokenizer has no CLS or no SEP token.

@@ -26,7 +26,6 @@ class TokenMasker:
 
     Args:
         config: config section `data`, with `mask_fraction` and `whole_words`.
-        tokenizer: tokenizer that encoded the tokens.
 
     Raises:
         ValueError: The tokenizer has no mask token, or whole words are wanted and its vocabulary
@@ -47,7 +46,6 @@ class TokenMasker:
 
         Args:
             row: int32[T], the tokens.
-            random: random number generator.
             first: first position at which tokens may be chosen.
 
         Returns:
@@ -112,7 +110,6 @@ class MaskedLMExamples(Examples):
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
         config: config section `data`, with T and the settings of masking.
-        tokenizer: tokenizer that encoded the tokens.
         keep_partial: whether to keep the last tokens if they do not fill a window. The last window
             then begins earlier, and only tokens that are not in the window before are chosen.
     """

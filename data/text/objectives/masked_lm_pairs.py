@@ -28,7 +28,6 @@ class MaskedLMPairExamples(Examples):
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
         config: config section `data`, with T and the settings of masking.
-        tokenizer: tokenizer that encoded the tokens.
 
     Raises:
         ValueError: There is only one document, so there is no other one to take texts from.

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.examples import Example, Examples
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.rows import packed_chats
+from data.text.objectives.rows import firsts_of_rows, packed_chats
 
 #: A row has at most one pair for this many tokens. Arrays of pairs are small then.
 _TOKENS_PER_PAIR = 64
@@ -51,16 +51,8 @@ class PreferenceExamples(Examples):
         self._length = sequence_length
         self._most = max_pairs(sequence_length)
         sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
-        firsts = []
-        room = pairs_left = 0
-        for number, size in enumerate(sizes.reshape(-1, 2).sum(axis=1).tolist()):
-            if size > room or not pairs_left:
-                firsts.append(number)
-                room = sequence_length
-                pairs_left = self._most
-            room -= size
-            pairs_left -= 1
-        self._firsts = np.array([*firsts, len(chats) // 2], np.int64)
+        pair_sizes = sizes.reshape(-1, 2).sum(axis=1).tolist()
+        self._firsts = firsts_of_rows(pair_sizes, sequence_length, self._most)
 
     def __len__(self) -> int:
         return len(self._firsts) - 1

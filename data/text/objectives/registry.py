@@ -20,11 +20,7 @@ def make_examples(
         tokens: uint16 or uint32 [number of tokens]: an end-of-document token, then every document
             followed by another one.
         config: config section `data`, with the objective and its settings.
-        tokenizer: tokenizer that encoded the tokens.
         keep_partial: whether to keep the last tokens if they do not fill a row.
-
-    Returns:
-        The rows.
 
     Raises:
         ValueError: The tokenizer lacks a special token that the objective needs, or the lengths in

@@ -3,7 +3,7 @@
 T: tokens per row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -65,15 +65,10 @@ def _missing(what: str, names: tuple[str, ...], config: DataConfig) -> ValueErro
 
 
 def padded(ids: np.ndarray | Sequence[int], length: int, pad: int = 0) -> np.ndarray:
-    """Pad ids at the end.
+    """Pad ids at the end to int32[length].
 
     Args:
         ids: at most `length` ids.
-        length: length of the result.
-        pad: id of padding.
-
-    Returns:
-        int32[length].
     """
     row = np.full(length, pad, np.int32)
     row[: len(ids)] = ids
@@ -104,11 +99,33 @@ def segments(starts: np.ndarray) -> Example:
     }
 
 
+def firsts_of_rows(sizes: Iterable[int], length: int, max_items: int | None = None) -> np.ndarray:
+    """Pack items into rows in order, each into the current row if it fits, or into a new one.
+
+    Args:
+        sizes: tokens of each item, at most `length`.
+        length: T.
+        max_items: most items of a row; None for any number.
+
+    Returns:
+        int64[number of rows + 1], the first item of each row, then the number of items.
+    """
+    firsts = []
+    room = num_items = number = 0
+    for number, size in enumerate(sizes, 1):
+        if size > room or num_items == max_items:
+            firsts.append(number - 1)
+            room = length
+            num_items = 0
+        room -= size
+        num_items += 1
+    return np.array([*firsts, number], np.int64)
+
+
 def packed_chats(chats: EncodedChats, numbers: range, length: int) -> Example:
     """Pack conversations into a row; positions restart in each.
 
     Args:
-        chats: conversations.
         numbers: numbers of those in the row, which fit into it.
         length: T.
 
@@ -188,12 +205,7 @@ def truncate_pair(text: np.ndarray, pair: np.ndarray, room: int) -> tuple[np.nda
     For example, texts of 10 and 3 tokens become 5 and 3 tokens if `room` is 8.
 
     Args:
-        text: ids of the first text.
-        pair: ids of the second text.
         room: total number of tokens that fit.
-
-    Returns:
-        The truncated first and second text.
     """
     short = min(len(text), len(pair), room // 2)
     sizes = (short, room - short) if len(text) <= len(pair) else (room - short, short)
@@ -211,7 +223,6 @@ def encoder_decoder(
             `target_length`.
         length: S, the number of tokens of the encoder.
         target_length: T, the number of tokens of the decoder.
-        pad: id of padding.
 
     Returns:
         `tokens` and `segment_ids: int32[S]`; `decoder_tokens`, `decoder_segment_ids` and

@@ -35,7 +35,6 @@ class SpanCorruptionExamples(Examples):
     Args:
         tokens: uint16 or uint32 [number of tokens], beginning with an end-of-document token.
         config: config section `data`, with S, T and the settings of the spans.
-        tokenizer: tokenizer that encoded the tokens.
         keep_partial: whether to keep a last piece that is shorter than the others.
 
     Raises:
@@ -94,10 +93,6 @@ def span_counts(num_tokens: int, config: DataConfig) -> tuple[int, int]:
 
     Args:
         num_tokens: length of the piece, at least 2.
-        config: config section `data`, with the settings of the spans.
-
-    Returns:
-        The number of removed tokens, and the number of spans.
     """
     noise = min(max(round(num_tokens * config.mask_fraction), 1), num_tokens - 1)
     spans = max(round(noise / config.mean_span_length), 1)
@@ -119,9 +114,6 @@ def piece_length(config: DataConfig) -> int:
 
 def target_length(config: DataConfig) -> int:
     """Return T: `data.target_length`, or, if that is None, the length that the spans need.
-
-    Args:
-        config: config section `data`.
 
     Raises:
         ValueError: `data.target_length` is less than the length that the spans need.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from data.locks import locked
+from data.cache import locked
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from data.text.tokenization.special_tokens import ADDED, END_OF_TEXT
 from untrusted.cached import read_cached, write_cached
@@ -36,9 +36,6 @@ def load_bpe(
         file: path of the cached tokenizer; its name identifies the corpus and the size.
         vocab_size: maximum vocabulary size; a small corpus may yield fewer tokens.
         has_special_tokens: whether to add special tokens other than the end of a document.
-
-    Returns:
-        The tokenizer.
     """
     special_tokens = [END_OF_TEXT, *(ADDED if has_special_tokens else ())]
     content = read_cached(file, plain=True)

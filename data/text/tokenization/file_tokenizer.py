@@ -38,7 +38,6 @@ class FileTokenizer:
     Args:
         content: content of a tokenizer.json.
         source: path of the file, as in `data.tokenizer`.
-        settings: settings in the files next to it.
 
     Attributes:
         bos_id: id of the token that begins a text; None if the tokenizer has none.
@@ -196,9 +195,6 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
 
     Args:
         path: path of the file, or of a directory that contains these files.
-
-    Returns:
-        The tokenizer.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -40,10 +40,7 @@ def has_older_files(directory: Path) -> bool:
 
 
 def build_tokenizer(directory: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
-    """Build the tokenizer of a directory in one of the older formats.
-
-    Returns:
-        The tokenizer, and the settings in the other files.
+    """Build the tokenizer of a directory in an older format; return its other settings, too.
 
     Raises:
         ValueError: A file is damaged or leads out of the directory, or the class of the tokenizer

@@ -127,7 +127,6 @@ def read_settings(
     """Read the files next to a tokenizer; each of them may be absent.
 
     Args:
-        directory: directory of the tokenizer.
         within: directory that the files must be in, even if they are links; None for any.
         default_class: class of the tokenizer if no file says.
         has_model: whether config.json and generation_config.json there are the model's. If the user
@@ -179,17 +178,13 @@ def read_settings(
 
 
 def add_tokens(tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings) -> bool:
-    """Add the tokens of a tokenizer's files to it, and mark its special tokens.
+    """Add the tokens of a tokenizer's files, mark its special tokens, and return if any was added.
 
     A special token that has no id in the files and is not in the vocabulary is left out: a model
     was never trained with it.
 
     Args:
         tokenizer: tokenizer, which is changed.
-        settings: files.
-
-    Returns:
-        Whether anything was added.
 
     Raises:
         ValueError: A token would get another id than its file says, or the tokens are too long.

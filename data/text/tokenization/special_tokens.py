@@ -24,13 +24,10 @@ ADDED = (
 
 
 def find_special_ids(token_to_id: Callable[[str], int | None]) -> dict[str, int]:
-    """Look up the special tokens of a tokenizer.
+    """Return use -> id, for the uses in NAMES that a tokenizer has a token for.
 
     Args:
         token_to_id: returns the id of a token, or None if the tokenizer does not have it.
-
-    Returns:
-        Use -> id, for the uses in NAMES that the tokenizer has a token for.
     """
     ids = {}
     for use, names in NAMES.items():
@@ -41,13 +38,10 @@ def find_special_ids(token_to_id: Callable[[str], int | None]) -> dict[str, int]
 
 
 def find_sentinel_ids(token_to_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Look up the sentinels of a tokenizer.
+    """Return the ids of sentinels 0, 1, ..., up to the first one that a tokenizer lacks.
 
     Args:
         token_to_id: returns the id of a token, or None if the tokenizer does not have it.
-
-    Returns:
-        The ids of sentinels 0, 1, ..., up to the first one that is missing.
     """
     for name in _SENTINELS:
         ids = []

@@ -37,11 +37,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode texts.
-
-        Returns:
-            For each text int32[number of tokens], without special tokens.
-        """
+        """Encode each text as int32[number of tokens], without special tokens."""
         ...
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:

@@ -66,7 +66,6 @@ def check_tokenizer(content: str, source: str) -> None:
     """Check a tokenizer.json in a process with limits, unless it passed before.
 
     Args:
-        content: content of the file.
         source: path of the file, as in `data.tokenizer`.
 
     Raises:

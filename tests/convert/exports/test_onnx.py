@@ -16,6 +16,7 @@ from tests.convert import cases
 
 
 @pytest.mark.thorough(but=("gpt2", "vit"))
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["gpt2", "vit", "llama_llama3", "roberta_sequence", "swin"])
 def test_logits_equal_those_of_transformers(name, tmp_path):
     model = cases.make(name)

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from data.array_cache import read_array, write_array
+from data.cache import read_array, write_array
 from data.image_config import ImageConfig
 from data.images import readability
 from tests.data.images.pictures import (

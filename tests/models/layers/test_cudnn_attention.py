@@ -1,5 +1,6 @@
 """Tests of the wrapper around cuDNN's kernel, with a stand-in for the kernel: exact in float64."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,10 +41,11 @@ def both(arrays, bias=None, **options):
     defaults = {"is_causal": False, "window": None, "segments": None, "scale": 0.3}
     options = defaults | options
     results = []
-    for module, more in ((cudnn_attention, {"can_pack": True}), (blocked_attention, {})):
+    with_cudnn = functools.partial(cudnn_attention.attend_with_cudnn, can_pack=True)
+    for kernel in (with_cudnn, blocked_attention.attend_in_blocks):
 
-        def attend(q, k, v, bias, module=module, more=more):
-            return module.attend(q, k, v, bias_BNTS=bias, **options, **more)
+        def attend(q, k, v, bias, kernel=kernel):
+            return kernel(q, k, v, bias_BNTS=bias, **options)
 
         def with_gradients(q, k, v, bias, dy, attend=attend):
             y, vjp = jax.vjp(attend, q, k, v, bias)
@@ -66,6 +68,7 @@ CASES = {
 
 
 @pytest.mark.thorough(but=["all visible-lengths0", "all visible-lengths1", "all visible-lengths2"])
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("lengths", [(8, 8), (7, 7), (41, 41), (5, 9), (9, 5), (6, 9)])
 @pytest.mark.parametrize("case", CASES)
 def test_attend_pads_lengths_and_head_dims(monkeypatch, case, lengths):
@@ -120,6 +123,7 @@ PACKED = {
 
 
 @pytest.mark.thorough(but=["all visible-one", "all visible-few", "all visible-padded first"])
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("case", CASES)
 def test_attend_passes_documents_to_the_kernel(monkeypatch, case, packed):
@@ -154,6 +158,7 @@ def test_attend_returns_zero_for_queries_that_see_no_key(monkeypatch):
 @pytest.mark.thorough(
     but=["all visible-False-shape0", "all visible-False-shape1", "all visible-False-shape2"]
 )
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("shape", [(1, 4, 9, 9), (3, 4, 9, 9), (3, 1, 9, 9), (3, 1, 1, 9)])
 @pytest.mark.parametrize("has_segments", [False, True])
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,7 @@ from models.vision.moco import MoCo, MoCoConfig
 from sharding.batches import place_batch
 from tests.runs import FLOAT64, ROOT, make_run
 from tests.train.meshes.models_on_meshes import MODELS, SHARED, losses_on
-from train.state.averaged import average_of
+from train.state.train_state import average_of
 
 SIZES = {
     **{"image_size": 4, "num_channels": 1, "patch_size": 2, "num_layers": 2, "num_heads": 2},

@@ -1,7 +1,6 @@
 """The executor, compared with plain differentiation of the same functions."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -85,16 +84,12 @@ def check(
     jax.tree.map(close, evaluated, expected_sums)
 
 
-def combinations():
-    """Yield all combinations; CI runs half of them, which cover every triple of choices."""
-    choices = (MESHES, SCHEDULES, ("full", "none"), ("fewer", "equal", "more"))
-    for numbered in itertools.product(*map(enumerate, choices)):
-        numbers, values = zip(*numbered, strict=True)
-        yield pytest.param(*values, marks=[pytest.mark.slow] * (sum(numbers) % 2))
-
-
-@pytest.mark.thorough(but=["one device-gpipe-full-fewer"])
-@pytest.mark.parametrize(("mesh", "schedule", "remat", "amount"), list(combinations()))
+@pytest.mark.thorough(but=["fewer-full-gpipe-one device"])
+@pytest.mark.drawn(20)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("amount", ["fewer", "equal", "more"])
 def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
     """Fewer microbatches than stages, as many, and more."""
     with jax.enable_x64(True):
@@ -114,6 +109,7 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
 
 
 @pytest.mark.thorough(but=["zbv-one device-False", "zbv-one device-True"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("share_vocab", [False, True])
 @pytest.mark.parametrize("schedule, mesh", [("1f1b", "pipeline=4"), *[("zbv", m) for m in MESHES]])
 def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
@@ -142,6 +138,7 @@ def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
 
 
 @pytest.mark.thorough(but=["EncoderDecoder-1f1b-1-{}-full", "EncoderDecoder-1f1b-1-{}-none"])
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
     "schedule, chunks, sizes",
@@ -211,6 +208,7 @@ def compiled(
 
 
 @pytest.mark.thorough(but=["gpipe-2-full", "zbv-4-none"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize(
     "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
@@ -232,6 +230,7 @@ def test_only_the_tables_permutes_cross_stages_in_the_loop(schedule, num_permute
 
 
 @pytest.mark.thorough(but=["gpipe-full"])
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(schedule, remat):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from predict.program.loop_tasks import Task, tasks_of_loop
 from tests.pipeline.runtime.test_executor import compiled
+from tests.predict.program.loop_tasks import Task, tasks_of_loop
 
 
 def tasks_of(schedule: str, remat: str) -> tuple[Task, Task, dict[str, Task]]:

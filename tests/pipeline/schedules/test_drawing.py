@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.schedules.drawing import draw_picture, draw_text
 from pipeline.schedules.generators import interleaved_1f1b, one_f_one_b, zbv
-from pipeline.schedules.simulate import CLOCKS, Times
+from pipeline.schedules.simulate import CLOCKS, OperationTimes
 
 
 def test_text_has_a_stage_per_line_and_a_tick_per_column():
@@ -26,7 +26,7 @@ def test_text_tells_chunks_apart_by_letters():
 @pytest.mark.parametrize("clock", CLOCKS)
 def test_picture_numbers_every_operation_and_names_every_kind_and_chunk(tmp_path, clock):
     schedule = zbv(2, 3)
-    draw_picture(schedule, Times(), clock, tmp_path / "a.svg")
+    draw_picture(schedule, OperationTimes(), clock, tmp_path / "a.svg")
     texts = [
         "".join(element.itertext()).strip()
         for element in xml.etree.ElementTree.parse(tmp_path / "a.svg").iter()
@@ -43,14 +43,14 @@ def test_picture_numbers_every_operation_and_names_every_kind_and_chunk(tmp_path
 
 def test_picture_is_the_same_to_the_byte_and_small(tmp_path):
     for name in ("a.svg", "b.svg"):
-        draw_picture(interleaved_1f1b(4, 8, 2), Times(), "synchronous", tmp_path / name)
+        draw_picture(interleaved_1f1b(4, 8, 2), OperationTimes(), "synchronous", tmp_path / name)
     first = (tmp_path / "a.svg").read_bytes()
     assert first == (tmp_path / "b.svg").read_bytes()
     assert len(first) < 60_000
 
 
 def test_picture_is_a_png_only_if_requested(tmp_path):
-    draw_picture(one_f_one_b(2, 2), Times(), "free", tmp_path / "a.png")
+    draw_picture(one_f_one_b(2, 2), OperationTimes(), "free", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match=r"'.*a\.pdf' must end in \.svg or \.png"):
-        draw_picture(one_f_one_b(2, 2), Times(), "free", tmp_path / "a.pdf")
+        draw_picture(one_f_one_b(2, 2), OperationTimes(), "free", tmp_path / "a.pdf")

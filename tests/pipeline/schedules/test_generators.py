@@ -15,7 +15,7 @@ from pipeline.schedules.generators import (
     zero_bubble,
 )
 from pipeline.schedules.simulate import (
-    Times,
+    OperationTimes,
     bubble_fraction,
     free_running,
     synchronous_time,
@@ -24,7 +24,7 @@ from pipeline.schedules.table import max_in_flight, v_placement, verify
 from tests.pipeline.schedules.tables import CHUNKS, MICROBATCHES, STAGES, properties
 
 TIME = st.floats(0.1, 10)
-EQUAL = Times(forward=1, backward=1)
+EQUAL = OperationTimes(forward=1, backward=1)
 
 
 #: Tolerance for sums of up to a few thousand floats.
@@ -87,7 +87,7 @@ def test_bubble_over_chunks_is_that_of_a_chunk(S, M, V):
 @given(STAGES, MICROBATCHES, TIME, TIME)
 @properties
 def test_1f1b_in_ticks_takes_one_pair_per_microbatch_and_stage(S, M, forward, backward):
-    times = Times(forward=forward, backward=backward)
+    times = OperationTimes(forward=forward, backward=backward)
     step_time = synchronous_time(one_f_one_b(S, M), times)
     assert step_time == close((M + S - 1) * (forward + backward))
 
@@ -98,7 +98,7 @@ def test_interleaved_in_ticks_takes_one_pair_per_chunk_and_stage(S, M, V, forwar
     schedule = interleaved_1f1b(S, M, V)
     pairs = V * M + S - 1 if M >= S else M + V * S - 1
     expected = pairs * (forward + backward) / V
-    times = Times(forward=forward, backward=backward)
+    times = OperationTimes(forward=forward, backward=backward)
     assert synchronous_time(schedule, times) == close(expected)
 
 
@@ -150,7 +150,7 @@ def test_zero_bubble_schedules_beat_1f1b_and_zbv_beats_the_other(S, M):
 @given(st.integers(2, 8), MICROBATCHES, TIME, TIME, TIME)
 @properties
 def test_zero_bubble_schedules_never_lose_unless_W_is_the_longest(S, M, F, I, W):  # noqa: E741
-    times = Times(forward=F, input_gradient=I, weight_gradient=min(W, max(F, I)))
+    times = OperationTimes(forward=F, input_gradient=I, weight_gradient=min(W, max(F, I)))
     for clock in (free_running, synchronous_time):
         plain = clock(one_f_one_b(S, M), times)
         for schedule in (zero_bubble(S, M), zbv(S, M)):
@@ -175,7 +175,7 @@ def test_zero_bubble_takes_the_papers_time_if_W_is_the_shortest(
     W,
 ):
     M = max(M, 2 * S - 2)
-    times = Times(forward=F, input_gradient=I, weight_gradient=W)
+    times = OperationTimes(forward=F, input_gradient=I, weight_gradient=W)
     expected = M * (F + I + W) + (S - 1) * (max(F, W) + max(I, W) - W)
     assert synchronous_time(zero_bubble(S, M), times) == close(expected)
     if W == min(F, I, W):

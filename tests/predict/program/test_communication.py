@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from predict.program.collective_table import format_table, summary
 from predict.program.communication import collectives
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.ops.update_if import update_if
+from sharding.ops.update_if import Condition, update_if
 from tests.predict.mapped import ARRAY_BYTES, COLUMNS, ROWS, X, compile_mapped
 
 
@@ -96,7 +96,8 @@ def test_a_loop_that_runs_at_most_once_counts_as_a_branch(mesh):
     def function(x):
         def tick(x, step):
             busy = jax.lax.axis_index("pipeline") == step % 2
-            return update_if(None, busy, lambda x: jax.lax.psum(x * 2, "model"), x), None
+            on_busy = Condition(lambda: busy)
+            return update_if(on_busy, lambda x: jax.lax.psum(x * 2, "model"), x), None
 
         return jax.lax.scan(tick, x, jnp.arange(7))[0]
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from predict.program.loop_tasks import tasks_of_loop
 from tests.predict.mapped import compile_mapped
+from tests.predict.program.loop_tasks import tasks_of_loop
 
 
 def test_tasks_of_loop_list_their_dependencies(mesh):

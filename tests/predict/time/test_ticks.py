@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pipeline.runtime.execution_plan import make_execution_plan
+from pipeline.runtime.tick_program import make_tick_program
 from pipeline.schedule import make_schedule
 from pipeline.stack_layout import cut
 from predict.machines import machine
@@ -66,12 +66,12 @@ def test_predict_without_ticks_runs_everything_in_every_tick():
 
 
 def test_ticks_of_plan_list_the_operations_of_each_stage():
-    plan = make_execution_plan(
+    program = make_tick_program(
         make_schedule("1f1b", num_stages=2, num_microbatches=3, num_chunks=1)
     )
-    found = Ticks.of_plan(plan)
+    found = Ticks.of_program(program)
     # An iteration has the backwards of a tick and the forwards of the next: there is one more.
-    assert len(found) == len(plan.table.forward.microbatch) + 1
+    assert len(found) == len(program.table.forward.microbatch) + 1
     assert all("F" not in cell for cell in found.stages[-1])
     first, last = zip(*found.stages, strict=True)
     assert sum("F" in cell for cell in first) == sum("B" in cell for cell in first) == 3
@@ -132,17 +132,17 @@ def test_exchange_that_waits_takes_the_longest_forward_of_all_stages():
 def test_ticks_of_plan_count_the_layers_of_chunks_that_differ():
     schedule = make_schedule("1f1b", num_stages=2, num_microbatches=2, num_chunks=1)
     layouts = cut({"encoder": 2, "decoder": 4}, schedule.placement, (3, 3))
-    found = Ticks.of_plan(make_execution_plan(schedule), layouts)
+    found = Ticks.of_program(make_tick_program(schedule), layouts)
     first, last = (frozenset().union(*stage) for stage in zip(*found.stages, strict=True))
     assert {"B.encoder=2", "B.encoder.first", "B.decoder=1", "B.decoder.first"} < first
     assert {"B.encoder=0", "B.decoder=3"} < last and "B.decoder.first" not in last
     even = cut({"encoder": 2, "decoder": 2}, schedule.placement, (2, 2))
     for name in ("decoder", "encoder"):
-        same = Ticks.of_plan(make_execution_plan(schedule), {name: even[name]})
+        same = Ticks.of_program(make_tick_program(schedule), {name: even[name]})
         assert any(f"B.{name}=2" in cell for stages in same.stages for cell in stages)
     alike = cut({"blocks": 4}, schedule.placement, (2, 2))
-    assert Ticks.of_plan(make_execution_plan(schedule), alike) == Ticks.of_plan(
-        make_execution_plan(schedule)
+    assert Ticks.of_program(make_tick_program(schedule), alike) == Ticks.of_program(
+        make_tick_program(schedule)
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.runs import CONFIG
 from train.config.config_files import load
 from train.config.deepspeed import read
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig, validate_config
 
 
@@ -18,5 +19,6 @@ def written(tree: dict, directory: Path) -> str:
 
 def translated(tree: dict, directory: Path, *own: str) -> RunConfig:
     """Return the run config for a JSON, with command-line overrides."""
-    overrides = read(written(tree, directory), load(CONFIG, own)).overrides
-    return validate_config(load(CONFIG, [*overrides, *own]))
+    overrides = Overrides.of(own)
+    values = read(written(tree, directory), load(CONFIG, own)).values
+    return validate_config(load(CONFIG, overrides.with_deepspeed(values)))

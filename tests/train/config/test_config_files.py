@@ -11,7 +11,7 @@ import yaml
 from tests.runs import CONFIG
 from tests.train.config.loading import load, run_of
 from train.config.config_files import as_yaml, default_workdir, differences, shorten
-from train.config.overrides import parse_overrides
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig, validate_config
 from train.main import main
 
@@ -46,8 +46,8 @@ def test_colons_in_the_names_of_folders_begin_no_argument(folder, tmp_path):
         ("init.yaml", "init_from: [x]", r"init\.yaml: init_from=\['x'\] must be a path"),
         (
             "huge.yaml",
-            f"optimizer: {{learning_rate: {10**400}}}",
-            r"config\.optimizer\.learning_rate=an integer of 400 digits must be finite",
+            f"model: {{name: gpt2}}\noptimizer: {{learning_rate: {10**400}}}",
+            r"optimizer\.learning_rate=an integer of 400 digits must be finite",
         ),
     ],
 )
@@ -56,7 +56,7 @@ def test_invalid_config_file_is_rejected_by_name(name, text, message, tmp_path):
         (tmp_path / name).write_text(text)
     argument = ":big" if name == "plain.py" else ""
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        load(f"{tmp_path / name}{argument}")
+        run_of(config=f"{tmp_path / name}{argument}")
 
 
 @pytest.mark.parametrize(
@@ -134,23 +134,46 @@ def test_override_of_a_rule_adds_the_row():
         ("trian.num_steps=3", "trian.num_steps: unknown key.* nearest .* train.num_steps$"),
         ("num_steps=3", "num_steps: unknown key.* nearest .* train.num_steps$"),
         ("model.layers=3", "model.layers: unknown key.* nearest .* model.num_layers$"),
-        ("train.num_steps=many", "train.num_steps=many must be of type int, such as 300"),
+        ("train.num_steps=many", "train.num_steps='many' must be of type int, such as 100"),
         ("train.num_steps=1.5", "train.num_steps=1.5 must be of type int"),
         ("train.num_steps=True", "train.num_steps=True must be of type int"),
-        ("optimizer.clip_norm=no", "optimizer.clip_norm=no must be of type float"),
+        ("optimizer.clip_norm=no", "optimizer.clip_norm='no' must be of type float, such as 1.0"),
+        ("optimizer.clip_norm=True", "optimizer.clip_norm=True must be of type float"),
+        ("train.num_steps={'a.b': 2}", "train.num_steps={'a.b': 2} must be of type int"),
+        ("train.skip_spikes=True", "train.skip_spikes=True must be of type float or None"),
         ("train.num_steps", "train.num_steps has no value; write .*train.num_steps=value"),
     ],
 )
 def test_bad_override_is_refused_with_key_and_remedy(override, message):
     with pytest.raises(ValueError, match=message):
-        load(CONFIG, [override])
+        run_of(override)
 
 
 def test_overrides_reads_both_spellings_of_the_command_line():
-    arguments = ["--config.a.b=1", "--config.c.d", "2", "--config.e.f", "-3", "--config.g.h"]
-    assert parse_overrides(arguments) == ["a.b=1", "c.d=2", "e.f=-3", "g.h"]
+    arguments = ["--config.a.b=1", "--config.c.d", "2", "--config.e.f", "-3"]
+    parsed = Overrides.parse(arguments)
+    assert parsed.command_line == (("a.b", "1", 1), ("c.d", "2", 2), ("e.f", "-3", -3))
+    assert parsed == Overrides.of(["a.b=1", "c.d=2", "e.f=-3"])
     with pytest.raises(ValueError, match="unknown argument '--worlddir=x'"):
-        parse_overrides(["--worlddir=x"])
+        Overrides.parse(["--worlddir=x"])
+    for others in ([], ["--config.a.b=1"]):
+        with pytest.raises(ValueError, match="^--config.g.h has no value; write --config.g.h=valu"):
+            Overrides.parse(["--config.g.h", *others])
+
+
+def test_overrides_know_where_a_value_came_from():
+    overrides = Overrides.of(["optimizer.clip_norm=2"])
+    both = overrides.with_deepspeed({"optimizer.clip_norm": 0.5, "memory.zero_stage": 3})
+    assert both.command_line_keys == {"optimizer.clip_norm"}
+    assert both.keys == {"optimizer.clip_norm", "memory.zero_stage"}
+    config = load(CONFIG, both)
+    assert (config.optimizer.clip_norm, config.memory.zero_stage) == (2.0, 3)
+
+
+@pytest.mark.parametrize("text", ["{{1}}", "{[]: 1}", "a\\0b", "(1", "1" * 5000])
+def test_text_that_is_no_literal_stays_text(text):
+    assert load(CONFIG, [f"data.tokenizer={text}"]).data.tokenizer == text
+    assert Overrides.of([f"data.tokenizer={text}"]).command_line[0].value == text
 
 
 def test_differences_names_keys_below_the_given_ones_with_both_values():
@@ -177,8 +200,8 @@ def test_shorten_replaces_values_of_any_type(tmp_path):
 
 @pytest.mark.parametrize("key, value", [("optimizer.epsilon", 10**400), ("model.dropout", "1e999")])
 def test_override_with_a_huge_number_is_refused_by_name(key, value):
-    with pytest.raises(ValueError, match=rf"--config\.{key}=.* must be finite"):
-        load(CONFIG, [f"{key}={value}"])
+    with pytest.raises(ValueError, match=rf"^{key}=.* must be finite"):
+        run_of(f"{key}={value}")
 
 
 def test_partial_model_takes_the_defaults_of_its_fields(tmp_path):
@@ -273,8 +296,8 @@ def test_every_field_of_a_model_can_be_set(config, override, field, value):
 
 @pytest.mark.parametrize("text", ["-" * 100_000 + "1", "[" * 5000, "9" * 5000])
 def test_value_that_python_cannot_parse_is_refused_in_one_short_sentence(text):
-    with pytest.raises(ValueError, match="^--config.train.num_steps=.{1,60} must be ") as caught:
-        load(CONFIG, [f"train.num_steps={text}"])
+    with pytest.raises(ValueError, match="^train.num_steps=.{1,63} must be ") as caught:
+        run_of(f"train.num_steps={text}")
     assert len(str(caught.value)) < 200
 
 

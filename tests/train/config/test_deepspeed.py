@@ -14,6 +14,7 @@ from tests.train.config.deepspeed_jsons import translated, written
 from train.build import RunOptions, _complete_config, _load_config, _start_devices
 from train.config.config_files import load
 from train.config.deepspeed_keys import ONLY, parse_values
+from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
@@ -361,12 +362,12 @@ def completed(tree: dict, directory: Path, own: tuple[str, ...]) -> RunConfig:
     """Return the config of a run on 8 devices, before its mesh is planned."""
     options = RunOptions(
         config=CONFIG,
-        overrides=[*own],
+        overrides=Overrides.of(own),
         workdir=directory / "run",
         deepspeed=written(tree, directory),
     )
     loaded = _load_config(options)
-    return _complete_config(loaded, _start_devices(loaded.config, options, loaded.fixed))
+    return _complete_config(loaded, _start_devices(loaded.config, options, loaded.overrides.keys))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 """The configs in configs/: they are valid, fit their meshes and are documented."""
 
+import dataclasses
 import importlib
+from typing import Any
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
+from models.registry import find_model
 from sharding.mesh import make_mesh
 from tests.runs import ROOT
 from tests.train.config.loading import run_of
+from train.config.inherit_config import OF_THE_RUN
+from train.config.schema import FROM_DATA
 from train.run.assemble import assemble_run
 
 #: Configs that need a checkpoint (see test_init_from.py).
@@ -29,6 +35,7 @@ def shipped() -> list[str]:
 
 
 @pytest.mark.thorough(but=["bert", "bert:tiny", "bert:mini"])
+@pytest.mark.drawn(40)
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_config_resolves_and_fits_its_mesh(name):
     file, _, argument = name.partition(":")
@@ -38,6 +45,33 @@ def test_shipped_config_resolves_and_fits_its_mesh(name):
     vocab_size = None if run.data.reads_images else run.data.vocab_size
     made = assemble_run(run, make_mesh(run.mesh, jax.devices()), vocab_size=vocab_size)
     assert made.num_params > 0
+
+
+@pytest.mark.parametrize("name", [*NAMES, *CONTINUED])
+def test_shipped_config_states_only_what_differs_from_a_default(name, monkeypatch):
+    """Every assignment changes the config, or a key that would else come from `init_from`."""
+    assignments = []
+    set_value = ConfigDict.__setattr__
+
+    def record(section: Any, key: str, value: Any) -> None:
+        if not key.startswith("_"):
+            assignments.append((section, key, key in section, section.get(key), value))
+        set_value(section, key, value)
+
+    monkeypatch.setattr(ConfigDict, "__setattr__", record)
+    config: Any = importlib.import_module(f"configs.{name}").get_config()
+    model = config.model.name
+    fields = dataclasses.fields(find_model(model).Config) if model else ()
+    defaults = {field.name: field.default for field in fields}
+    redundant = []
+    for section, key, is_set, before, value in assignments:
+        is_new_in_model = section is config.model and not is_set
+        before = defaults.get(key) if is_new_in_model else before
+        unset = FROM_DATA if section is config.model else ()
+        may_come_from_checkpoint = is_new_in_model and key in ("name", *OF_THE_RUN)
+        if not may_come_from_checkpoint and (value == before or key in unset and value is None):
+            redundant.append(f"{key} = {value}")
+    assert assignments and redundant == []
 
 
 @pytest.mark.parametrize("name", [*NAMES, *CONTINUED])

@@ -99,7 +99,7 @@ def test_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch,
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("train.lifecycle.workdir_lock.fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     with lock(tmp_path, timeout_s=0):
         assert (tmp_path / LOCK_FILE).exists()
     assert "cannot be locked" in caplog.text and "do not start a second run there" in caplog.text

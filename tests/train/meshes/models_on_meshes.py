@@ -54,7 +54,7 @@ _SWIN = (
     *_IMAGES,
     _DROPOUT,
     "model.embed_dim=16",
-    "model.depths=(2,4)",
+    "model.depths=(2,2)",
     "model.num_heads=(2,4)",
     "images.size=11",
     "model.window_size=4",  # patches have to be padded to windows and to pairs

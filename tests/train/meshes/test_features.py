@@ -8,7 +8,7 @@ import pytest
 
 from data.batches import train_batches
 from tests.runs import FLOAT64, TINY, make_run
-from train.state.averaged import average_of
+from train.state.train_state import average_of
 
 NUM_STEPS = 4
 ALL = ("optimizer.layer_decay=0.7", "train.ema_decay=0.6", "optimizer.frozen=*.bias,*.mlp.down.*")
@@ -77,6 +77,7 @@ def on_one_device(name: str, corpus_overrides: tuple[str, ...]):
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "mesh"), list(combinations()))
 def test_losses_and_averages_equal_one_device(name, mesh, corpus_overrides):
     with jax.enable_x64(True):

@@ -21,8 +21,7 @@ from train.lifecycle.phases import Phases
 from train.lifecycle.restore import RestoredRun, restore_or_initialize
 from train.lifecycle.workdir import write_run_files
 from train.optim.ema import average_params
-from train.state.averaged import average_of
-from train.state.train_state import shardings_of
+from train.state.train_state import average_of, shardings_of
 
 EMA = ("train.ema_decay=0.6", "train.ema_schedule=cosine")
 FROZEN = "optimizer.frozen=token_embedding,*.mlp.*"

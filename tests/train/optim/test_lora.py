@@ -18,6 +18,7 @@ from tests.hugging_face import OPT, save_model
 from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, placed_batch
 from train.config.config_files import load as load_config
 from train.config.inherit_config import inherit_config
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.main import main
 from train.run.assemble import assemble_run
@@ -74,6 +75,7 @@ def expected(variant: str, corpus_overrides: tuple[str, ...]) -> list[float]:
         ]
     ],
 )
+@pytest.mark.drawn(3)
 def test_losses_equal_one_device(variant, mesh, corpus_overrides):
     overrides = (*TINY, *FLOAT64, *corpus_overrides, *VARIANTS[variant], *MESHES[mesh])
     with jax.enable_x64(True):
@@ -165,7 +167,7 @@ def test_magnitudes_start_as_the_norms_of_loaded_kernels(corpus_overrides, tmp_p
     )
     source = read_source(tmp_path / "opt")
     config = load_config(str(ROOT / "configs" / "opt_finetune.py"), overrides)
-    inherit_config(config, source, overrides)
+    inherit_config(config, source, Overrides.of(overrides))
     validated = validate_config(config)
     corpus = load_corpus(validated.data, validated.images)
     mesh = make_mesh(validated.mesh, jax.devices())

@@ -5,9 +5,13 @@ import types
 
 import pytest
 
+from predict.machines.targets import parse_target
+from sharding.memory import MemoryConfig
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning import auto_plan
 from train.planning.auto_plan import plan_config, saved_settings
+from train.planning.memory.budget import target_budget
+from train.planning.plan_devices import described_devices
 
 SAVED = {
     "mesh": {"auto": True, "data": 4, "model": 2, "pipeline": 1, "fsdp": 1, "context": 1}
@@ -88,3 +92,17 @@ def test_saved_config_of_a_run_with_its_own_mesh_has_no_plan():
 def test_choosing_again_needs_a_plan():
     with pytest.raises(ValueError, match=r"mesh\.replan=True .* set mesh\.auto=True"):
         config_of("mesh.replan=True")
+
+
+def test_memory_is_not_planned_for_every_mesh_that_is_tried():
+    configs = []
+    target = parse_target("h100:1x8")
+    devices = described_devices(
+        target,
+        target_budget(MemoryConfig(), target),
+        lambda config, _: configs.append(config),  # pyright: ignore[reportArgumentType]
+    )
+    config = config_of("memory.placement=auto")
+    devices.assemble(config)
+    devices.assemble_part(config, 2)
+    assert [each.memory.placement for each in configs] == ["device"] * 2

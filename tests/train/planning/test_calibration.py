@@ -7,9 +7,9 @@ import math
 import jax
 import pytest
 
+from predict.machines.datasheets import machine_of_devices
 from train.planning import calibration
 from train.planning.calibration import Calibration, calibrate, use_calibration
-from train.planning.step_time import machine_of_devices
 
 RATES = Calibration(
     device_kind="cpu",

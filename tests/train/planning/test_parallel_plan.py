@@ -1,5 +1,6 @@
 """The space of plans that `python -m train.plan` chooses from."""
 
+import dataclasses
 import math
 
 import pytest
@@ -83,6 +84,15 @@ def test_fixed_values_are_the_same_in_every_plan():
         assert (plan.num_microbatches, plan.remat) == (4, "full")
         assert plan.mesh.pipeline == 1 or (plan.schedule, plan.pipeline_remat) == ("1f1b", "none")
         assert plan.zero_stage == 1
+
+
+def test_fraction_of_parameters_that_zero_3_splits_allows_no_other_stage():
+    overrides = ("memory.zero_stage=3", "memory.shard_parameters_fraction=0.5")
+    config = config_of(*overrides)
+    plans = [*dataclasses.replace(space(), config=config)]
+    assert {plan.zero_stage for plan in plans} == {3}
+    for plan in plans:
+        assert plan.applied(config).memory.shard_parameters_fraction == 0.5
 
 
 def test_chunks_divide_the_layers():

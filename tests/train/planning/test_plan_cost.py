@@ -12,17 +12,17 @@ from pipeline.schedules.table import (
     WEIGHT_GRADIENT,
     max_in_flight,
 )
+from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.kernel_time import HOST_EFFICIENCY
 from predict.time.transfer import group_over, transfer_s
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.fitting import distinct, promising, with_leaner
-from train.planning.layer_times import Part, PartMemory
+from train.planning.layer_times import ReplicaMemory, ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
 from train.planning.plan_cost import PlanCosts
 from train.planning.scaled_times import LayerTimes
-from train.planning.step_time import machine_of
 
 TARGET = parse_target("h100:1x8")
 PARAMS = 1_000_000_000
@@ -42,24 +42,24 @@ class GivenLayers:
         counts = [8 // num_chunks] * num_chunks
         return [counts[0] + 1, *counts[1:-1], counts[-1] - 1] if is_balanced else counts
 
-    def times(self, part: Part) -> LayerTimes:
+    def times(self, part: ReplicaStep) -> LayerTimes:
         work = part.batch / 16 / part.model
         return LayerTimes(forward_s=8 * work, backward_s=16 * work)
 
-    def head_s(self, part: Part) -> float:
+    def head_s(self, part: ReplicaStep) -> float:
         return 2 * part.batch / 16 / part.model
 
-    def head_input_bytes(self, part: Part) -> float:
+    def head_input_bytes(self, part: ReplicaStep) -> float:
         return 1e9 * part.batch / 16
 
     def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
         return 1 / split / (replicas if zero_stage else 1)
 
-    def memory(self, part: Part) -> PartMemory:
+    def memory(self, part: ReplicaStep) -> ReplicaMemory:
         kept = 1600e9 * part.batch / 16 / (4 if part.remat == "full" else 1)
-        return PartMemory(activations=kept, temporaries=1e9)
+        return ReplicaMemory(activations=kept, temporaries=1e9)
 
-    def unknown(self, part: Part) -> list[Part]:
+    def unknown(self, part: ReplicaStep) -> list[ReplicaStep]:
         return []
 
 

@@ -6,21 +6,22 @@ import pytest
 
 from predict.machines.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
-from train.planning.layer_times import Part, PartMemory, PartTimes
+from train.planning.layer_times import ReplicaMemory, ReplicaStep, ReplicaTimes
 from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices
 from train.planning.scaled_times import ScaledTimes
+from train.planning.state_bytes import UPDATE
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
 TARGET = parse_target("h100:1x8")
 _SPLIT_TIME = {1: 1.0, 2: 0.6, 4: 0.35}
 
 
-def forward_s(part: Part) -> float:
+def forward_s(part: ReplicaStep) -> float:
     return (1 + part.batch) * _SPLIT_TIME[part.model]
 
 
-def backward_s(part: Part) -> float:
+def backward_s(part: ReplicaStep) -> float:
     again = 0.8 if part.remat == "full" else 0.0
     return (2 + again) * forward_s(part)
 
@@ -44,13 +45,13 @@ class GivenTimes(ScaledTimes):
             remat="none",
         )
 
-    def compiled(self, part: Part):
+    def compiled(self, part: ReplicaStep):
         update_s = self.update_s(part.model, 1, 0)
         head_s = part.batch / 3 / part.model
         step_s = forward_s(part) + backward_s(part) + head_s + update_s
         return types.SimpleNamespace(
-            times=PartTimes(step_s=step_s, forwards_s=self.forwards_s or (forward_s(part),)),
-            memory=PartMemory(activations=7.0, temporaries=3.0),
+            times=ReplicaTimes(step_s=step_s, forwards_s=self.forwards_s or (forward_s(part),)),
+            memory=ReplicaMemory(activations=7.0, temporaries=3.0),
             run=types.SimpleNamespace(
                 num_params=10**9,
                 num_frozen=0,
@@ -63,13 +64,14 @@ class GivenTimes(ScaledTimes):
 @pytest.fixture
 def times():
     scaled = GivenTimes()
-    scaled._update_s = 42e9 / scaled.memory_rate  # what measure_base computes from the parameters
+    # What measure_base computes from the parameters.
+    scaled._update_s = UPDATE * 1e9 / scaled.memory_rate
     scaled.measure_base(scaled.parts_of_base(1, 1))
     return scaled
 
 
-def part(**values) -> Part:
-    return Part(**({"context": 1, "model": 1, "batch": 1, "remat": "none"} | values))
+def part(**values) -> ReplicaStep:
+    return ReplicaStep(**({"context": 1, "model": 1, "batch": 1, "remat": "none"} | values))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
@@ -87,7 +89,7 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
 )
 def test_base_is_compiled_for_no_more_batches_than_plans_need(smallest, largest, batches):
     times = GivenTimes(sequence_length=2048)
-    times._update_s = 42e9 / times.memory_rate
+    times._update_s = UPDATE * 1e9 / times.memory_rate
     parts = times.parts_of_base(smallest, largest)
     assert [found.batch for found in parts] == batches
     times.measure_base(parts)
@@ -143,7 +145,7 @@ def test_assumed_split_is_slower_than_a_perfect_one(times):
 
 
 def test_memory_grows_with_the_batch_and_is_divided_by_the_split(times):
-    assert times.memory(part(batch=8, model=2)) == PartMemory(activations=28.0, temporaries=12.0)
+    assert times.memory(part(batch=8, model=2)) == ReplicaMemory(activations=28.0, temporaries=12.0)
 
 
 def test_zero_divides_the_update(times):

@@ -7,10 +7,9 @@ import resource
 
 import pytest
 
-from train.reporting.appender import Appender
-from train.reporting.json_lines import JsonLines
+from train.reporting.appender import Appender, JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
-from untrusted.named_errors import NamedFile
+from untrusted.files import NamedFile
 
 
 def test_a_torn_line_is_ended_and_numbers_in_mappings_are_json(tmp_path):

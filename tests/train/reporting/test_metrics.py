@@ -23,7 +23,7 @@ from train.plot import main as plot_main
 from train.reporting import throughput
 from train.reporting.metrics import MetricsWriter, read_metrics
 from train.reporting.progress import Progress
-from train.reporting.throughput import ThroughputMeter, mfu, peak_flops_per_s
+from train.reporting.throughput import ThroughputMeter, mfu
 
 ROOT = Path(__file__).parents[3]
 
@@ -195,43 +195,6 @@ def test_progress_leaves_out_unknown_values_and_can_be_silent(capsys):
         progress.update(1, METRICS)
         progress.evaluation(1, {"eval_loss": 1.0, "eval_perplexity": 2.0})
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    "kind, dtype, tflops_per_s",
-    [
-        ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, 312),
-        ("NVIDIA A100-SXM4-80GB", jnp.float32, 156),
-        ("NVIDIA A100-SXM4-80GB", jnp.float64, None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", jnp.bfloat16, None),
-        ("NVIDIA H100 80GB HBM3", jnp.bfloat16, 989.5),
-        ("NVIDIA H100 PCIe", jnp.bfloat16, 756),
-        ("NVIDIA H200", jnp.float32, 494.5),
-        ("NVIDIA B200", jnp.bfloat16, 2250),
-        ("NVIDIA L4", jnp.bfloat16, 121),
-        ("NVIDIA L40S", jnp.bfloat16, 362),
-        ("NVIDIA L40", jnp.bfloat16, None),
-        ("Tesla V100-SXM2-16GB", jnp.float16, 125),
-        ("Tesla V100-SXM2-16GB", jnp.bfloat16, None),
-        ("NVIDIA GeForce RTX 4090", jnp.bfloat16, 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", jnp.bfloat16, None),
-        ("AMD Instinct MI300X", jnp.bfloat16, 1307.4),
-        ("NVIDIA H100 80GB HBM3", jnp.float8_e4m3fn, 1979),
-        ("NVIDIA H100 80GB HBM3", jnp.float8_e5m2, 1979),
-        ("NVIDIA A100-SXM4-80GB", jnp.float8_e4m3fn, None),
-        ("TPU v4", jnp.bfloat16, 275),
-        ("TPU v5 lite", jnp.bfloat16, 197),
-        ("TPU v5e", jnp.bfloat16, 197),
-        ("TPU v5p", jnp.bfloat16, 459),
-        ("TPU v5", jnp.bfloat16, 459),
-        ("TPU v6 lite", jnp.bfloat16, 918),
-        ("TPU v6e", jnp.float32, None),
-        ("cpu", jnp.float32, None),
-    ],
-)
-def test_peak_flops_of_a_device_kind(kind, dtype, tflops_per_s):
-    peak = peak_flops_per_s(kind, dtype)
-    assert peak == (None if tflops_per_s is None else tflops_per_s * 1e12)
 
 
 def test_mfu_is_the_fraction_of_all_devices_peak():

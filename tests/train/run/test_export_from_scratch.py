@@ -48,6 +48,7 @@ ROBERTA_ON_BYTES = ("model.pad_id=257", "model.first_position=258")
     ]
 )
 @pytest.mark.thorough(but=["gpt2-bytes"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 @pytest.mark.parametrize("config", CLASSES)
 def test_transformers_loads_and_uses_the_export(

@@ -24,6 +24,7 @@ from tests.train.meshes.models_on_meshes import write_labelled
 from tests.train.test_main import error_line, run_main
 from train.config.config_files import load
 from train.config.inherit_config import inherit_config
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
@@ -108,7 +109,7 @@ def test_evaluation_of_a_checkpoint_equals_transformers(opt, text, tmp_path, cap
     found = float(printed[printed.index("eval_loss") + 1])
 
     config = load(FINETUNE, overrides)
-    inherit_config(config, read_source(directory), overrides)
+    inherit_config(config, read_source(directory), Overrides.of(overrides))
     validated = validate_config(config)
     total = weight = 0.0
     corpus = load_text(validated.data)
@@ -144,7 +145,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     overrides = (f"data.paths={text[0]}/labelled.jsonl", *SHORT, f"init_from={bert}")
     config = load(CLASSIFY, (*overrides, "mesh.fsdp=2"))
     source = read_source(bert)
-    inherit_config(config, source, overrides)
+    inherit_config(config, source, Overrides.of(overrides))
     validated = validate_config(config)
     vocab_size = validated.model_fields["vocab_size"]
     run = assemble_run(
@@ -166,7 +167,7 @@ def run_from(directory, text, labels, *overrides):
     overrides = (*where, *SHORT, *overrides)
     config = load(CLASSIFY, overrides)
     source = read_source(directory)
-    inherit_config(config, source, overrides)
+    inherit_config(config, source, Overrides.of(overrides))
     validated = validate_config(config)
     sizes = {"vocab_size": validated.model_fields["vocab_size"], "num_labels": labels}
     return assemble_run(validated, make_mesh(validated.mesh, jax.devices()), **sizes), source
@@ -230,7 +231,7 @@ def test_init_labels_without_a_classifier_is_rejected(bert, opt, text):
     overrides = (*text[1], *SHORT, f"init_from={opt[0]}", "train.init_labels=new")
     config = load(FINETUNE, overrides)
     source = read_source(opt[0])
-    inherit_config(config, source, overrides)
+    inherit_config(config, source, Overrides.of(overrides))
     validated = validate_config(config)
     run = assemble_run(validated, make_mesh(validated.mesh, jax.devices()), vocab_size=None)
     with pytest.raises(ValueError, match="train.init_labels='new' is for a classifier, but .*opt"):

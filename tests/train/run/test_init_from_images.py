@@ -23,6 +23,7 @@ from tests.train.run.test_init_from import losses_of
 from tests.train.test_main import error_line, run_main
 from train.config.config_files import load
 from train.config.inherit_config import inherit_config
+from train.config.overrides import Overrides
 from train.config.schema import validate_config
 from train.main import main
 from train.run.assemble import assemble_run
@@ -88,7 +89,7 @@ def run_from(directory, config, *overrides):
     overrides = (*overrides, f"init_from={directory}")
     given = load(config, overrides)
     source = read_source(directory)
-    inherit_config(given, source, overrides)
+    inherit_config(given, source, Overrides.of(overrides))
     validated = validate_config(given)
     labels = load_corpus(validated.data, validated.images).labels
     run = assemble_run(

@@ -43,6 +43,7 @@ MESHES = {
     ]
 )
 @pytest.mark.thorough(but=["one device-all"])
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_parameters_in_host_memory_equal_one_device(mesh, placement, corpus_overrides):

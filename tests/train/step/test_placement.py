@@ -66,6 +66,7 @@ def combinations():
     ]
 )
 @pytest.mark.thorough(but=["all-one device-0-nothing kept"])
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
 def test_losses_equal_one_device(placement, mesh, stage, level, corpus_overrides):
     with jax.enable_x64(True):

@@ -62,6 +62,7 @@ def combinations():
     ]
 )
 @pytest.mark.thorough(but=["everything, some on the host-one device"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("level", "mesh"), list(combinations()))
 def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
     with jax.enable_x64(True):

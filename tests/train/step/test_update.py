@@ -29,7 +29,14 @@ def updated(
         is_offloaded=jax.tree.map(lambda _: False, params),
     )
     mesh = make_mesh(MeshConfig(), jax.devices())
-    update = Update(optimizer, clip_norm, state, {}, mesh, seed=0)
+    update = Update(
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        state_layout=state,
+        layouts={},
+        mesh=mesh,
+        seed=0,
+    )
 
     @jax.jit
     def apply(params, opt_state, grads, step):
@@ -53,7 +60,15 @@ def test_update_of_a_huge_table_needs_no_memory_before_it_runs():
     )
     mesh = make_mesh(MeshConfig(), jax.devices())
     with limited_memory():
-        Update(optax.sgd(0.1), 0.0, state, {}, mesh, seed=0)
+        update = Update(
+            optimizer=optax.sgd(0.1),
+            clip_norm=0.0,
+            state_layout=state,
+            layouts={},
+            mesh=mesh,
+            seed=0,
+        )
+        assert update.groups == []
 
 
 def test_update_clips_by_the_global_norm_like_optax():

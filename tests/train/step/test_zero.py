@@ -30,6 +30,7 @@ def combinations():
 
 
 @pytest.mark.thorough(but=["data=2 fsdp=2-3"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("mesh", "stage"), list(combinations()))
 def test_losses_equal_one_device(mesh, stage, corpus_overrides):
     with jax.enable_x64(True):

@@ -28,6 +28,9 @@ from train.run.run import Run
 SHARE = 0.9
 #: Allowed error of an estimate. A step whose estimate exceeds the budget by more is not compiled.
 TOLERANCE = 0.15
+#: A compiled step takes from 1 / this to this times its estimate. A plan may fit if it would with
+#: the former, and a remedy leaves room for the latter.
+COMPILED = 1.1
 
 _ROWS = (*LABELS[:2], "optimizer", LABELS[2], TEMPORARIES, GAPS, "batch")
 

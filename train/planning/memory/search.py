@@ -14,7 +14,7 @@ are four: more microbatches, a higher ZeRO stage, more rematerialization, and ho
 Here the plan (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the device.
 
 Memory and step time of a plan are estimated from a trace of the step. Only chosen plans are
-compiled; see train/planning/memory/planner.py.
+compiled; see train/planning/memory/fitter.py.
 """
 
 import bisect
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, cast
 
+from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
@@ -33,7 +34,6 @@ from train.planning.memory.budget import (
     needs_of,
 )
 from train.planning.parallel_plan import with_values
-from train.planning.step_time import rates_of
 from train.run.run import Run
 
 _ON_DEVICE = {"memory.placement": "device", "memory.offload_parameters_fraction": 0.0}
@@ -65,7 +65,9 @@ class MemorySearch:
         self._config = with_values(config, self._start)
         self._assemble = assemble
         self._budget = budget
-        self.rates = rates_of(budget.device_kind, config.precision.compute_dtype)
+        self.machine = datasheet_machine(
+            budget.device_kind, budget.devices_per_host, dtype=config.precision.compute_dtype
+        )
         self.correction = 1.0  # factor on estimates of device memory, learnt from compiled steps
         self._known: dict[tuple[int, ...], Candidate | None] = {}  # by levels
 
@@ -172,7 +174,9 @@ class MemorySearch:
             setting=setting,
             run=run,
             needs=needs_of(run, self._budget),
-            step_time_s=self.rates.step_time_s(run.estimate_memory().work),
+            step_time_s=run.estimate_memory().work.time_s(
+                self.machine, self._config.precision.compute_dtype
+            ),
         )
 
     # The levers: settings from level 1 on, each of which needs less memory than the previous one.

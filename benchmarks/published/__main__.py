@@ -1,6 +1,6 @@
 """Predicts the steps of published training jobs, and compares their speed with the published one.
 
-    python -m benchmarks.published --out=benchmarks/results/published.json
+    python -m benchmarks.published --out=benchmarks/published/published.json
     python -m benchmarks.published --docs
 
 The second command writes the tables and the plot of docs/published.md from the results. Each row is
@@ -23,12 +23,12 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from benchmarks.harness import docs_page, report
-from benchmarks.harness.published_jobs import HOST_MEMORY, JOBS, SCALING, Job
+from benchmarks.published.jobs import HOST_MEMORY, JOBS, SCALING, Job
 from predict.machines.targets import parse_target
 from train.compile import compile_step
 
-_ROOT = Path(__file__).parents[1]
-_RESULTS = _ROOT / "benchmarks" / "results" / "published.json"
+_ROOT = Path(__file__).parents[2]
+_RESULTS = Path(__file__).parent / "published.json"
 _DOCS = _ROOT / "docs" / "published.md"
 _PLOT = _ROOT / "docs" / "scaling.svg"
 

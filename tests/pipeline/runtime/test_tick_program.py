@@ -1,14 +1,14 @@
-"""Execution plans, run by an independent simulation (simulated_plan.py)."""
+"""Tick programs, run by an independent simulation (simulated_ticks.py)."""
 
 import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.runtime.execution_plan import make_execution_plan
+from pipeline.runtime.tick_program import make_tick_program
 from pipeline.schedule import SCHEDULES, forward_only, make_schedule
 from pipeline.schedules.table import Op, Schedule, verify
-from tests.pipeline.runtime.simulated_plan import simulate
+from tests.pipeline.runtime.simulated_ticks import simulate
 from tests.pipeline.schedules.tables import properties, schedules
 
 
@@ -88,7 +88,7 @@ def test_plan_of_any_order_and_placement_provides_all_inputs(schedule, recompute
 def test_plan_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
     placement = data.draw(st.permutations([*range(S)] * V))
     ran = simulate(forward_only(S, M, V, placement), shares_vocab=shares_vocab)
-    assert set(ran.plan.num_slots) == {"input"}
+    assert set(ran.program.num_slots) == {"input"}
 
 
 @pytest.mark.parametrize("shares_vocab", [False, True])
@@ -97,7 +97,7 @@ def test_plan_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
 def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, recomputes, shares_vocab):
     def num_slots(name, M):
         schedule = make_schedule(name, num_stages, M, 1)
-        return make_execution_plan(
+        return make_tick_program(
             schedule, recomputes=recomputes, shares_vocab=shares_vocab
         ).num_slots
 
@@ -117,8 +117,8 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
     An input arrives at the end of a tick, so it occupies a slot for 2(S-s)-1 ticks, and as many are
     held at once. The maximum is on stage 1, because stage 0 embeds its own inputs.
     """
-    plan = make_execution_plan(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
-    assert plan.num_slots["input"] == 2 * (num_stages - 1) - 1
+    program = make_tick_program(make_schedule("1f1b", num_stages, 4 * num_stages, 1))
+    assert program.num_slots["input"] == 2 * (num_stages - 1) - 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -127,8 +127,8 @@ def test_plan_drops_ticks_only_if_the_last_forward_is_folded(name):
     for recomputes in (True, False):
         for shares_vocab in (False, True):
             schedule = make_schedule(name, 3, 4, 2 if name == "zbv" else 1)
-            plan = make_execution_plan(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
-            (num_ticks,) = {len(table) for table in jax.tree.leaves(plan.table)}
+            program = make_tick_program(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
+            (num_ticks,) = {len(table) for table in jax.tree.leaves(program.table)}
             dropped[recomputes, shares_vocab] = len(schedule.ticks) - num_ticks
     # In GPipe the last forward has a tick to itself; in other schedules other stages work then.
     assert dropped.pop((True, False)) == (1 if name == "gpipe" else 0)
@@ -142,4 +142,4 @@ def test_plan_of_whole_and_split_backwards_is_refused():
     )
     verify(schedule)  # the table itself is valid
     with pytest.raises(ValueError, match=r"schedule mixed has whole backwards \(B\) and split"):
-        make_execution_plan(schedule)
+        make_tick_program(schedule)

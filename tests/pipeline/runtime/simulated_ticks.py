@@ -1,8 +1,8 @@
-"""An independent simulation of execution plans, which does not know how they were made.
+"""An independent simulation of tick programs, which does not know how they were made.
 
-It follows the five phases documented in execution_plan.py. Values are names such as ("y",
+It follows the five phases documented in tick_program.py. Values are names such as ("y",
 microbatch, virtual stage). A slot holds one of them, and every operation must find its inputs in
-the slots that the plan names.
+the slots that the program names.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from pipeline.runtime.execution_plan import ExecutionPlan, make_execution_plan
+from pipeline.runtime.tick_program import TickProgram, make_tick_program
 from pipeline.schedules.table import Schedule
 
 NOTHING = "nothing"  # the value that an idle stage sends
@@ -26,7 +26,7 @@ class StoredValue:
 
 
 class Simulation:
-    """Run all stages of a plan, tick by tick.
+    """Run all stages of a program, tick by tick.
 
     Attributes:
         log: kind -> [(microbatch, virtual stage, tick)] of all operations that ran.
@@ -34,9 +34,9 @@ class Simulation:
     """
 
     def __init__(
-        self, plan: ExecutionPlan, schedule: Schedule, *, recomputes: bool, shares_vocab: bool
+        self, program: TickProgram, schedule: Schedule, *, recomputes: bool, shares_vocab: bool
     ):
-        self.plan = plan
+        self.program = program
         self.placement = schedule.placement
         self.stages = range(schedule.num_stages)
         self.last = len(schedule.placement) - 1
@@ -50,7 +50,7 @@ class Simulation:
         self.log: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         self.head: list[int] = []
         self.embedded: list[int] = []
-        self.num_ticks = len(plan.table.forward.microbatch)
+        self.num_ticks = len(program.table.forward.microbatch)
         for tick in range(self.num_ticks):
             self.run_tick(tick)
 
@@ -66,7 +66,7 @@ class Simulation:
             self.head_together()
         sent |= {("B", s): self.backward(s) for s in self.stages}
         if self.shares_vocab and self.trains:
-            microbatch = self.plan.table.embed_gradient.microbatch[self.tick]
+            microbatch = self.program.table.embed_gradient.microbatch[self.tick]
             wanted = ("dx", microbatch, 0) if microbatch >= 0 else None
             found = sent["B", self.placement[0]]
             is_first = found != NOTHING and found[2] == 0
@@ -75,8 +75,8 @@ class Simulation:
         for stage in self.stages:
             self.weight_gradient(stage)
         self.phase = 4
-        arrival_slots = self.plan.table.arrival_slots
-        for channel, slots in zip(self.plan.channels, arrival_slots, strict=True):
+        arrival_slots = self.program.table.arrival_slots
+        for channel, slots in zip(self.program.channels, arrival_slots, strict=True):
             buffer = {"F": "input", "B": "cotangent"}[channel.kind]
             assert len({s for s, _ in channel.pairs}) == len(channel.pairs)
             assert {(t - s) % len(self.stages) for s, t in channel.pairs} == {channel.shift}
@@ -84,10 +84,10 @@ class Simulation:
             for stage in self.stages:
                 value = sent[channel.kind, sources[stage]] if stage in sources else NOTHING
                 slot = slots[self.tick, stage]
-                if slot < self.plan.num_slots[buffer]:
+                if slot < self.program.num_slots[buffer]:
                     self.write(buffer, stage, slot, value)
                 else:
-                    assert slot == self.plan.num_slots[buffer]  # the slot for unread arrivals
+                    assert slot == self.program.num_slots[buffer]  # the slot for unread arrivals
 
     # Reads and writes of the operations.
 
@@ -101,10 +101,10 @@ class Simulation:
             self.put("saved", stage, "F", ("saved", m, v))
             if self.splits:
                 self.put("for_weights", stage, "F", ("for_weights", m, v))
-        if v == self.last and "head_input" in self.plan.num_slots:
+        if v == self.last and "head_input" in self.program.num_slots:
             self.put("head_input", stage, "F", ("y", m, v))
         if v == self.last and self.shares_vocab and not self.trains:
-            assert self.plan.table.head.microbatch[self.tick] == m
+            assert self.program.table.head.microbatch[self.tick] == m
             self.head.append(m)
         return ("y", m, v)
 
@@ -125,7 +125,7 @@ class Simulation:
         if v < self.last:
             self.read("cotangent", stage, "B", ("dx", m, v + 1))
         elif self.shares_vocab:
-            assert self.plan.table.head.microbatch[self.tick] == m
+            assert self.program.table.head.microbatch[self.tick] == m
         elif self.keeps:
             self.read("head_input", stage, "B", ("y", m, v))
         return ("dx", m, v)
@@ -137,13 +137,13 @@ class Simulation:
             self.read("handed", stage, "W", ("handed", m, v))
 
     def embed_together(self) -> None:
-        m = self.plan.table.embed.microbatch[self.tick]
+        m = self.program.table.embed.microbatch[self.tick]
         if m >= 0:
             self.embedded.append(m)
             self.put("input", self.placement[0], "F", ("embedding", m))
 
     def head_together(self) -> None:
-        m = self.plan.table.head.microbatch[self.tick]
+        m = self.program.table.head.microbatch[self.tick]
         stage = self.placement[-1]
         if self.trains and m >= 0:
             self.read("head_input", stage, "B", ("y", m, self.last))
@@ -154,7 +154,7 @@ class Simulation:
 
     def operation(self, kind: str, stage: int) -> tuple[int, int]:
         """Return (microbatch, virtual stage) of the cell's operation, after checking its flags."""
-        operation = self.plan.table.operations[kind]
+        operation = self.program.table.operations[kind]
         cell = {
             name: int(getattr(operation, name)[self.tick, stage])
             for name in ("microbatch", "chunk", "is_first", "is_last")
@@ -170,18 +170,18 @@ class Simulation:
     # Buffers.
 
     def put(self, buffer: str, stage: int, kind: str, name) -> None:
-        slots = self.plan.table.operations[kind].slots
+        slots = self.program.table.operations[kind].slots
         slot = int(getattr(slots, buffer)[self.tick, stage])
         self.write(buffer, stage, slot, name)
 
     def write(self, buffer: str, stage: int, slot: int, name) -> None:
-        assert 0 <= slot < self.plan.num_slots[buffer], (buffer, slot)
+        assert 0 <= slot < self.program.num_slots[buffer], (buffer, slot)
         stored = StoredValue(name, (self.tick, self.phase))
         self.slots[buffer, stage, slot] = stored
         self.stored[buffer, stage].append(stored)
 
     def read(self, buffer: str, stage: int, kind: str, wanted) -> None:
-        slots = self.plan.table.operations[kind].slots
+        slots = self.program.table.operations[kind].slots
         slot = int(getattr(slots, buffer)[self.tick, stage])
         stored = self.slots.get((buffer, stage, slot))
         where = f"{kind} on stage {stage} in tick {self.tick}: {buffer}[{slot}]"
@@ -200,12 +200,12 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, *, recomputes=True, shares_vocab=False) -> Simulation:
-    """Run a plan, and check everything that it promises."""
-    plan = make_execution_plan(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
-    ran = Simulation(plan, schedule, recomputes=recomputes, shares_vocab=shares_vocab)
+    """Run a program, and check everything that it promises."""
+    program = make_tick_program(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
+    ran = Simulation(program, schedule, recomputes=recomputes, shares_vocab=shares_vocab)
     last = len(schedule.placement) - 1
     folds = ran.trains and recomputes and not shares_vocab
-    assert plan.splits_backward == ran.splits
+    assert program.splits_backward == ran.splits
     # Every operation runs once, in the order of the table without the ticks that folding emptied.
     kinds = {"F": "F", "B": "B", "I": "B", "W": "W"}
     wanted: list[list[tuple[str, int, int]]] = []
@@ -227,17 +227,17 @@ def simulate(schedule: Schedule, *, recomputes=True, shares_vocab=False) -> Simu
         for stage_values in ran.stored.values()
         for stored in stage_values
     )
-    assert plan.num_slots == {buffer: ran.most_held(buffer) for buffer in plan.num_slots}
+    assert program.num_slots == {buffer: ran.most_held(buffer) for buffer in program.num_slots}
     assert {buffer for buffer, _ in ran.stored} == {
-        b for b, count in plan.num_slots.items() if count
+        b for b, count in program.num_slots.items() if count
     }
     # If all stages share embedding and head, these run once per microbatch.
     microbatches = list(range(schedule.num_microbatches)) if shares_vocab else []
     assert sorted(ran.embedded) == sorted(ran.head) == microbatches
-    gradients = sorted(m for m in plan.table.embed_gradient.microbatch if m >= 0)
+    gradients = sorted(m for m in program.table.embed_gradient.microbatch if m >= 0)
     assert gradients == (microbatches if ran.trains else [])
     # Branches that the executor resolves during tracing.
-    for kind, operation in plan.table.operations.items():
+    for kind, operation in program.table.operations.items():
         cells = [
             operation.microbatch[t, s] >= 0
             for t, s in np.ndindex(ran.num_ticks, schedule.num_stages)

@@ -1,11 +1,11 @@
-"""Execution plans: a schedule with a buffer slot for every value that must wait, ready to run.
+"""Tick programs: a schedule with a buffer slot for every value that must wait, ready to run.
 
 A schedule (schedules/table.py) says which operations each stage runs in each tick. Its
-`ExecutionPlan` adds where the values are: the buffer slots that each operation reads and writes,
+`TickProgram` adds where the values are: the buffer slots that each operation reads and writes,
 and the channels through which stages exchange values after a tick.
 
 The compiled step (executor.py) is one program for all stages. In every tick it looks up in the
-plan's integer arrays which microbatch and chunk to work on and which buffer slots to read and
+program's integer arrays which microbatch and chunk to work on and which buffer slots to read and
 write. This module is pure Python and NumPy.
 
 A tick has five phases, in this order: embed, forward, backward (or input gradient), weight
@@ -43,7 +43,13 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from pipeline.runtime.tick_plan import Channel, Operation, SharedOperation, Slots, TickPlan
+from pipeline.runtime.tick_table import (
+    BufferSlots,
+    Channel,
+    ChunkOperation,
+    SharedOperation,
+    TickTable,
+)
 from pipeline.schedules.table import (
     BACKWARD,
     FORWARD,
@@ -59,7 +65,7 @@ _PHASES = {"embed": 0, FORWARD: 1, BACKWARD: 2, WEIGHT_GRADIENT: 3, "arrive": 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExecutionPlan:
+class TickProgram:
     """A schedule, ready to be executed.
 
     Attributes:
@@ -75,7 +81,7 @@ class ExecutionPlan:
         shares_vocab: whether all stages compute embedding and head together.
     """
 
-    table: TickPlan
+    table: TickTable
     num_slots: dict[str, int]
     channels: tuple[Channel, ...]
     num_microbatches: int
@@ -100,7 +106,7 @@ class ExecutionPlan:
         return trains and self.num_stages > 1 and not self.splits_backward
 
     @property
-    def iterations(self) -> TickPlan:
+    def iterations(self) -> TickTable:
         """The table as the loop runs it, one row per iteration."""
         if not self.is_skewed:
             return self.table
@@ -109,10 +115,10 @@ class ExecutionPlan:
         return self.table.skewed(unread)
 
 
-def make_execution_plan(
+def make_tick_program(
     schedule: Schedule, *, recomputes: bool = True, shares_vocab: bool = False
-) -> ExecutionPlan:
-    """Return the execution plan of a verified schedule.
+) -> TickProgram:
+    """Return the tick program of a verified schedule.
 
     Args:
         schedule: table that `verify` accepts.
@@ -131,11 +137,11 @@ def make_execution_plan(
             f"schedule {schedule.name} has whole backwards (B) and split ones (I, W); a table must "
             "split all of them or none"
         )
-    return _PlanBuilder(schedule, recomputes, shares_vocab).plan()
+    return _ProgramBuilder(schedule, recomputes, shares_vocab).build()
 
 
-class _PlanBuilder:
-    """Builds the plan of one schedule: first tables of operations, then slots, then channels."""
+class _ProgramBuilder:
+    """Builds the program of one schedule: first tables of operations, then slots, then channels."""
 
     def __init__(self, schedule: Schedule, recomputes: bool, shares_vocab: bool):
         self.schedule = schedule
@@ -149,7 +155,7 @@ class _PlanBuilder:
         kinds = {INPUT_GRADIENT: BACKWARD}
         self.when = {(kinds.get(k, k), m, v): t for (k, m, v), t in schedule.when().items()}
         self.shape = (len(schedule.ticks), schedule.num_stages)
-        #: Kind -> field of `Operation` -> table.
+        #: Kind -> field of `ChunkOperation` -> table.
         self.cells: dict[str, dict[str, np.ndarray]] = {}
         #: Kind -> buffer -> table of slots.
         self.slot_tables: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in _KINDS}
@@ -157,7 +163,7 @@ class _PlanBuilder:
         #: (buffer, microbatch, virtual stage) -> slot.
         self.slots: dict[tuple[str, int, int], int] = {}
 
-    def plan(self) -> ExecutionPlan:
+    def build(self) -> TickProgram:
         for kind in _KINDS:
             self.cells[kind] = self._cells(kind)
         self._allocate_all()
@@ -166,14 +172,14 @@ class _PlanBuilder:
         microbatches = [cells["microbatch"] for cells in self.cells.values()]
         works = (np.stack(microbatches) >= 0).any(axis=(0, 2))
 
-        def operation(kind: str) -> Operation:
+        def operation(kind: str) -> ChunkOperation:
             cells = {name: table[works] for name, table in self.cells[kind].items()}
             slots = {name: table[works] for name, table in self.slot_tables[kind].items()}
             runs = cells["microbatch"] >= 0
-            return Operation(
+            return ChunkOperation(
                 kind=kind,
                 **cells,
-                slots=Slots(**slots),
+                slots=BufferSlots(**slots),
                 always=_same(runs),
                 always_first=_same(cells["is_first"][runs] > 0),
                 always_last=_same(cells["is_last"][runs] > 0),
@@ -183,7 +189,7 @@ class _PlanBuilder:
             microbatch = self._shared_microbatches(kind, virtual_stage)[works]
             return SharedOperation(name=name, microbatch=microbatch)
 
-        table = TickPlan(
+        table = TickTable(
             forward=operation(FORWARD),
             backward=operation(BACKWARD),
             weight_gradient=operation(WEIGHT_GRADIENT),
@@ -192,7 +198,7 @@ class _PlanBuilder:
             head=shared("head", BACKWARD if self.trains else FORWARD, self.last),
             embed_gradient=shared("embed_gradient", BACKWARD, 0),
         )
-        return ExecutionPlan(
+        return TickProgram(
             table=table,
             num_slots=self.num_slots,
             channels=tuple(channels),
@@ -205,7 +211,7 @@ class _PlanBuilder:
         )
 
     def _cells(self, kind: str) -> dict[str, np.ndarray]:
-        """Return the fields of `Operation` except its slots, for all cells of one kind."""
+        """Return the fields of `ChunkOperation` except its slots, for all cells of one kind."""
         names = ("microbatch", "chunk", "is_first", "is_last")
         tables = {name: np.zeros(self.shape, np.int32) for name in names}
         tables["microbatch"] -= 1

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks import published
-from benchmarks.harness.published_jobs import HOST_MEMORY, JOBS, SCALING
+from benchmarks.published import __main__ as published
+from benchmarks.published.jobs import HOST_MEMORY, JOBS, SCALING
 from predict.machines.targets import parse_target
 from train.config.config_files import load
 from train.config.schema import validate_config

@@ -1,4 +1,4 @@
-"""Limits of a channel: its deadline, the size of a message, and the interface it listens on."""
+"""Limits of a message socket: its deadline, the size of a message, its interface."""
 
 import contextlib
 import json
@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from distributed import channel
-from distributed.channel import Channel
+from distributed import message_socket
+from distributed.message_socket import MessageSocket
 
 
 def send_byte_by_byte(connection: socket.socket, stop: threading.Event) -> None:
@@ -19,7 +19,7 @@ def send_byte_by_byte(connection: socket.socket, stop: threading.Event) -> None:
             connection.sendall(b" ")
 
 
-def test_channel_times_out_at_its_deadline_while_bytes_arrive():
+def test_socket_times_out_at_its_deadline_while_bytes_arrive():
     """Each byte arrives long before the socket's own timeout, which restarts at every byte."""
     receiving_end, sending_end = socket.socketpair()
     stop = threading.Event()
@@ -28,7 +28,7 @@ def test_channel_times_out_at_its_deadline_while_bytes_arrive():
     since = time.monotonic()
     end = threading.Timer(10.0, sending_end.shutdown, args=(socket.SHUT_RDWR,))
     end.start()
-    with contextlib.closing(Channel(receiving_end, since + 0.5)) as slow:
+    with contextlib.closing(MessageSocket(receiving_end, since + 0.5)) as slow:
         with pytest.raises(TimeoutError):
             slow.receive()
     assert 0.4 < time.monotonic() - since < 5
@@ -38,9 +38,9 @@ def test_channel_times_out_at_its_deadline_while_bytes_arrive():
     sending_end.close()
 
 
-def test_channel_rejects_a_long_message_because_of_its_size():
+def test_socket_rejects_a_long_message_because_of_its_size():
     receiving_end, sending_end = socket.socketpair()
-    message = json.dumps({"nonce": "0" * channel._MAX_BYTES}).encode() + b"\n"
+    message = json.dumps({"nonce": "0" * message_socket._MAX_BYTES}).encode() + b"\n"
 
     def send() -> None:
         with contextlib.suppress(OSError):
@@ -48,7 +48,7 @@ def test_channel_rejects_a_long_message_because_of_its_size():
 
     sender = threading.Thread(target=send)
     sender.start()
-    with contextlib.closing(Channel(receiving_end, time.monotonic() + 20)) as flooded:
+    with contextlib.closing(MessageSocket(receiving_end, time.monotonic() + 20)) as flooded:
         with pytest.raises(ValueError, match="a message has more than 65,536 bytes"):
             flooded.receive()
     sender.join()
@@ -66,9 +66,9 @@ def test_channel_rejects_a_long_message_because_of_its_size():
     ],
 )
 def test_bind_address_is_loopback_only_for_peers_on_this_machine(address, expected):
-    assert channel.bind_address(address) == expected
+    assert message_socket.bind_address(address) == expected
 
 
 def test_listener_for_peers_on_this_machine_is_on_loopback():
-    with channel.listen("localhost:0") as server:
+    with message_socket.listen("localhost:0") as server:
         assert server.getsockname()[0] == "127.0.0.1"

@@ -1,20 +1,18 @@
-"""The cache directory, and locks of files in it, so that only one process or thread builds a file.
-
-The package `filelock` is not used here for the reasons that train/lifecycle/workdir_lock.py gives.
-These locks differ from a workdir's: they name no holder, their waiters wait for ever, and their
-files stay.
-"""
+"""The cache directory: locks, so that only one process or thread builds a file, and arrays."""
 
 import contextlib
-import fcntl
+import io
 import logging
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from data.config import DataConfig
-from untrusted.files import make_private_directory, open_in_place
+from untrusted.cached import read_cached, write_cached
+from untrusted.files import make_private_directory, open_in_place, try_lock
 
 #: Seconds of waiting after which a message is logged.
 _SILENT_S = 2.0
@@ -25,9 +23,6 @@ _log = logging.getLogger(__name__)
 
 def make_cache(config: DataConfig) -> None:
     """Create the cache directory if it does not exist.
-
-    Args:
-        config: config section `data`.
 
     Raises:
         ValueError: The directory cannot be created.
@@ -45,15 +40,11 @@ def make_cache(config: DataConfig) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Wait for the lock of a cached file or directory, and hold it for the duration of the block.
 
-    The lock is `flock`'s, which the kernel releases when the process ends for any reason. On a file
-    system without `flock` the block runs without a lock, after a warning.
+    Unlike a workdir's lock, it names no holder, waits for ever, and its file stays.
 
     Args:
         path: path of the file; the lock file is next to it, with `.lock` appended. Its directory is
             created if it does not exist.
-
-    Yields:
-        Nothing.
 
     Raises:
         ValueError: There is a link or something other than a file in the place of the lock.
@@ -62,21 +53,30 @@ def locked(path: Path) -> Iterator[None]:
     file = Path(f"{path}.lock")
     make_private_directory(file.parent)
     with os.fdopen(open_in_place(file, os.O_RDWR), "r+b") as stream:
-        try:
-            _lock(stream.fileno(), path)
-        except OSError as error:
-            _log.warning("%s cannot be locked (%s): do not start a second run now", file, error)
+        silent_until_s = time.monotonic() + _SILENT_S
+        has_warned = False
+        while not try_lock(stream, file):
+            if not has_warned and time.monotonic() > silent_until_s:
+                _log.warning("waiting for another process, which is making %s", path)
+                has_warned = True
+            time.sleep(_POLL_S)
         yield
 
 
-def _lock(descriptor: int, path: Path) -> None:
-    """Lock a file, and log a message if this takes long."""
-    deadline_s = time.monotonic() + _SILENT_S
-    while time.monotonic() < deadline_s:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except (BlockingIOError, PermissionError):
-            time.sleep(_POLL_S)
-    _log.warning("waiting for another process, which is making %s", path)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+def read_array(path: Path) -> np.ndarray | None:
+    """Read an array written by `write_array`; None if there is no such file or it is damaged."""
+    content = read_cached(path)
+    if content is None:
+        return None
+    return np.load(io.BytesIO(content), allow_pickle=False)
+
+
+def write_array(path: Path, values: np.ndarray) -> None:
+    """Write an array atomically. Call this inside `locked`.
+
+    Raises:
+        OSError: The file cannot be written; nothing is left behind.
+    """
+    content = io.BytesIO()
+    np.save(content, values, allow_pickle=False)
+    write_cached(path, content.getvalue())

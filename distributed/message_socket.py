@@ -17,11 +17,10 @@ _MAX_BYTES = 2**16
 _BACKLOG = 4096
 
 
-class Channel:
+class MessageSocket:
     """Sends and receives messages over a socket.
 
     Args:
-        connection: socket.
         deadline_s: value of time.monotonic() at which sending and receiving fail.
     """
 

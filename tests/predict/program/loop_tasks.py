@@ -2,15 +2,18 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from predict.program import asynchrony, device_groups
-from predict.program.instruction import Instruction
+from predict.program.instruction import Instruction, body_of, repeats
 from predict.program.instruction_work import product_flops
-from predict.program.module import dependencies
+from predict.program.module import Module
 from predict.program.parse import parse_modules, text_of
+
+_AFTER = re.compile(r"\bcontrol-predecessors=\{([^}]*)\}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,7 @@ def tasks_of_loop_in_text(
     bodies = [
         (module, body)
         for module in parse_modules(text)
-        for body in module.loop_bodies()
+        for body in _loop_bodies(module)
         if any(map(pairs, body))
     ]
     if len(bodies) != 1:
@@ -76,10 +79,46 @@ def tasks_of_loop_in_text(
         )
     module, body = bodies[0]
     tasks = []
-    needs = dependencies(body)
+    needs = _dependencies(body)
     for instruction in body:
         moved = pairs(instruction)
-        if moved or module.reaches(instruction, lambda i: product_flops(i) is not None):
+        if moved or _has_product(module, instruction):
             tasks.append(Task(name=instruction.name, pairs=moved, needs=needs[instruction.name]))
     names = {task.name for task in tasks}
     return [dataclasses.replace(task, needs=task.needs & names) for task in tasks]
+
+
+def _loop_bodies(module: Module) -> list[list[Instruction]]:
+    """Return the instructions of the body of each loop that repeats."""
+    loops = [i for body in module.computations.values() for i in body if repeats(i)]
+    names = dict.fromkeys(map(body_of, loops))
+    return [module.computations[name] for name in names if name in module.computations]
+
+
+def _has_product(module: Module, instruction: Instruction) -> bool:
+    """Return whether an instruction, or any instruction that it calls, is a matrix product."""
+    return product_flops(instruction) is not None or any(
+        _has_product(module, inner)
+        for called in instruction.called
+        for inner in module.computations.get(called, [])
+    )
+
+
+def _dependencies(body: Sequence[Instruction]) -> dict[str, frozenset[str]]:
+    """Return the names of all instructions that must finish before each one can begin.
+
+    Args:
+        body: instructions of one computation, in program order.
+
+    Returns:
+        Instruction name -> its direct and indirect predecessors, by data and control dependency.
+    """
+    predecessors: dict[str, frozenset[str]] = {}
+    for instruction in body:
+        after = _AFTER.search(instruction.attributes)
+        names = re.findall(r"[\w.\-]+", after[1]) if after else []
+        direct = [name for name in (*instruction.operands, *names) if name in predecessors]
+        predecessors[instruction.name] = frozenset(direct).union(
+            *(predecessors[name] for name in direct)
+        )
+    return predecessors

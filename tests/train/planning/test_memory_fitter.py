@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import estimates
+from predict.machines.datasheets import datasheet_machine
 from predict.memory.step_cost import StepCost
 from predict.program.memory import memory
 from sharding.memory import MemoryConfig
@@ -19,9 +20,8 @@ from train.config.config_files import load
 from train.config.schema import RunConfig, validate_config
 from train.main import main
 from train.planning.memory.budget import Budget, budget_of, compiled_bytes, host_memory_bytes
-from train.planning.memory.planner import MemoryPlanner
+from train.planning.memory.fitter import MemoryFitter
 from train.planning.memory.search import MemorySearch
-from train.planning.step_time import rates_of
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.run import Run
@@ -44,6 +44,7 @@ OTHERS = {"gpt2, bfloat16"}
 
 
 @pytest.mark.thorough(but=["gpt2"])
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -61,9 +62,9 @@ def base(corpus_overrides) -> tuple[str, ...]:
     return (*TINY, *corpus_overrides, "data.sequence_length=64", "data.global_batch_size=32")
 
 
-def planner(run: Run, budget: Budget) -> MemoryPlanner:
+def planner(run: Run, budget: Budget) -> MemoryFitter:
     vocab_size = run.model_config.vocab_size
-    return MemoryPlanner(
+    return MemoryFitter(
         lambda config: assemble_run(config, run.mesh, vocab_size=vocab_size), budget
     )
 
@@ -122,7 +123,7 @@ def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
         compiled.append(run.estimate_memory().device_bytes)
         return 2 * run.estimate_memory().device_bytes
 
-    monkeypatch.setattr("train.planning.memory.planner.compiled_bytes", twice_the_estimate)
+    monkeypatch.setattr("train.planning.memory.fitter.compiled_bytes", twice_the_estimate)
     run = planner(plain, budget).search(with_auto(plain))
     assert len(compiled) == 2 and compiled[1] <= budget.device_bytes / 2 < compiled[0]
     assert run.estimate_memory().device_bytes == compiled[1]
@@ -212,7 +213,7 @@ def test_run_that_does_not_fit_is_rejected_before_writing(corpus_overrides, tmp_
 def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatch):
     plain, _ = make_run(base(corpus_overrides))
     limit = 1.05 * plain.estimate_memory().device_bytes
-    monkeypatch.setattr("train.planning.memory.planner.compiled_bytes", lambda run: 1.1 * limit)
+    monkeypatch.setattr("train.planning.memory.fitter.compiled_bytes", lambda run: 1.1 * limit)
     with pytest.raises(ValueError, match="as compiled"):
         planner(plain, of_device(limit)).check_compiled(plain)
 
@@ -257,14 +258,12 @@ def test_invalid_budgets_are_rejected(overrides, message):
 
 
 def test_step_time_adds_transfers_to_the_slower_of_compute_and_memory():
-    rates = rates_of("NVIDIA H100 80GB HBM3", "bfloat16")
-    assert rates.flops_per_s == 0.5 * 989.5e12 and rates.memory_bytes_per_s == 3.35e12
+    machine = datasheet_machine("NVIDIA H100 80GB HBM3", 8)
     work = StepCost(host_bytes=63_000_000_000, network_bytes=450_000_000)
-    assert rates.step_time_s(work) == pytest.approx(1 + 1e-3)
-    work.products[int(rates.flops_per_s), 1] = 2
-    work.products[1, int(rates.memory_bytes_per_s)] = 3
-    assert rates.step_time_s(work) == pytest.approx(6 + 1e-3)
-    assert rates_of("cpu", "float64").device_kind == "NVIDIA A100-SXM4-80GB"
+    assert work.time_s(machine, "bfloat16") == pytest.approx(1 + 1e-3)
+    work.products[int(0.5 * 989.5e12), 1] = 2
+    work.products[1, int(3.35e12)] = 3
+    assert work.time_s(machine, "bfloat16") == pytest.approx(6 + 1e-3)
 
 
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])

@@ -17,13 +17,13 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.harness import ranks
-from benchmarks.harness.libai_rows import Row, jobs_of
+from benchmarks.published.libai_rows import Row, jobs_of
 from predict.time.prediction import Prediction
 from predict.time.transfer import crosses_hosts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
+class StepParts:
     """Parts of a predicted step in seconds, before constants are applied; their sum is the step.
 
     Attributes:
@@ -43,7 +43,7 @@ class Parts:
     @classmethod
     def of_prediction(
         cls, prediction: Prediction, mesh_shape: Mapping[str, int], gpus_per_host: int
-    ) -> "Parts":
+    ) -> "StepParts":
         """Return the parts of a predicted step.
 
         Args:
@@ -84,13 +84,13 @@ class Constants:
     other: float
     network: float
 
-    def step_s(self, parts: Parts) -> float:
+    def step_s(self, parts: StepParts) -> float:
         """Return the predicted time of a step in seconds."""
         kernels_s = self.matmul * parts.matmul_s + self.other * parts.other_s
         bubble_s = parts.bubble_s * kernels_s / parts.kernels_s
         return kernels_s + bubble_s + parts.links_s + self.network * parts.network_s
 
-    def samples_per_s(self, row: Row, parts: Parts) -> float:
+    def samples_per_s(self, row: Row, parts: StepParts) -> float:
         """Return the predicted sequences per second of a job, on all GPUs together."""
         return row.global_batch_size / self.step_s(parts)
 
@@ -99,7 +99,7 @@ class Constants:
 UNFITTED = Constants(matmul=1.0, other=1.0, network=1.0)
 
 
-def fit(rows: Sequence[Row], parts: Mapping[tuple[str, str], Parts]) -> Constants:
+def fit(rows: Sequence[Row], parts: Mapping[tuple[str, str], StepParts]) -> Constants:
     """Fit the constants to LiBai's speeds, by least squares of log(predicted ÷ published).
 
     Args:

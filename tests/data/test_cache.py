@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from data import locks
-from data.locks import locked
+from data import cache
+from data.cache import locked
 
 
 def test_waiting_for_a_lock_is_logged(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(locks, "_SILENT_S", 0.1)
+    monkeypatch.setattr(cache, "_SILENT_S", 0.1)
     has_lock = threading.Event()
     may_end = threading.Event()
 
@@ -61,7 +61,7 @@ def test_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch,
     def flock(*_):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("data.locks.fcntl.flock", flock)
+    monkeypatch.setattr("fcntl.flock", flock)
     with locked(tmp_path / "tokens"):
         pass
     assert "tokens.lock cannot be locked" in caplog.text

@@ -31,7 +31,7 @@ _MAX_COMPILED = 4
 _log = logging.getLogger(__name__)
 
 
-class MemoryPlanner:
+class MemoryFitter:
     """Checks runs against a memory budget, and searches for runs that fit.
 
     Args:
@@ -166,7 +166,7 @@ class MemoryPlanner:
         slower = candidate.step_time_s / max(search.base.step_time_s, 1e-12)
         return (
             f"{_text(candidate.setting)}: {size(candidate.needs.device_bytes)} a device, "
-            f"{slower:.2f} × the step time, by the rates of {search.rates.device_kind}"
+            f"{slower:.2f} × the step time, by the rates of {search.machine.device_kind}"
         )
 
 

@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from benchmarks import libai
-from benchmarks.harness import libai_fit, ranks
-from benchmarks.harness.libai_fit import Constants, Parts
-from benchmarks.harness.libai_rows import COLUMNS, MODELS, jobs_of, parse_rows
+from benchmarks.harness import ranks
+from benchmarks.published import libai, libai_fit
+from benchmarks.published.libai_fit import Constants, StepParts
+from benchmarks.published.libai_rows import COLUMNS, MODELS, jobs_of, parse_rows
 from predict.machines.targets import parse_target
 from predict.time.prediction import CollectiveTime, Prediction
 from train.config.config_files import load
@@ -123,7 +123,7 @@ def parts_of(row, *, matmul=1.0, other=1.0, network=1.0):
     step_s = row.global_batch_size / row.libai_samples_per_s
     crosses_hosts = row.num_hosts > 1
     shares = (0.6, 0.2, 0.2) if row.recomputes else (0.4, 0.4, 0.2)
-    return Parts(
+    return StepParts(
         matmul_s=shares[0] * step_s / matmul,
         other_s=shares[1] * step_s / other,
         links_s=0.0 if crosses_hosts else shares[2] * step_s,
@@ -160,7 +160,7 @@ def test_fitted_rows_have_one_gpu_or_replicas_only():
 
 
 def test_step_scales_each_part_and_the_bubble_with_the_kernels():
-    parts = Parts(matmul_s=2, other_s=2, links_s=0.5, network_s=1, bubble_s=1)
+    parts = StepParts(matmul_s=2, other_s=2, links_s=0.5, network_s=1, bubble_s=1)
     assert libai_fit.UNFITTED.step_s(parts) == 6.5
     constants = Constants(matmul=2, other=1, network=3)
     assert constants.step_s(parts) == 4 + 2 + 0.5 + 3 + 1.5
@@ -193,8 +193,8 @@ def test_parts_separate_communication_across_hosts():
         collectives=(collective("data", 1.5), collective("model", 0.5)),
         run=None,  # pyright: ignore[reportArgumentType]
     )
-    parts = Parts.of_prediction(prediction, {"data": 2, "model": 8}, gpus_per_host=8)
-    assert parts == Parts(matmul_s=4, other_s=3, links_s=0.5, network_s=1.5, bubble_s=1)
+    parts = StepParts.of_prediction(prediction, {"data": 2, "model": 8}, gpus_per_host=8)
+    assert parts == StepParts(matmul_s=4, other_s=3, links_s=0.5, network_s=1.5, bubble_s=1)
     assert libai_fit.UNFITTED.step_s(parts) == prediction.step_s
 
 

@@ -1,19 +1,19 @@
 """The work of one stage in one tick, as typed scalars, and the tables that contain it.
 
-A `TickPlan` has the same fields in three forms. execution_plan.py makes one whose leaves are
+A `TickTable` has the same fields in three forms. tick_program.py makes one whose leaves are
 tables of all ticks and stages. Each device takes the column of its own stage and scans over it, so
 within a tick the leaves are scalars:
 
-    plan.table                       all ticks and stages    int32[ticks, stages]
-    plan.table.column(stage_index)   one stage, all ticks    int32[ticks]
-    tick_plan                        one stage, one tick     int32[]
+    program.table                       all ticks and stages    int32[ticks, stages]
+    program.table.column(stage_index)   one stage, all ticks    int32[ticks]
+    tick                                one stage, one tick     int32[]
 
-For example, `tick_plan.forward.microbatch` is the microbatch whose forward the stage runs in this
+For example, `tick.forward.microbatch` is the microbatch whose forward the stage runs in this
 tick, or -1 if it runs none.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipeline.schedules.table import BACKWARD, FORWARD, WEIGHT_GRADIENT
-from sharding.ops.update_if import update_if
+from sharding.ops.update_if import Condition
 
 Tree = Any
-#: A leaf of a `TickPlan`, in one of the three forms above: a NumPy or JAX array of int32.
+#: A leaf of a `TickTable`, in one of the three forms above: a NumPy or JAX array of int32.
 Array = Any
 
 #: Named scope of the loop over ticks. XLA keeps scope names, so predict/time/ can find
@@ -45,10 +45,10 @@ def scope_of(part: str) -> str:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slots:
+class BufferSlots:
     """The slot of each buffer that an operation reads or writes; None if it does not use it.
 
-    execution_plan.py explains the buffers.
+    tick_program.py explains the buffers.
     """
 
     input: Array = None
@@ -65,7 +65,7 @@ class Slots:
     meta_fields=("kind", "always", "always_first", "always_last"),
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Operation:
+class ChunkOperation:
     """An operation on one chunk: forward, backward (or input gradient), or weight gradient.
 
     Attributes:
@@ -86,25 +86,27 @@ class Operation:
     chunk: Array
     is_first: Array
     is_last: Array
-    slots: Slots
+    slots: BufferSlots
     always: bool | None
     always_first: bool | None
     always_last: bool | None
 
-    def if_runs(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) if the stage runs the operation in this tick, else `state`."""
-        with jax.named_scope(scope_of(self.kind)):
-            return update_if(self.always, self.microbatch >= 0, update, state)
+    @property
+    def runs(self) -> Condition:
+        """Whether the stage runs the operation in this tick."""
+        return Condition(lambda: self.microbatch >= 0, self.always, scope_of(self.kind))
 
-    def if_first(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) on the model's first chunk, else `state`."""
-        with jax.named_scope(scope_of(f"{self.kind}.is_first")):
-            return update_if(self.always_first, self.is_first > 0, update, state)
+    @property
+    def on_first_chunk(self) -> Condition:
+        """Whether the chunk is the model's first."""
+        scope = scope_of(f"{self.kind}.is_first")
+        return Condition(lambda: self.is_first > 0, self.always_first, scope)
 
-    def if_last(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) on the model's last chunk, else `state`."""
-        with jax.named_scope(scope_of(f"{self.kind}.is_last")):
-            return update_if(self.always_last, self.is_last > 0, update, state)
+    @property
+    def on_last_chunk(self) -> Condition:
+        """Whether the chunk is the model's last."""
+        scope = scope_of(f"{self.kind}.is_last")
+        return Condition(lambda: self.is_last > 0, self.always_last, scope)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("microbatch",), meta_fields=("name",))
@@ -114,16 +116,16 @@ class SharedOperation:
 
     Attributes:
         name: embed, head or embed_gradient.
-        microbatch: `int32[ticks]` in a plan and `int32[]` in a tick; -1 if there is none.
+        microbatch: `int32[ticks]` in a program and `int32[]` in a tick; -1 if there is none.
     """
 
     name: str
     microbatch: Array
 
-    def if_runs(self, update: Callable[[Tree], Tree], state: Tree) -> Tree:
-        """Return update(state) if the stages do this work in this tick, else `state`."""
-        with jax.named_scope(scope_of(self.name)):
-            return update_if(None, self.microbatch >= 0, update, state)
+    @property
+    def runs(self) -> Condition:
+        """Whether the stages do this work in this tick."""
+        return Condition(lambda: self.microbatch >= 0, scope=scope_of(self.name))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,29 +145,29 @@ class Channel:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TickPlan:
+class TickTable:
     """Everything that a stage does in a tick, or a table of it for all ticks and stages.
 
     Attributes:
         forward: forward of a chunk.
         backward: backward of a chunk, or its input gradient.
         weight_gradient: weight gradient of a chunk, if backwards are split.
-        arrival_slots: for each channel of the plan, the slot for the value that arrives at the end.
+        arrival_slots: for each channel of the program, the slot for the value that arrives last.
         embed: embedding that all stages compute together.
         head: head, and its gradient if the schedule trains.
         embed_gradient: gradient of the embedding.
     """
 
-    forward: Operation
-    backward: Operation
-    weight_gradient: Operation
+    forward: ChunkOperation
+    backward: ChunkOperation
+    weight_gradient: ChunkOperation
     arrival_slots: tuple[Array, ...]
     embed: SharedOperation
     head: SharedOperation
     embed_gradient: SharedOperation
 
     @property
-    def operations(self) -> dict[str, Operation]:
+    def operations(self) -> dict[str, ChunkOperation]:
         """Kind (F, B, W) -> operation, in the order in which they run."""
         return {
             FORWARD: self.forward,
@@ -179,7 +181,7 @@ class TickPlan:
         operations = (self.embed, self.head, self.embed_gradient)
         return {operation.name: operation for operation in operations}
 
-    def column(self, stage_index: jax.Array) -> "TickPlan":
+    def column(self, stage_index: jax.Array) -> "TickTable":
         """Return one stage's column of the tables, `int32[ticks]`, ready to be scanned over.
 
         Tables of work that all stages do together are `int32[ticks]` already.
@@ -191,7 +193,7 @@ class TickPlan:
 
         return jax.tree.map(stage_column, self)
 
-    def skewed(self, unread_slots: Sequence[int]) -> "TickPlan":
+    def skewed(self, unread_slots: Sequence[int]) -> "TickTable":
         """Return a table with one more row, in which all but forwards happen one row later.
 
         With a row for each iteration of a loop, the forwards of a tick and the backwards of the
@@ -211,7 +213,7 @@ class TickPlan:
             return _with_idle_row(operation, at=len(operation.microbatch))
 
         pairs = zip(self.arrival_slots, unread_slots, strict=True)
-        return TickPlan(
+        return TickTable(
             forward=same(self.forward),
             backward=later(self.backward),
             weight_gradient=later(self.weight_gradient),
@@ -223,10 +225,10 @@ class TickPlan:
 
 
 def _with_idle_row(operation: Any, at: int) -> Any:
-    """Return an `Operation` or `SharedOperation` with a row in which no stage runs it."""
+    """Return a `ChunkOperation` or `SharedOperation` with a row in which no stage runs it."""
     padded = jax.tree.map(lambda table: np.insert(table, at, 0, axis=0), operation)
     microbatch = np.insert(operation.microbatch, at, -1, axis=0)
     padded = dataclasses.replace(padded, microbatch=microbatch)
-    if isinstance(padded, Operation) and padded.always:
+    if isinstance(padded, ChunkOperation) and padded.always:
         return dataclasses.replace(padded, always=None)
     return padded

@@ -1,7 +1,7 @@
 """Predicts the jobs of LiBai's published benchmark, and compares how both rank them.
 
-    python -m benchmarks.libai --out=benchmarks/results/libai.json
-    python -m benchmarks.libai --docs
+    python -m benchmarks.published.libai --out=benchmarks/published/libai.json
+    python -m benchmarks.published.libai --docs
 
 The first command compiles every job for the GPUs of its row, in about 15 minutes, and fits three
 constants. If it is interrupted, the same command continues. The second command writes the tables
@@ -18,17 +18,18 @@ from typing import Any
 
 import jax
 
-from benchmarks.harness import docs_page, libai_fit, ranks, report
-from benchmarks.harness.libai_fit import Constants, Parts
-from benchmarks.harness.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_of, parse_rows
+from benchmarks.harness import docs_page, ranks, report
+from benchmarks.published import libai_fit
+from benchmarks.published.libai_fit import Constants, StepParts
+from benchmarks.published.libai_rows import MODELS, NETWORK_GBIT_PER_S, Row, jobs_of, parse_rows
 from fields.paths import local_path
 from predict.machines.targets import parse_target
 from train.compile import compile_step
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
-_ROOT = Path(__file__).parents[1]
-_PUBLISHED = _ROOT / "benchmarks" / "results" / "libai_benchmark.csv"
-_RESULTS = _ROOT / "benchmarks" / "results" / "libai.json"
+_ROOT = Path(__file__).parents[2]
+_PUBLISHED = Path(__file__).parent / "libai_benchmark.csv"
+_RESULTS = Path(__file__).parent / "libai.json"
 _DOCS = _ROOT / "docs" / "published.md"
 
 #: `Row.key` -> predicted sequences per second.
@@ -38,7 +39,7 @@ Speeds = Mapping[tuple[str, str], float]
 @refuses_bad_input()
 def main(argv: list[str] | None = None) -> int:
     """Write the figures, or the tables of the docs; return the exit code."""
-    parser = command_parser("benchmarks.libai")
+    parser = command_parser("benchmarks.published.libai")
     parser.add_argument(
         "--out", type=local_path, default=_RESULTS, help="write the figures to this file"
     )
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     whole: dict[str, Any] = {
-        "command": command_line("benchmarks.libai", argv),
+        "command": command_line("benchmarks.published.libai", argv),
         "versions": report.versions("scipy"),
         "jobs": {},
     }
@@ -95,7 +96,7 @@ def _predicted(row: Row) -> dict[str, Any]:
     target = parse_target(row.target, NETWORK_GBIT_PER_S)
     step = compile_step(str(_ROOT / "configs" / MODELS[row.model]), target, row.overrides)
     mesh_shape = dict(step.run.mesh.shape)
-    parts = Parts.of_prediction(step.prediction, mesh_shape, target.gpus_per_host)
+    parts = StepParts.of_prediction(step.prediction, mesh_shape, target.gpus_per_host)
     figures = {
         "command": command_of(row),
         "seconds": round(step.trace_s + step.compile_s, 1),
@@ -108,9 +109,9 @@ def _predicted(row: Row) -> dict[str, Any]:
     return figures
 
 
-def parts_of(results: dict[str, Any], rows: Sequence[Row]) -> dict[tuple[str, str], Parts]:
+def parts_of(results: dict[str, Any], rows: Sequence[Row]) -> dict[tuple[str, str], StepParts]:
     """Return the stored parts of all jobs, by `Row.key`."""
-    return {row.key: Parts(**results["jobs"][_name(row)]["parts"]) for row in jobs_of(rows)}
+    return {row.key: StepParts(**results["jobs"][_name(row)]["parts"]) for row in jobs_of(rows)}
 
 
 def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:
