@@ -119,7 +119,7 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
 
     def plain(q, k, v, table):
         places = jnp.arange(LENGTH)
-        return blocked_attention.attend(
+        return blocked_attention.attend_in_blocks(
             q,
             k,
             v,
