@@ -25,6 +25,7 @@ from typing import Any, cast
 
 from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
+from predict.time.traced_work import traced_work_s
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
@@ -174,8 +175,8 @@ class MemorySearch:
             setting=setting,
             run=run,
             needs=needs_of(run, self._budget),
-            step_time_s=run.estimate_memory().work.time_s(
-                self.machine, self._config.precision.compute_dtype
+            step_time_s=traced_work_s(
+                run.estimate_memory().work, self.machine, self._config.precision.compute_dtype
             ),
         )
 
