@@ -107,7 +107,7 @@ def test_unknown_command_is_refused_with_the_known_ones(words, tmp_path):
 def test_every_command_has_a_name():
     """Only internal commands and benchmarks have none."""
     commands = set()
-    for file in (file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")):
+    for file in (file for folder in MAY_IMPORT for file in (ROOT / folder).rglob("*.py")):
         if 'command_parser(\n        "' in (text := file.read_text()) or 'command_parser("' in text:
             name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             commands.add(name.removesuffix(".__main__"))
@@ -128,8 +128,8 @@ def test_errors_of_commands_are_printed_in_one_place():
     """So all commands report bad input in the same way."""
     printing = {
         str(file.relative_to(ROOT))
-        for room in MAY_IMPORT
-        for file in (ROOT / room).rglob("*.py")
+        for folder in MAY_IMPORT
+        for file in (ROOT / folder).rglob("*.py")
         if 'print(f"error' in (text := file.read_text()) or 'exit(f"error' in text
     }
     assert printing == {"untrusted/commands.py", "untrusted/streams.py"}

@@ -39,7 +39,7 @@ def scope_of_stack(name: str) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackwardState:
-    """What a backward reads and updates, in a stack or in a chunk.
+    """The state that the backward of a stack or a chunk reads and updates.
 
     Attributes:
         dy: gradient of the output; after the backward, of the input.
@@ -219,8 +219,8 @@ class Chunks:
     def chunk_forward(self, work: Work, x: Tree) -> Tree:
         """Return x after the chunk, without saving anything for a backward.
 
-        Evaluations run this, and so does training if backwards recompute their chunk's forward
-        (`pipeline.remat=full`): those call `chunk_forward_saving`.
+        Evaluations run this. So does training with `pipeline.remat=full`, whose backwards recompute
+        the chunk's forward with `chunk_forward_saving`.
         """
         for name, part in self._parts.items():
             with jax.named_scope(scope_of_stack(name)):

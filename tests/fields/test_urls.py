@@ -84,7 +84,7 @@ def test_argument_that_is_a_url_is_refused(module, flags, capsys):
 
 def test_no_command_declares_a_path_without_this_check():
     found = []
-    for file in (file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")):
+    for file in (file for folder in MAY_IMPORT for file in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument"):
                 kinds = [ast.unparse(word.value) for word in node.keywords if word.arg == "type"]

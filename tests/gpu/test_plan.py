@@ -84,8 +84,8 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
     saved = yaml.safe_load(out.read_text(encoding="utf-8"))
     assert saved["mesh"]["data"] == best["settings"]["mesh.data"]
     others = tuple(override for override in overrides.command_line if "mesh" not in override.key)
-    given = load(CONFIG, Overrides(command_line=others))
-    assert saved["data"]["paths"] == list(given.data.paths)
+    without_mesh = load(CONFIG, Overrides(command_line=others))
+    assert saved["data"]["paths"] == list(without_mesh.data.paths)
     assert validate_config(load(str(out))).train.num_microbatches == 4
 
 

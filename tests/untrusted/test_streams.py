@@ -164,7 +164,7 @@ OTHERS = (
 
 def test_every_command_ends_when_its_reader_leaves():
     found = set()
-    for file in (file for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py")):
+    for file in (file for folder in MAY_IMPORT for file in (ROOT / folder).rglob("*.py")):
         _, mark, end = file.read_text(encoding="utf-8").partition('\nif __name__ == "__main__":\n')
         if mark and "run_command(" not in end:
             found.add(str(file.relative_to(ROOT)))

@@ -196,14 +196,14 @@ class Update:
             outcome: scalars of this step.
         """
 
-        def ready(g):
+        def divide_and_clip(g):
             g = g / outcome.weight
             if not self.clip_norm:
                 return g
             is_small = outcome.norm < self.clip_norm
             return jax.lax.select(is_small, g, g / outcome.norm.astype(g.dtype) * self.clip_norm)
 
-        grads = jax.tree.map(ready, grads)
+        grads = jax.tree.map(divide_and_clip, grads)
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
         optimizer = optax.with_extra_args_support(self.optimizer)
         updates, new_state = optimizer.update(grads, opt_state, wide, row_ids=row_ids)

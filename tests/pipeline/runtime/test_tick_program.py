@@ -73,19 +73,19 @@ SMALL = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
 
 @given(SMALL, REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_provides_the_inputs_of_every_operation(schedule, recomputes, shares_vocab):
+def test_program_provides_the_inputs_of_every_operation(schedule, recomputes, shares_vocab):
     simulate(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
 
 
 @given(random_tables(), REMAT, st.booleans())
 @settings(properties, max_examples=200)
-def test_plan_of_any_order_and_placement_provides_all_inputs(schedule, recomputes, shares_vocab):
+def test_program_of_any_order_and_placement_provides_all_inputs(schedule, recomputes, shares_vocab):
     simulate(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.booleans())
 @properties
-def test_plan_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
+def test_program_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
     placement = data.draw(st.permutations([*range(S)] * V))
     ran = simulate(forward_only(S, M, V, placement), shares_vocab=shares_vocab)
     assert set(ran.program.num_slots) == {"input"}
@@ -94,7 +94,7 @@ def test_plan_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
 @pytest.mark.parametrize("shares_vocab", [False, True])
 @pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
-def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, recomputes, shares_vocab):
+def test_program_of_1f1b_does_not_grow_with_microbatches(num_stages, recomputes, shares_vocab):
     def num_slots(name, M):
         schedule = make_schedule(name, num_stages, M, 1)
         return make_tick_program(
@@ -111,7 +111,7 @@ def test_plan_of_1f1b_does_not_grow_with_microbatches(num_stages, recomputes, sh
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
+def test_program_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
     """Stage s receives an input in tick m+s-1 and reads it last in tick m+2(S-1)-s.
 
     An input arrives at the end of a tick, so it occupies a slot for 2(S-s)-1 ticks, and as many are
@@ -122,7 +122,7 @@ def test_plan_of_1f1b_keeps_as_many_inputs_as_the_formula_says(num_stages):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_plan_drops_ticks_only_if_the_last_forward_is_folded(name):
+def test_program_drops_ticks_only_if_the_last_forward_is_folded(name):
     dropped = {}
     for recomputes in (True, False):
         for shares_vocab in (False, True):
@@ -135,7 +135,7 @@ def test_plan_drops_ticks_only_if_the_last_forward_is_folded(name):
     assert set(dropped.values()) == {0}
 
 
-def test_plan_of_whole_and_split_backwards_is_refused():
+def test_program_of_whole_and_split_backwards_is_refused():
     ticks = (((Op("F", 0), Op("B", 0)),), ((Op("F", 1), Op("I", 1), Op("W", 1)),))
     schedule = Schedule(
         name="mixed", num_stages=1, num_chunks=1, num_microbatches=2, placement=(0,), ticks=ticks

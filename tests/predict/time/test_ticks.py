@@ -65,15 +65,15 @@ def test_predict_without_ticks_runs_everything_in_every_tick():
     assert step(*pipeline()).step_s == pytest.approx(3 * 360 * US)
 
 
-def test_ticks_of_plan_list_the_operations_of_each_stage():
+def test_ticks_of_program_list_the_operations_of_each_stage():
     program = make_tick_program(
         make_schedule("1f1b", num_stages=2, num_microbatches=3, num_chunks=1)
     )
-    found = Ticks.of_program(program)
+    ticks = Ticks.of_program(program)
     # An iteration has the backwards of a tick and the forwards of the next: there is one more.
-    assert len(found) == len(program.table.forward.microbatch) + 1
-    assert all("F" not in cell for cell in found.stages[-1])
-    first, last = zip(*found.stages, strict=True)
+    assert len(ticks) == len(program.table.forward.microbatch) + 1
+    assert all("F" not in cell for cell in ticks.stages[-1])
+    first, last = zip(*ticks.stages, strict=True)
     assert sum("F" in cell for cell in first) == sum("B" in cell for cell in first) == 3
     assert all(("B" in cell) == ("B.is_first" in cell) for cell in first)
     # The last stage computes its forwards as part of its backwards.
@@ -129,11 +129,11 @@ def test_exchange_that_waits_takes_the_longest_forward_of_all_stages():
     assert found.step_s == pytest.approx(200 * US + machine.NETWORK_LATENCY_S)
 
 
-def test_ticks_of_plan_count_the_layers_of_chunks_that_differ():
+def test_ticks_of_program_count_the_layers_of_chunks_that_differ():
     schedule = make_schedule("1f1b", num_stages=2, num_microbatches=2, num_chunks=1)
     layouts = cut({"encoder": 2, "decoder": 4}, schedule.placement, (3, 3))
-    found = Ticks.of_program(make_tick_program(schedule), layouts)
-    first, last = (frozenset().union(*stage) for stage in zip(*found.stages, strict=True))
+    ticks = Ticks.of_program(make_tick_program(schedule), layouts)
+    first, last = (frozenset().union(*stage) for stage in zip(*ticks.stages, strict=True))
     assert {"B.encoder=2", "B.encoder.first", "B.decoder=1", "B.decoder.first"} < first
     assert {"B.encoder=0", "B.decoder=3"} < last and "B.decoder.first" not in last
     even = cut({"encoder": 2, "decoder": 2}, schedule.placement, (2, 2))

@@ -18,9 +18,9 @@ STATE = {"x": np.arange(3.0), "n": np.int32(5)}
 @pytest.mark.parametrize("runs", [True, False])
 def test_update_if_updates_all_of_the_state_once_or_not_at_all(runs):
     update = jax.jit(lambda p, state: update_if(Condition(lambda: p), doubled, state))
-    found = update(runs, STATE)
-    assert found["n"] == (6 if runs else 5)
-    np.testing.assert_array_equal(found["x"], STATE["x"] * (2 if runs else 1))
+    state = update(runs, STATE)
+    assert state["n"] == (6 if runs else 5)
+    np.testing.assert_array_equal(state["x"], STATE["x"] * (2 if runs else 1))
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -40,9 +40,9 @@ def test_each_update_of_a_sequence_sees_the_one_before():
         ), None
 
     predicates = jnp.array([True, False, True])
-    found, _ = jax.lax.scan(tick, STATE, predicates)
-    assert found["n"] == (5 + 1) * 10 + 1
-    np.testing.assert_array_equal(found["x"], STATE["x"] * 4)
+    state, _ = jax.lax.scan(tick, STATE, predicates)
+    assert state["n"] == (5 + 1) * 10 + 1
+    np.testing.assert_array_equal(state["x"], STATE["x"] * 4)
 
 
 def test_compiled_loop_keeps_the_name_of_its_scope():

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from benchmarks import estimates
-from predict.machines.datasheets import datasheet_machine
-from predict.memory.step_cost import StepCost
 from predict.program.memory import memory
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
@@ -255,15 +253,6 @@ def test_budget_is_configured_or_nine_tenths_of_the_memory(monkeypatch):
 def test_invalid_budgets_are_rejected(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         validate_config(load(CONFIG, overrides))
-
-
-def test_step_time_adds_transfers_to_the_slower_of_compute_and_memory():
-    machine = datasheet_machine("NVIDIA H100 80GB HBM3", 8)
-    work = StepCost(host_bytes=63_000_000_000, network_bytes=450_000_000)
-    assert work.time_s(machine, "bfloat16") == pytest.approx(1 + 1e-3)
-    work.products[int(0.5 * 989.5e12), 1] = 2
-    work.products[1, int(3.35e12)] = 3
-    assert work.time_s(machine, "bfloat16") == pytest.approx(6 + 1e-3)
 
 
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])

@@ -1,1 +1,1 @@
-"""Plans whether a step fits into memory, and which settings would make it fit."""
+"""Decides whether a step fits into memory, and finds settings with which it would."""

@@ -1,7 +1,7 @@
 """Checks that a run fits into memory, and with `memory.placement=auto` makes it fit.
 
 Memory is checked twice: as estimated from a trace of the step (`check_estimate`), and again after
-it is compiled (`check_compiled`). The plans that `search` chooses from are in
+it is compiled (`check_compiled`). The candidates that `search` chooses from are in
 train/planning/memory/search.py.
 """
 
@@ -25,7 +25,7 @@ from train.planning.memory.budget import (
 from train.planning.memory.search import Candidate, MemorySearch, Setting
 from train.run.run import Run
 
-#: How many plans are compiled before the search gives up.
+#: How many candidates are compiled before the search gives up.
 _MAX_COMPILED = 4
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class MemoryFitter:
         budget: memory that the run may use.
 
     Attributes:
-        report: memory of the last run that was found to fit, and its plan, as text.
+        report: memory of the last run that was found to fit, and its settings, as text.
     """
 
     def __init__(self, assemble: Callable[[RunConfig], Run], budget: Budget):
@@ -66,7 +66,7 @@ class MemoryFitter:
         self.report = table(needs, self._budget)
 
     def search(self, config: RunConfig) -> Run:
-        """Return the run of the fastest plan that fits, for `memory.placement=auto`.
+        """Return the run of the fastest candidate that fits, for `memory.placement=auto`.
 
         It assembles and traces many runs, and compiles those that fit by their estimate until one
         fits as compiled.
@@ -75,7 +75,7 @@ class MemoryFitter:
             config: run's config, whose `memory.placement` is "auto".
 
         Raises:
-            ValueError: no plan fits.
+            ValueError: no candidate fits.
         """
         assert config.memory.placement == AUTO
         search = MemorySearch(config, self._assemble, self._budget)

@@ -2,7 +2,8 @@
 
 A *lever* is a list of settings, each needing less memory but more time than the previous one. There
 are four: more microbatches, a higher ZeRO stage, more rematerialization, and host memory. A
-*level* is a position on a lever; level 0 is the configured value. A *plan* has one level per lever:
+*level* is a position on a lever; level 0 is the configured value. A *candidate* has one level per
+lever:
 
     lever      microbatches   ZeRO stage   remat                       placement
     level 0    8              0            none                        device    (as configured)
@@ -11,10 +12,11 @@ are four: more microbatches, a higher ZeRO stage, more rematerialization, and ho
     level 3                                full                        host, 1.0 and 0.5
     level 4                                                            host, 1.0 and 1.0
 
-Here the plan (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the device.
+Here the candidate (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the
+device.
 
-Memory and step time of a plan are estimated from a trace of the step. Only chosen plans are
-compiled; see train/planning/memory/fitter.py.
+Memory and step time of a candidate are estimated from a trace of the step. Only chosen candidates
+are compiled; see train/planning/memory/fitter.py.
 """
 
 import bisect
@@ -25,6 +27,7 @@ from typing import Any, cast
 
 from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
+from predict.time.traced_work import traced_work_s
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
@@ -44,7 +47,7 @@ Setting = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan that was traced: its settings, memory and time."""
+    """A candidate that was traced: its settings, memory and time."""
 
     setting: Setting  # changes to the config
     run: Run
@@ -53,10 +56,10 @@ class Candidate:
 
 
 class MemorySearch:
-    """All plans for a config, traced on demand."""
+    """All candidates for a config, traced on demand."""
 
     def __init__(self, config: RunConfig, assemble: Callable[[RunConfig], Run], budget: Budget):
-        # Plans start from the configured placement. With placement=auto, and if the configured
+        # Candidates start from the configured placement. With placement=auto, and if the configured
         # placement exceeds host memory, they start with everything on the device.
         is_open = config.memory.placement == AUTO
         self._start = {} if config.memory.placement == "device" else _ON_DEVICE
@@ -73,7 +76,7 @@ class MemorySearch:
 
     @cached_property
     def base(self) -> Candidate:
-        """The plan with level 0 on every lever."""
+        """The candidate with level 0 on every lever."""
         return self._candidate(self._start, self._assemble(self._config))
 
     @cached_property
@@ -88,15 +91,15 @@ class MemorySearch:
 
     @property
     def leanest(self) -> Candidate:
-        """The plan that needs the least memory, relative to the budget, whether or not it fits."""
+        """The candidate that needs the least memory relative to the budget; it may not fit."""
         leanest = self._at(tuple(len(lever) for lever in self.levers)) or self.base
         known = (candidate for candidate in self._known.values() if candidate is not None)
         return min((leanest, *known), key=lambda c: excess(c.needs, self._budget))
 
     def single(self) -> list[Candidate]:
-        """Return plans that fit and change a single lever, as little as possible; fastest first.
+        """Return candidates that fit and change one lever, as little as possible; fastest first.
 
-        A base plan that fits is included, if it differs from the configured run.
+        A base candidate that fits is included, if it differs from the configured run.
         """
         candidates = [self.base] * (self._start != {} and self._fits(self.base))
         for i, lever in enumerate(self.levers):
@@ -108,12 +111,12 @@ class MemorySearch:
         return sorted(candidates, key=lambda c: c.step_time_s)
 
     def fitting(self) -> Iterator[Candidate]:
-        """Yield plans that fit, first the base plan if it does.
+        """Yield candidates that fit, first the base candidate if it does.
 
-        The search starts from the leanest plan, or, if that exceeds host memory, from the leanest
-        plan with less in host memory. Then it repeatedly lowers the level of one lever as far as
-        memory allows, each time of the lever that makes the step fastest. If the caller increases
-        `correction` after compiling a plan, the next plan is leaner.
+        The search starts from the leanest candidate, or, if that exceeds host memory, from the
+        leanest one with less in host memory. Then it repeatedly lowers the level of one lever as
+        far as memory allows, each time of the lever that makes the step fastest. If the caller
+        increases `correction` after compiling a candidate, the next candidate is leaner.
         """
         if self._fits(self.base):
             yield self.base
@@ -128,7 +131,7 @@ class MemorySearch:
             yield cast(Candidate, self._at(levels))
 
     def _eased(self, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the fastest fitting plan that eases one lever; None if none is faster."""
+        """Return the fastest fitting candidate that eases one lever; None if none is faster."""
         options = {levels: cast(Candidate, self._at(levels)).step_time_s}
         for i, level in enumerate(levels):
 
@@ -174,8 +177,8 @@ class MemorySearch:
             setting=setting,
             run=run,
             needs=needs_of(run, self._budget),
-            step_time_s=run.estimate_memory().work.time_s(
-                self.machine, self._config.precision.compute_dtype
+            step_time_s=traced_work_s(
+                run.estimate_memory().work, self.machine, self._config.precision.compute_dtype
             ),
         )
 
