@@ -225,7 +225,7 @@ def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Con
     placed = place_batch(
         {name: array[run.rows] for name, array in batch.items()},
         run.rows,
-        run.batch_sharding,
+        run.batch_layout,
         run.config.data.global_batch_size,
     )
     leaves = jax.tree.leaves(run.state_layout.abstract)

@@ -192,7 +192,7 @@ def contender_of(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     rows = run.rows
     size = run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}
-    placed = place_batch(local, rows, run.batch_sharding, size)
+    placed = place_batch(local, rows, run.batch_layout, size)
     state = run.state_layout.initial()
 
     def step() -> float:

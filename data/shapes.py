@@ -26,6 +26,15 @@ def example_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
     return _image_shapes(config, images) if config.reads_images else _text_shapes(config)
 
 
+def token_arrays(config: DataConfig) -> frozenset[str]:
+    """Return the names of the arrays of an example whose first dim counts the tokens of a row."""
+    if config.reads_images:
+        return frozenset()
+    of_rows = {"weights", "reference_log_probs"} if config.objective == "preference" else set()
+    shapes = _text_shapes(config)
+    return frozenset(name for name, (shape, _) in shapes.items() if shape and name not in of_rows)
+
+
 def _array(dtype: type, *shape: int) -> tuple[tuple[int, ...], np.dtype]:
     return shape, np.dtype(dtype)
 

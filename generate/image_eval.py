@@ -40,7 +40,7 @@ from generate.batches import check_batch_size
 from generate.command import add_model_options, mesh_of, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from models.vision.common import label_rank
-from sharding.mesh import REPLICA_AXES, use_mesh
+from sharding.mesh import BATCH_AXES, use_mesh
 from untrusted.commands import command_parser, run_command
 from untrusted.documents import read_yaml
 from untrusted.files import new_directory, write_text
@@ -163,7 +163,7 @@ def _place(x: np.ndarray) -> jax.Array:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         return jnp.asarray(x)
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(REPLICA_AXES)))
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
 
 
 def _order(names: Sequence[str], labels: Sequence[str]) -> np.ndarray:

@@ -26,6 +26,7 @@ from fields.field import field
 from fields.section import Section
 from models.functions import ModelFunctions
 from models.losses import chunked_token_losses, chunked_vocab_loss
+from sharding.ops.sequence import counted_once, sum_over_tokens
 
 Tree = Any
 
@@ -115,6 +116,7 @@ def answer_log_probs(
     sums_BA = jnp.sum(
         jnp.where(is_in_BTA, -losses.reshape(batch_size, length)[..., None], 0), axis=1
     )
+    sums_BA = sum_over_tokens(sums_BA)
     return sums_BA.reshape(batch_size, num_pairs, 2)
 
 
@@ -142,7 +144,8 @@ def preference_loss(
     swapped = config.label_smoothing
     losses_BP = -(1 - swapped) * jax.nn.log_sigmoid(margins_BP)
     losses_BP -= swapped * jax.nn.log_sigmoid(-margins_BP)
-    total = jnp.sum(losses_BP * weights_BP)
+    once_BP = counted_once(weights_BP)
+    total = jnp.sum(losses_BP * once_BP)
 
     # A loss depends on all tokens of its pair, so it is not a sum over chunks of tokens. But its
     # gradient is: it equals the gradient of the sum of the token losses, each weighted by the
@@ -164,5 +167,5 @@ def preference_loss(
     total += with_gradient - jax.lax.stop_gradient(with_gradient)
 
     metrics = (margins_BP > 0, margins_BP, rewards[..., 0], rewards[..., 1])
-    sums = [jnp.sum(values_BP * weights_BP) for values_BP in metrics]
-    return total, jnp.sum(weights_BP), dict(zip(METRICS, sums, strict=True))
+    sums = [jnp.sum(values_BP * once_BP) for values_BP in metrics]
+    return total, jnp.sum(once_BP), dict(zip(METRICS, sums, strict=True))

@@ -33,7 +33,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding.collectives import psum
-from sharding.mesh import REPLICA_AXES, check_automatic
+from sharding.mesh import BATCH_AXES, check_automatic
 from sharding.spec import axes_of, restrict, spec_of
 
 Rules = Mapping[str, tuple[str, ...]]
@@ -187,7 +187,7 @@ def manual_axes(name: str) -> tuple[str, ...]:
     rules = _active_rules.get()
     axes = ()
     if rules is not None and "pipeline" in rules.get(name, ()):
-        axes = _manual(("pipeline",))
+        axes = manual_mesh_axes(("pipeline",))
     if axes and _alone.get():
         raise ValueError(
             f"{_alone.get()} uses the {name}, which pipeline.share_vocab=True splits over the "
@@ -197,7 +197,7 @@ def manual_axes(name: str) -> tuple[str, ...]:
     return axes
 
 
-def _manual(axes: tuple[str, ...]) -> tuple[str, ...]:
+def manual_mesh_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Return the given mesh axes that are manual and have more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     if _active_rules.get() is None or mesh.empty:
@@ -227,20 +227,20 @@ def max_over(name: str, x: jax.Array) -> jax.Array:
 
 def gather_batch(x: jax.Array) -> jax.Array:
     """Gather `x`, [B, ...] for this device's examples, over the whole batch; no gradient flows."""
-    axes = _manual(REPLICA_AXES)
+    axes = manual_mesh_axes(BATCH_AXES)
     x = jax.lax.stop_gradient(x)
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 
 def first_example(size: int) -> jax.Array | int:
     """Return the index of this device's first example in the output of `gather_batch`."""
-    axes = _manual(REPLICA_AXES)
+    axes = manual_mesh_axes(BATCH_AXES)
     return jax.lax.axis_index(axes) * size if axes else 0
 
 
 def sum_over_batch(x: jax.Array) -> jax.Array:
     """Sum `x` over all devices' examples; every device gets the gradient of the whole batch."""
-    axes = _manual(REPLICA_AXES)
+    axes = manual_mesh_axes(BATCH_AXES)
     return _sum_of_examples(axes, x) if axes else x
 
 

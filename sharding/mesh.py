@@ -23,8 +23,10 @@ from fields.field import field
 from fields.section import Section
 
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
-#: Axes whose devices have different examples, and over which parameters may be sharded.
-REPLICA_AXES = ("data", "fsdp")
+#: Axes whose devices have different examples.
+BATCH_AXES = ("data", "fsdp")
+#: Axes whose devices have different tokens, and over which parameters may be sharded.
+REPLICA_AXES = (*BATCH_AXES, "context")
 
 
 #: A mesh of devices, or an abstract mesh. Steps for absent devices are traced on an abstract mesh,
@@ -47,7 +49,14 @@ class MeshConfig(Section, section="mesh"):
     pipeline: int = _size("Pipeline stages; each stage holds a part of the layers.")
     data: int = _size("Data-parallel replicas; each computes a part of the batch.")
     fsdp: int = _size("Like `data`, but also shards parameters and optimizer state at rest.")
-    context: int = _size("Splits the sequence dimension.")
+    context: int = _size("Splits sequences; each device has some tokens of every row.")
+    ulysses: int = field(
+        0,
+        "Number of neighbouring devices of `context` that exchange tokens for heads before "
+        "attention; the groups form a ring, around which keys and values are sent. It divides the "
+        "key-value heads of a device. 0: chosen by the lengths of the sequences.",
+        ge=0,
+    )
     expert: int = _size(
         "Splits the logical axis `experts`. No shipped model has experts; the axis is for your own "
         "mixture-of-experts layers."

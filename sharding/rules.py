@@ -15,14 +15,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from sharding.logical import Rules, to_spec
-from sharding.mesh import AXES, REPLICA_AXES, AnyMesh
+from sharding.mesh import AXES, BATCH_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations can be sharded differently from other arrays.
 DEFAULT_RULES: Rules = {
-    "batch": REPLICA_AXES,  # within a step it is always split over these two
-    "seq": ("context",),
+    "batch": BATCH_AXES,  # within a step it is always split over these two
+    "seq": ("context",),  # and this over this one
     "act_tokens": ("model",),  # the tokens of all sequences, between the branches of a block
     "embed": ("fsdp",),
     "act_embed": (),

@@ -1,7 +1,7 @@
-"""ZeRO: which parts of the training state are sharded over `data` instead of replicated.
+"""ZeRO: which parts of the training state are sharded over `data` and `context`.
 
-Apart from dimensions that the rules split (over `fsdp`, for example), all replicas along `data`
-hold the same state. With
+Apart from dimensions that the rules split (over `fsdp`, for example), all devices along `data` and
+`context` would hold the same state: to the optimizer they are replicas. With
 
     stage 1  each replica keeps one part of the master weights and of the optimizer state
     stage 2  gradients are also reduce-scattered once per step: a replica gets only its part
@@ -11,10 +11,9 @@ hold the same state. With
 
 Below stage 3, parameters are all-gathered once per step, in the compute dtype.
 
-train/state/state_layout.py calls `split_over_data` to shard the state (stages 1 to 3), and chooses
-which parameters are gathered by layer (stage 3, gather_modes.py).
-pipeline/runtime/gather.py reduce-scatters the gradients instead of summing them (stages 2
-and 3).
+train/state/state_layout.py calls `split_over_replicas` to shard the state (stages 1 to 3), and
+chooses which parameters are gathered by layer (stage 3, gather_modes.py).
+pipeline/runtime/gather.py reduce-scatters the gradients instead of summing them (stages 2 and 3).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
 (2020), section 5.
@@ -32,8 +31,12 @@ from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of
 Tree = Any
 
 
-def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
-    """Add `data` to the spec of every parameter that can be split evenly.
+#: Mesh axes over which only ZeRO splits parameters.
+ZERO_AXES = ("data", "context")
+
+
+def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
+    """Add `data` and `context` to the spec of every parameter that can be split evenly.
 
     The dim to split is the one that `fsdp` already splits, or else the largest dim that is not
     split; for stacks, never the first dim, which counts layers. A parameter without such a dim
@@ -43,16 +46,18 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
         specs: PartitionSpec of every parameter.
         params: the same tree of arrays or ShapeDtypeStructs.
         layers: the same tree of bools: whether the first dim counts a stack's layers.
-        mesh: mesh; its `data` axis is the number of parts.
+        mesh: mesh. A parameter that both axes together do not divide is split over one of them.
 
     Returns:
         The new tree of PartitionSpecs.
     """
-    count = mesh.shape["data"]
+    axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1)
+    if not axes:
+        return specs
 
     def split(spec: PartitionSpec, leaf: Any, is_layers: bool) -> PartitionSpec:
         parts = list(axes_by_dim(spec, len(leaf.shape)))
-        if "data" in axes_of(spec):
+        if {*axes} & axes_of(spec):
             return spec
         sizes = {
             dim: leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in parts[dim])
@@ -60,11 +65,13 @@ def split_over_data(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> T
         }
         # A dim that XLA splits automatically (over `model`) cannot also be split manually.
         free = [d for d in sizes if all(a == "fsdp" or mesh.shape[a] == 1 for a in parts[d])]
-        fitting = [dim for dim in free if sizes[dim] % count == 0]
-        if count == 1 or not fitting:
-            return spec
-        dim = max(fitting, key=lambda dim: ("fsdp" in parts[dim], sizes[dim], -dim))
-        parts[dim] = (*parts[dim], "data")
-        return spec_of(parts)
+        for added in (axes, *((axis,) for axis in axes)):
+            count = math.prod(mesh.shape[axis] for axis in added)
+            fitting = [dim for dim in free if sizes[dim] % count == 0]
+            if fitting:
+                dim = max(fitting, key=lambda dim: ("fsdp" in parts[dim], sizes[dim], -dim))
+                parts[dim] = (*parts[dim], *added)
+                return spec_of(parts)
+        return spec
 
     return jax.tree.map(split, specs, params, layers, is_leaf=is_spec)

@@ -26,10 +26,30 @@ import jax
 
 from models.layers import blocked_attention, cudnn_attention
 from models.layers.kv_cache import Segments, attend_to_cache
+from models.layers.masks import Mask
+from models.layers.relative_bias import RelativeBias
+from models.layers.ring_attention import BlockKernel, RingOptions, attend_on_ring
 from sharding import hardware
-from sharding.ops.heads import over_heads
+from sharding.ops.heads import (
+    group_tokens,
+    heads_for_tokens,
+    heads_of_device,
+    over_heads,
+    tokens_for_heads,
+)
+from sharding.ops.sequence import SequenceSplit, split_here
 
 Kernel = Literal["cudnn", "blocked", "plain"]
+
+#: The kernels that can attend to a block of the keys of a ring.
+_BLOCKED = BlockKernel(forward=blocked_attention.forward, backward=blocked_attention.backward)
+_CUDNN = {
+    can_pack: BlockKernel(
+        forward=functools.partial(cudnn_attention.forward, can_pack=can_pack),
+        backward=functools.partial(cudnn_attention.backward, can_pack=can_pack),
+    )
+    for can_pack in (False, True)
+}
 
 #: Values of the setting `model.attention`: "auto" selects the best kernel for the hardware.
 SETTINGS = ("auto", "plain")
@@ -60,6 +80,10 @@ _recorded: contextvars.ContextVar[dict[SelectedKernel, None] | None] = contextva
     "recorded_attention_kernels", default=None
 )
 
+_calls: contextvars.ContextVar[dict["AttentionCall", None] | None] = contextvars.ContextVar(
+    "recorded_attention_calls", default=None
+)
+
 
 @contextlib.contextmanager
 def use(setting: str) -> Iterator[None]:
@@ -69,6 +93,34 @@ def use(setting: str) -> Iterator[None]:
         yield
     finally:
         _setting.reset(token)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What one attention computes, on all devices together.
+
+    Attributes:
+        num_heads: N.
+        num_kv_heads: K.
+        head_dim: H.
+        is_causal: whether a position only sees earlier ones.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_causal: bool
+
+
+@contextlib.contextmanager
+def recorded_calls() -> Iterator[dict[AttentionCall, None]]:
+    """Yield a dict whose keys are the different attentions that are traced in this context."""
+    calls: dict[AttentionCall, None] = {}
+    token = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
 
 
 @contextlib.contextmanager
@@ -90,13 +142,15 @@ def attend(
     is_causal: bool,
     window: int | None = None,
     segments: Segments | None = None,
-    bias_BNTS: jax.Array | None = None,
+    bias: jax.Array | RelativeBias | None = None,
     scale: float | None = None,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
     The kernel depends on the hardware that the step is compiled for (sharding/hardware.py) and on
     the setting (`use`). Its residuals are named "attention"; plain attention does not name any.
+    If sequences are split over devices (sharding/ops/sequence.py), queries see the keys of all of
+    them.
 
     Args:
         q_BTNH: queries, of a floating dtype.
@@ -107,7 +161,8 @@ def attend(
             itself.
         segments: int32[B, T] and int32[B, S]; a query only sees keys of its own segment. On a GPU,
             the tokens of a segment must be contiguous, unless there is a bias.
-        bias_BNTS: added to the logits; dims of size 1 are broadcast.
+        bias: added to the logits: `[B, N, T, S]`, with dims of size 1 that are broadcast, or a
+            function of positions. Only the latter works for a sequence that is split.
         scale: factor of the products; 1 / √H by default.
 
     Raises:
@@ -117,14 +172,92 @@ def attend(
         raise ValueError(f"window={window} needs is_causal=True; set window=None otherwise")
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
+    if (calls := _calls.get()) is not None:
+        _, _, num_heads, head_dim = q_BTNH.shape
+        call = AttentionCall(
+            num_heads=num_heads,
+            num_kv_heads=k_BSKH.shape[2],
+            head_dim=head_dim,
+            is_causal=is_causal,
+        )
+        calls[call] = None
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "scale": scale}
-    y_BTNH = attend_to_cache(
-        q_BTNH, k_BSKH, v_BSKH, segments=segments, bias_BNTS=bias_BNTS, **options
-    )
+    split = split_here()
+    if split is None and isinstance(bias, RelativeBias):
+        bias = bias.whole(q_BTNH.shape[1])
+    cached: Any = options | {"segments": segments, "bias_BNTS": bias}
+    y_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, **cached)
     if y_BTNH is not None:
         return y_BTNH
-    on_device = functools.partial(_attend_on_device, options)
-    return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+    if split is None:
+        on_device = functools.partial(_attend_on_device, options)
+    else:
+        on_device = functools.partial(_attend_on_context, options, split)
+    return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, bias, segments)
+
+
+def _attend_on_context(
+    options: dict[str, Any],
+    split: SequenceSplit,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    bias: RelativeBias | None,
+    segments: Segments | None,
+) -> jax.Array:
+    """Attend to a sequence that is split: exchange heads within groups, then a ring of groups."""
+    if bias is not None and not isinstance(bias, RelativeBias):
+        raise ValueError(
+            f"mesh.context={split.num_devices} splits sequences, but attention has a bias for "
+            "whole rows; set mesh.context=1, or pass a models.layers.relative_bias.RelativeBias"
+        )
+    if split.group_size > 1:
+        q_BTNH, k_BSKH, v_BSKH = (tokens_for_heads(x, split) for x in (q_BTNH, k_BSKH, v_BSKH))
+        bias = jax.tree.map(lambda x: heads_of_device(x, split), bias)
+        if segments is not None:
+            queries, keys = segments
+            group_keys = group_tokens(keys, split)
+            segments = group_keys if queries is keys else group_tokens(queries, split), group_keys
+    if split.ring_size == 1:
+        bias_BNTS = None if bias is None else bias.whole(q_BTNH.shape[1])
+        y_BTNH = _attend_on_device(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+    else:
+        ring_options = _ring_options(options, split, q_BTNH, k_BSKH, bias, segments)
+        y_BTNH = attend_on_ring(ring_options, q_BTNH, k_BSKH, v_BSKH, segments, bias)
+    return heads_for_tokens(y_BTNH, split) if split.group_size > 1 else y_BTNH
+
+
+def _ring_options(
+    options: dict[str, Any],
+    split: SequenceSplit,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    bias: RelativeBias | None,
+    segments: Segments | None,
+) -> RingOptions:
+    """Select the kernel that attends to the blocks of a ring; only two can merge blocks."""
+    block_bias = None
+    if bias is not None:
+        block_bias = jax.ShapeDtypeStruct(
+            (1, q_BTNH.shape[2], q_BTNH.shape[1], k_BSKH.shape[1]), q_BTNH.dtype
+        )
+    selected = select_kernel(q_BTNH, k_BSKH, block_bias, segments)
+    if selected.kernel == "plain":
+        selected = SelectedKernel(kernel="blocked", why=f"on a ring, {selected.why}")
+    _record(selected)
+    kernel = _CUDNN[_can_pack()] if selected.kernel == "cudnn" else _BLOCKED
+    return RingOptions(
+        split=split,
+        mask=Mask(is_causal=options["is_causal"], window=options["window"]),
+        scale=options["scale"],
+        kernel=kernel,
+        bias_of=None if bias is None else RelativeBias.between,
+    )
+
+
+def _record(selected: SelectedKernel) -> None:
+    if (kernels := _recorded.get()) is not None:
+        kernels[selected] = None
 
 
 def _attend_on_device(
@@ -132,8 +265,7 @@ def _attend_on_device(
 ) -> jax.Array:
     """Run the kernel for the heads of one device."""
     selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
-    if (kernels := _recorded.get()) is not None:
-        kernels[selected] = None
+    _record(selected)
     masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
     if selected.kernel == "blocked":
         return blocked_attention.attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, **masks)
@@ -146,7 +278,7 @@ def _attend_on_device(
 def select_kernel(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
-    bias_BNTS: jax.Array | None,
+    bias_BNTS: jax.Array | jax.ShapeDtypeStruct | None,
     segments: Segments | None,
 ) -> SelectedKernel:
     """Return the kernel that runs for these arrays, whose shapes are those on one device."""

@@ -3,10 +3,13 @@
 Flax's `Dropout` draws the masks of a batch from one key, so they would depend on both.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from sharding.ops.sequence import draw_tokens
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) -> jax.Array:
@@ -16,7 +19,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) ->
     divided into microbatches.
 
     Args:
-        x: float[B, ...].
+        x: float[B, ...]; with three dims or more, the second counts tokens.
         rate: probability that an element is set to zero, in [0, 1).
         keys: key[B], one per example; None disables dropout.
         site: number of this dropout among those that use the same `keys`, such as 0 and 1 for the
@@ -24,9 +27,16 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int = 0) ->
     """
     if keys is None or rate == 0.0:
         return x
-    keep = jax.vmap(
-        lambda key: jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape[1:])
-    )(keys)
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, shape)
+
+    def keep_of(key: jax.Array) -> jax.Array:
+        if x.ndim < 3:
+            return draw(key, x.shape[1:])
+        return draw_tokens(partial(draw, key), x.shape[1:])
+
+    keep = jax.vmap(keep_of)(keys)
     return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
 

@@ -8,11 +8,44 @@ B batch, T seq, S key seq, N heads, R buckets.
 Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1.
 """
 
+import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeBias:
+    """The bias of a self-attention, by the positions of queries and keys.
+
+    Attributes:
+        table_RN: bias for each bucket of distances and each head.
+        is_causal: whether all buckets are for keys before the query; otherwise half of them are for
+            keys after it.
+        max_distance: this distance and all larger ones share one bucket.
+    """
+
+    table_RN: jax.Array
+    is_causal: bool = dataclasses.field(metadata={"static": True})
+    max_distance: int = dataclasses.field(metadata={"static": True})
+
+    def whole(self, length: int) -> jax.Array:
+        """Return the bias of the logits of T queries and T keys of a whole row, `[1, N, T, T]`."""
+        return relative_bias(
+            self.table_RN, length, is_causal=self.is_causal, max_distance=self.max_distance
+        )
+
+    def between(self, queries_T: jax.Array, keys_S: jax.Array) -> jax.Array:
+        """Return the bias of the logits of queries and keys at these positions, `[1, N, T, S]`."""
+        longest = self.max_distance
+        distances = np.arange(-longest, longest + 1)
+        buckets = _buckets(distances, self.table_RN.shape[0], self.is_causal, longest)
+        distances_TS = jnp.clip(keys_S[None] - queries_T[:, None], -longest, longest)
+        bias_TSN = self.table_RN[jnp.asarray(buckets)[distances_TS + longest]]
+        return jnp.moveaxis(bias_TSN, -1, 0)[None]
 
 
 def relative_bias(

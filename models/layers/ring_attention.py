@@ -35,11 +35,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.masks import Mask, Segments
 from sharding.ops.ring import ring_index, shift
+from sharding.ops.sequence import AXIS, SequenceSplit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,43 +57,6 @@ class BlockKernel:
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring:
-    """A ring of devices, and the order of the sequence on them.
-
-    Attributes:
-        axis: manual mesh axis.
-        size: devices of a ring, at least 2; see sharding/ops/ring.py.
-        is_zigzag: whether device i has the chunks i and 2 · size - 1 - i, instead of the i-th
-            contiguous part of the sequence.
-    """
-
-    axis: str
-    size: int
-    is_zigzag: bool
-
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks per device."""
-        return 2 if self.is_zigzag else 1
-
-    def chunk_numbers(self, index: Any) -> tuple[Any, ...]:
-        """Return the numbers of a device's chunks; int or int32[] like `index`."""
-        return (index, 2 * self.size - 1 - index) if self.is_zigzag else (index,)
-
-    def positions(self, index: Any, length: int) -> Any:
-        """Return int32[length], the positions of a device's tokens in the whole sequence.
-
-        Args:
-            index: index of the device, int for a NumPy array, or int32[].
-            length: number of its tokens.
-        """
-        numpy = np if isinstance(index, int) else jnp
-        size = length // self.num_chunks
-        starts = [number * size for number in self.chunk_numbers(index)]
-        return numpy.concatenate([start + numpy.arange(size, dtype=np.int32) for start in starts])
-
-
 #: (parameters, int32[T] positions of queries, int32[S] positions of keys) -> bias[B or 1, N, T, S].
 BiasFunction = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
@@ -103,14 +66,14 @@ class RingOptions:
     """Static options of attention on a ring.
 
     Attributes:
-        ring: devices.
+        split: how the sequence is divided over groups of devices, which form a ring.
         mask: which keys a query sees, by their positions in the whole sequence.
         scale: factor of the products of queries and keys.
         kernel: what attends to a block.
         bias_of: bias of a block, or None.
     """
 
-    ring: Ring
+    split: SequenceSplit
     mask: Mask
     scale: float
     kernel: BlockKernel
@@ -140,7 +103,7 @@ def attend_on_ring(
     Raises:
         ValueError: attention is causal, but the order of the sequence is not zigzag.
     """
-    if options.mask.is_causal and not options.ring.is_zigzag:
+    if options.mask.is_causal and not options.split.is_zigzag:
         raise ValueError("causal attention on a ring needs a sequence in zigzag order")
     return _attend(options, q_BTNH, k_BSKH, v_BSKH, segments, bias_params)
 
@@ -173,14 +136,14 @@ _WHOLE = Mask(is_causal=False, window=None)
 
 def _calls(options: RingOptions, hop: Any, chunk_length: int) -> list[_Call]:
     """Return the calls of a hop: int, or int32[] for any hop but the first."""
-    ring = options.ring
+    split = options.split
     mask = options.mask
     if not mask.is_causal:
         return [_Call(masks=(_WHOLE,))]
     is_own = isinstance(hop, int) and hop == 0
-    index = ring_index(ring.axis, ring.size)
+    index = ring_index(AXIS, split.ring_size)
     if mask.window is not None:
-        return _windowed_calls(options, index, (index - hop) % ring.size, chunk_length)
+        return _windowed_calls(options, index, (index - hop) % split.ring_size, chunk_length)
     if is_own:
         # In zigzag order the first chunk is before the second, so the mask by index is right.
         return [_Call(masks=(mask,))]
@@ -200,8 +163,8 @@ def _windowed_calls(options: RingOptions, index, source, chunk_length: int) -> l
         for distance in range(_window_chunks(window, chunk_length) + 1)
     )
     calls = []
-    for q_chunk, q_number in enumerate(options.ring.chunk_numbers(index)):
-        for k_chunk, k_number in enumerate(options.ring.chunk_numbers(source)):
+    for q_chunk, q_number in enumerate(options.split.chunk_numbers(index)):
+        for k_chunk, k_number in enumerate(options.split.chunk_numbers(source)):
             distance = q_number - k_number
             is_visible = (distance >= 0) & (distance < len(masks))
             which = jnp.where(is_visible, distance + 1, 0)
@@ -216,21 +179,21 @@ def _window_chunks(window: int, chunk_length: int) -> int:
 
 def _hops(options: RingOptions, chunk_length: int) -> list[int]:
     """Return the hops after the first in which some device sees keys."""
-    ring = options.ring
+    split = options.split
     window = options.mask.window
     if window is None:
-        return list(range(1, ring.size))
+        return list(range(1, split.ring_size))
     most = _window_chunks(window, chunk_length)
 
     def is_needed(hop: int) -> bool:
         return any(
             0 <= q - k <= most
-            for index in range(ring.size)
-            for q in ring.chunk_numbers(index)
-            for k in ring.chunk_numbers((index - hop) % ring.size)
+            for index in range(split.ring_size)
+            for q in split.chunk_numbers(index)
+            for k in split.chunk_numbers((index - hop) % split.ring_size)
         )
 
-    return [hop for hop in range(1, ring.size) if is_needed(hop)]
+    return [hop for hop in range(1, split.ring_size) if is_needed(hop)]
 
 
 def _over_hops(options: RingOptions, hops: Sequence[int], step: Callable, carry: Any) -> Any:
@@ -333,13 +296,13 @@ class _Passing:
     v_BSKH: jax.Array
     ids_BS: jax.Array | None
 
-    def shifted(self, ring: Ring, distance: int) -> "_Passing":
+    def shifted(self, split: SequenceSplit, distance: int) -> "_Passing":
         """Send this to the device `distance` further, and return what arrives.
 
         Keys and values are one array on the way: by default XLA has one permutation in flight.
         """
         kv = jnp.concatenate((self.k_BSKH, self.v_BSKH), axis=-1)
-        kv, ids_BS = shift((kv, self.ids_BS), ring.axis, distance=distance, ring_size=ring.size)
+        kv, ids_BS = shift((kv, self.ids_BS), AXIS, distance=distance, ring_size=split.ring_size)
         k_BSKH, v_BSKH = jnp.split(kv, [self.k_BSKH.shape[-1]], axis=-1)
         return _Passing(k_BSKH=k_BSKH, v_BSKH=v_BSKH, ids_BS=ids_BS)
 
@@ -357,19 +320,19 @@ class _Attention:
 
     def __init__(self, options: RingOptions, q_BTNH, ids_BT, num_keys: int, bias_params: Any):
         self.options = options
-        self.ring = options.ring
+        self.split = options.split
         self.q_BTNH = q_BTNH
         self.wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
         self._ids_BT = ids_BT
         self._num_keys = num_keys
-        self._chunk_length = q_BTNH.shape[1] // self.ring.num_chunks
+        self._chunk_length = q_BTNH.shape[1] // self.split.num_chunks
         self._bias_params = bias_params
         self.hops = _hops(options, self._chunk_length)
 
     def blocks(self, hop: Any) -> list[_Block]:
         """Return the blocks of a hop."""
         calls = _calls(self.options, hop, self._chunk_length)
-        return [_Block(call=call, num_chunks=self.ring.num_chunks) for call in calls]
+        return [_Block(call=call, num_chunks=self.split.num_chunks) for call in calls]
 
     def segments_of(self, block: _Block, passing: _Passing) -> Segments | None:
         """Return the segment ids of a block's queries and keys."""
@@ -382,10 +345,10 @@ class _Attention:
         bias_of = self.options.bias_of
         if bias_of is None:
             return None, lambda dbias: None
-        index = ring_index(self.ring.axis, self.ring.size)
-        source = (index - hop) % self.ring.size
-        q_positions = block.queries(self.ring.positions(index, self.q_BTNH.shape[1]), dim=0)
-        k_positions = block.keys(self.ring.positions(source, self._num_keys), dim=0)
+        index = ring_index(AXIS, self.split.ring_size)
+        source = (index - hop) % self.split.ring_size
+        q_positions = block.queries(self.split.group_positions(index, self.q_BTNH.shape[1]), dim=0)
+        k_positions = block.keys(self.split.group_positions(source, self._num_keys), dim=0)
         return jax.vjp(lambda params: bias_of(params, q_positions, k_positions), self._bias_params)
 
     def forward(self, hop: Any, passing: _Passing, y, lse_BNT) -> tuple[jax.Array, jax.Array]:
@@ -491,18 +454,18 @@ def _forward(options: RingOptions, q, k, v, segments, bias_params):
     q_ids, k_ids = (None, None) if segments is None else segments
     attention = _Attention(options, q, q_ids, k.shape[1], bias_params)
     own = _Passing(k_BSKH=k, v_BSKH=v, ids_BS=k_ids)
-    ring = options.ring
+    split = options.split
 
     def step(carry, hop, distance: int | None):
         passing, *merged = carry
-        following = passing if distance is None else passing.shifted(ring, distance)
+        following = passing if distance is None else passing.shifted(split, distance)
         return following, *attention.forward(hop, passing, *merged)
 
     batch, length, num_heads, _ = q.shape
     y = jnp.zeros((batch, length, num_heads, v.shape[-1]), attention.wide)
     lse_BNT = jnp.full((batch, num_heads, length), -jnp.inf, attention.wide)
     # The first send starts before the device attends to its own keys.
-    passing = own.shifted(ring, attention.hops[0]) if attention.hops else own
+    passing = own.shifted(split, attention.hops[0]) if attention.hops else own
     merged = attention.forward(0, own, y, lse_BNT)
     if attention.hops:
         _, *merged = _over_hops(options, attention.hops, step, (passing, *merged))
@@ -517,18 +480,18 @@ def _backward(options: RingOptions, residuals, dy):
     q_ids, k_ids = (None, None) if segments is None else segments
     attention = _Attention(options, q, q_ids, k.shape[1], bias_params)
     own = _Passing(k_BSKH=k, v_BSKH=v, ids_BS=k_ids)
-    ring = options.ring
+    split = options.split
     hops = attention.hops
     wide = attention.wide
 
     def send(dkv: jax.Array, distance: int) -> jax.Array:
         """Send gradients after the keys that they belong to, in the dtype of the keys."""
-        dkv = shift(dkv.astype(k.dtype), ring.axis, distance=distance, ring_size=ring.size)
+        dkv = shift(dkv.astype(k.dtype), AXIS, distance=distance, ring_size=split.ring_size)
         return dkv.astype(wide)
 
     def step(carry, hop, distance: int | None):
         passing, gradients = carry
-        following = passing if distance is None else passing.shifted(ring, distance)
+        following = passing if distance is None else passing.shifted(split, distance)
         gradients = attention.backward(hop, passing, y, lse_BNT, dy, gradients)
         if distance is not None:
             gradients = dataclasses.replace(gradients, dkv=send(gradients.dkv, distance))
@@ -539,14 +502,14 @@ def _backward(options: RingOptions, residuals, dy):
         dkv=jnp.zeros((*k.shape[:-1], k.shape[-1] + v.shape[-1]), wide),
         dparams=jax.tree.map(lambda x: jnp.zeros(x.shape, wide), bias_params),
     )
-    passing = own.shifted(ring, hops[0]) if hops else own
+    passing = own.shifted(split, hops[0]) if hops else own
     gradients = attention.backward(0, own, y, lse_BNT, dy, zeros)
     if hops:
         # The gradients of the keys that travel start at 0; those of the own keys wait here.
         own_dkv = gradients.dkv
         gradients = dataclasses.replace(gradients, dkv=zeros.dkv)
         _, gradients = _over_hops(options, hops, step, (passing, gradients))
-        returned = send(gradients.dkv, ring.size - hops[-1])
+        returned = send(gradients.dkv, split.ring_size - hops[-1])
         gradients = dataclasses.replace(gradients, dkv=own_dkv + returned)
     dk, dv = jnp.split(gradients.dkv.astype(k.dtype), [k.shape[-1]], axis=-1)
     dparams = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients.dparams, bias_params)

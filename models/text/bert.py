@@ -37,6 +37,7 @@ from models.text.common import (
     vocab_logits,
     vocab_loss,
 )
+from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
 #: masked tokens; "pretraining" also predicts whether two texts follow each other; "sequence"
@@ -148,6 +149,7 @@ class Bert(nnx.Module):
 
     Config = BertConfig
     can_share_vocab = True
+    can_split_sequence = True
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -193,7 +195,8 @@ class Bert(nnx.Module):
         check_has_loss(config)
         if self.masked_lm is None:
             logits = self._label_logits(x_BTD, batch)
-            loss, weight, hits = label_loss(logits, batch["targets"], batch["weights"])
+            weights = counted_once(batch["weights"])
+            loss, weight, hits = label_loss(logits, batch["targets"], weights)
             return loss, weight, {"accuracy": hits}
         loss, weight = vocab_loss(
             self.masked_lm(x_BTD),
@@ -206,7 +209,8 @@ class Bert(nnx.Module):
         if self.classifier is None:
             return loss, weight, {}
         logits = self._label_logits(x_BTD, batch)
-        pair_loss, pair_weight, hits = label_loss(logits, batch["labels"], batch["label_weights"])
+        label_weights = counted_once(batch["label_weights"])
+        pair_loss, pair_weight, hits = label_loss(logits, batch["labels"], label_weights)
         losses = {"mlm_loss": loss, "nsp_loss": pair_loss}
         weights = {"mlm_loss": weight, "nsp_loss": pair_weight}
         return losses, weights, {"nsp_accuracy": (hits, pair_weight)}

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from fields.numbers import MAX_LAYERS, number_problem, shown
 from models.layers.attention import Segments
 from models.losses import chunked_vocab_loss, make_token_loss
+from sharding.ops import sequence
 
 
 def text_batch(
@@ -49,7 +50,7 @@ def positions_by_index(batch: dict) -> jax.Array:
     """Return int32[B or 1, T]: the batch's positions, or else 0, 1, 2, ... along the row."""
     if "positions" in batch:
         return batch["positions"]
-    return jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)[None]
+    return sequence.positions(batch["tokens"].shape[1])[None]
 
 
 def positions_by_count(batch: dict) -> jax.Array:
@@ -65,7 +66,8 @@ def positions_by_count(batch: dict) -> jax.Array:
 def count_positions(is_token: jax.Array) -> jax.Array:
     """Return int32[B, T], the number of preceding tokens or -1 for padding, from bool[B, T]."""
     is_token = is_token.astype(jnp.int32)
-    return jnp.cumsum(is_token, axis=1) * is_token - 1
+    up_to = sequence.local_tokens(jnp.cumsum(sequence.whole_rows(is_token), axis=1))
+    return up_to * is_token - 1
 
 
 def check_token_ids(tokens: jax.Array, vocab_size: int) -> None:
@@ -97,7 +99,7 @@ def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int =
     Raises:
         ValueError: if the sequence is longer than the table.
     """
-    length = positions.shape[-1]
+    length = sequence.whole_length(positions.shape[-1])
     rows = table_PD.shape[0] - first
     if length > rows:
         raise ValueError(

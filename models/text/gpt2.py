@@ -99,6 +99,7 @@ class GPT2(nnx.Module):
 
     Config = GPT2Config
     can_share_vocab = True
+    can_split_sequence = True
     objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):

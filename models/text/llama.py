@@ -33,6 +33,7 @@ from models.text.common import (
     text_batch,
     vocab_logits,
 )
+from sharding.ops.sequence import whole_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class Block(nnx.Module):
             config.head_dim,
             config.rope_theta,
             config.rope_scaling,
-            num_positions=x_BTD.shape[1],
+            num_positions=whole_length(x_BTD.shape[1]),
             max_positions=config.max_positions,
         )
         x_BTD += self.attention(
@@ -153,6 +154,7 @@ class Llama(nnx.Module):
     Config = LlamaConfig
     stacks = ("decoder", "windowed_decoder")
     can_share_vocab = True
+    can_split_sequence = True
     objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):

@@ -119,6 +119,7 @@ class OPT(nnx.Module):
 
     Config = OPTConfig
     can_share_vocab = True
+    can_split_sequence = True
     objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):

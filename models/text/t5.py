@@ -12,6 +12,7 @@ Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, lookup, param
 from models.layers.dropout import dropout
 from models.layers.kv_cache import key_distances
-from models.layers.relative_bias import relative_bias, relative_bias_at
+from models.layers.relative_bias import RelativeBias, relative_bias_at
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
@@ -120,17 +121,15 @@ class Block(nnx.Module):
         table_RN = x[f"{self.side}_bias"]
         longest = config.max_distance
         if is_decoder and (distances_BTS := key_distances()) is not None:
-            bias_BNTS = relative_bias_at(table_RN, distances_BTS, max_distance=longest)
+            bias: Any = relative_bias_at(table_RN, distances_BTS, max_distance=longest)
         else:
-            bias_BNTS = relative_bias(
-                table_RN, x_BTD.shape[1], is_causal=is_decoder, max_distance=longest
-            )
+            bias = RelativeBias(table_RN=table_RN, is_causal=is_decoder, max_distance=longest)
         ids = segments(batch, "decoder_segment_ids" if is_decoder else "segment_ids")
         branch = self.attention(
             self.attention_norm(x_BTD),
             is_causal=is_decoder,
             segments=ids,
-            bias_BNTS=bias_BNTS,
+            bias=bias,
             scale=1.0,
         )
         x_BTD += dropout(branch, config.dropout, keys, site=0)
@@ -153,6 +152,7 @@ class T5(nnx.Module):
     Config = T5Config
     stacks = ("encoder", "decoder")
     can_share_vocab = True
+    can_split_sequence = True
     objectives = ("span_corruption", "seq2seq")
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):

@@ -265,7 +265,7 @@ class Block(nnx.Module):
         windows = self.attention(
             partition_windows(x_BHWC, self.side, self.shift),
             is_causal=False,
-            bias_BNTS=self.bias(),
+            bias=self.bias(),
             segments=None if ids is None else (ids, ids),
             scale=None if self.config.version == 1 else 1.0,
         )

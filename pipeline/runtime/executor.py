@@ -46,11 +46,12 @@ which the levels below pass on.
 
 In shapes, M is the number of microbatches and B the number of examples of one microbatch: of all
 replicas in the arguments of the functions that are built here, of one replica inside `shard_map`.
+There T is the number of tokens of a row that this device has (sharding/ops/sequence.py).
 
-- `shard_map` is manual over `pipeline`, `data` and `fsdp`, so all communication over these axes is
-  written here and in gather.py. The other axes stay automatic.
+- `shard_map` is manual over `pipeline`, `data`, `fsdp` and `context`, so all communication over
+  these axes is written here, in gather.py, and in attention. The other axes stay automatic.
 - Everything that waits for a later tick is stored in the buffers that tick_program.py plans.
-- Gradients are summed over microbatches locally. They are summed over `data` and `fsdp` once, after
+- Gradients are summed over microbatches locally. They are summed over all replicas once, after
   the scan, except for parameters that are gathered layer by layer (ZeRO 3): their gradients are
   reduce-scattered at every layer.
 """
@@ -77,7 +78,8 @@ from pipeline.runtime.tick_table import TICKS
 from pipeline.runtime.training import TrainingStage
 from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
-from sharding.mesh import REPLICA_AXES
+from sharding.mesh import BATCH_AXES
+from sharding.ops.sequence import batch_spec
 
 Tree = Any
 Params = dict[str, Tree]
@@ -207,13 +209,18 @@ def make_teach(
         teacher_outputs = stage.teach()
         return total(teacher_outputs, param_sharding.mesh, ("pipeline",))
 
-    out_specs = PartitionSpec(None, REPLICA_AXES)
+    out_specs = PartitionSpec(None, BATCH_AXES)
     return _on_mesh(teach_on_device, program, param_sharding, out_specs)
 
 
 def _on_mesh(run_on_device, program: TickProgram, param_sharding: ParamSharding, out_specs):
     assert program.num_stages == param_sharding.mesh.shape["pipeline"]
     check_specs(param_sharding, shares_vocab=program.shares_vocab)
-    microbatches = PartitionSpec(None, REPLICA_AXES)
-    in_specs = (manual_specs(param_sharding.specs), microbatches)
-    return on_shards(run_on_device, param_sharding.mesh, in_specs, out_specs)
+    params_specs = manual_specs(param_sharding.specs)
+
+    def run(params: Params, microbatches: Tree) -> Any:
+        in_specs = (params_specs, {name: batch_spec(name, (None,)) for name in microbatches})
+        on_mesh = on_shards(run_on_device, param_sharding.mesh, in_specs, out_specs)
+        return on_mesh(params, microbatches)
+
+    return run

@@ -1,8 +1,9 @@
 """Gathers sharded parameters for use in a step, and reduces gradients back to their shards.
 
-Inside the step, `pipeline`, `data` and `fsdp` are manual axes, so these collectives are explicit.
-Parameters that fsdp or ZeRO split are all-gathered before use, either once per step or one layer at
-a time. Gradients are summed over `data` and `fsdp` once after all microbatches, or layer by layer.
+Inside the step, `pipeline`, `data`, `fsdp` and `context` are manual axes, so these collectives are
+explicit. Parameters that fsdp or ZeRO split are all-gathered before use, either once per step or
+one layer at a time. Gradients are summed over the last three once after all microbatches, or layer
+by layer.
 sharding/gather_modes.py has the table of these modes.
 """
 
@@ -21,9 +22,10 @@ from sharding.labels import counted_as
 from sharding.memory import is_on_host, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, restrict, spec_of
+from sharding.zero import ZERO_AXES
 
 #: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
-MANUAL_AXES = ("pipeline", "data", "fsdp")
+MANUAL_AXES = ("pipeline", *REPLICA_AXES)
 
 Tree = Any
 
@@ -226,8 +228,8 @@ class ParamGatherer:
     def _scattered(self, grad: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def scattered(grad: jax.Array) -> jax.Array:
             for dim, axes in self._dims(spec):
-                # ZeRO 1 all-reduces over `data` and slices; all else is a reduce-scatter.
-                sliced = tuple(axis for axis in axes if self._slices and axis == "data")
+                # ZeRO 1 all-reduces over these axes and slices; all else is a reduce-scatter.
+                sliced = tuple(a for a in axes if self._slices and a in ZERO_AXES)
                 scatter_axes = tuple(axis for axis in axes if axis not in sliced)
                 if scatter_axes:
                     grad = jax.lax.psum_scatter(

@@ -62,7 +62,7 @@ def test_attention_and_its_gradients_equal_the_reference(case, dtype, length, he
             is_causal=options.get("is_causal", False),
             window=options.get("window"),
             segments=None if pair is None else (jnp.asarray(segments), jnp.asarray(segments)),
-            bias_BNTS=bias,
+            bias=bias,
             scale=scale,
         )
 

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.zero import split_over_data
+from sharding.zero import split_over_replicas
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -31,13 +31,13 @@ def shape(*sizes: int) -> jax.ShapeDtypeStruct:
 )
 def test_dim_that_is_split(sizes, spec, is_layers, expected):
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2), jax.devices())
-    found = split_over_data({"w": spec}, {"w": shape(*sizes)}, {"w": is_layers}, mesh)
+    found = split_over_replicas({"w": spec}, {"w": shape(*sizes)}, {"w": is_layers}, mesh)
     assert found == {"w": expected}
 
 
 def test_nothing_is_split_with_one_replica():
     mesh = make_mesh(MeshConfig(model=2), jax.devices())
-    assert split_over_data([P("model")], [shape(8, 8)], [False], mesh) == [P("model")]
+    assert split_over_replicas([P("model")], [shape(8, 8)], [False], mesh) == [P("model")]
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torc
     for _ in range(NUM_STEPS):
         batch = next(batches)
         theirs.append(step(model, optimizer, batch))
-        placed = place_batch(batch, run.rows, run.batch_sharding, len(run.rows))
+        placed = place_batch(batch, run.rows, run.batch_layout, len(run.rows))
         state, metrics = run.compile_train_step()(state, placed)
         ours.append(float(jax.device_get(metrics["loss"])))
     return ours, theirs

@@ -31,13 +31,13 @@ from train.optim.freeze import frozen_params
 from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
 from train.run.compatibility import (
     check_axes,
-    check_mesh,
     check_objective,
     check_optimizer,
     check_parts,
 )
 from train.run.model_traces import ModelTraces
 from train.run.run import Run
+from train.run.sequences import choose_sequence_split
 from train.state.amax_history import empty_history
 from train.state.initialize import StateSpec
 from train.state.state_layout import StateLayout
@@ -66,7 +66,6 @@ def assemble_run(
     """
     hardware = hardware_of(mesh.devices.flat[0])
     trace_mesh = _trace_mesh(config, mesh, target)
-    check_mesh(config, mesh)
     shares_vocab = config.pipeline.shares_vocab(mesh.shape["pipeline"])
     rules = make_rules(config.rules, shares_vocab=shares_vocab)
     abstract = _abstract_model(config, vocab_size=vocab_size, num_labels=num_labels)
@@ -76,6 +75,7 @@ def assemble_run(
     check_parts(config, model, functions, traces, shares_vocab=shares_vocab)
     learning_rate_schedule = make_learning_rate_schedule(config.optimizer, config.train.num_steps)
     optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
+    sequence = choose_sequence_split(config, mesh, model, traces, rules)
     schedule = _schedule(config, mesh)
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract, optimizer, frozen)
@@ -88,6 +88,7 @@ def assemble_run(
         hardware=hardware,
         target=target,
         rules=rules,
+        sequence=sequence,
         build=abstract.build,
         model_config=abstract.config,
         model=model,
@@ -98,7 +99,7 @@ def assemble_run(
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,
-        attention_kernels=traces.attention_kernels(rules),
+        attention_kernels=traces.attention_kernels(rules, sequence),
         traces=traces,
         device_budget=device_budget,
     )

@@ -22,16 +22,6 @@ from train.optim.optimizer import ELEMENTWISE
 from train.run.model_traces import ModelTraces
 
 
-def check_mesh(config: RunConfig, mesh: AnyMesh) -> None:
-    """Reject a `context` axis for images."""
-    if config.data.reads_images and mesh.shape["context"] > 1:
-        raise ValueError(
-            f"mesh.context={mesh.shape['context']} splits sequences of tokens, but data.objective="
-            f"{config.data.objective!r} reads images, whose patches it cannot split evenly; set "
-            "mesh.context=1, and use mesh.data or mesh.fsdp for more devices"
-        )
-
-
 def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
     """Reject an objective that a model, or every model of a class, cannot learn."""
     objectives = getattr(model, "objectives", None)

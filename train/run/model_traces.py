@@ -12,23 +12,25 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from models.check import check
 from models.flops import traced_flops
-from models.functions import ModelFunctions, named_activations, one_layer
+from models.functions import ModelFunctions, functions_of, named_activations, one_layer
 from models.layers import attention
-from models.layers.attention import SelectedKernel
+from models.layers.attention import AttentionCall, SelectedKernel
 from pipeline.runtime.trees import total_of
 from pipeline.stack_layout import balanced_cut
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
+from sharding.ops.sequence import AXIS, WHOLE, SequenceSplit
 from train.config.schema import RunConfig
 from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.layer_decay import Depths, depths_of
@@ -197,27 +199,59 @@ class ModelTraces:
         with self._tracing():
             return depths_of(self.functions, self.params, self.microbatch)
 
-    def attention_kernels(self, rules: Rules) -> tuple[SelectedKernel, ...]:
+    @cached_property
+    def attention_calls(self) -> tuple[AttentionCall, ...]:
+        """The different attentions in the model's stacks; () if there is none."""
+        # Not the run's own functions: jax remembers what it has traced, and would not trace again.
+        functions = functions_of(self.model, remat=None)
+        with attention.recorded_calls() as calls, self._tracing():
+            _run_blocks(functions, functions.split(self.params), self.microbatch)
+        return tuple(calls)
+
+    @cached_property
+    def row_lengths(self) -> set[int]:
+        """The numbers of tokens of the sequences that the model's stacks work on."""
+        with self._tracing():
+            parts = self.functions.split(self.params)
+            types = self.functions.activation_types(parts["non_stack"], self.microbatch)
+        leaves = jax.tree.leaves([x for _, x in types.values()])
+        return {leaf.shape[1] for leaf in leaves if leaf.ndim == 3}
+
+    def attention_kernels(
+        self, rules: Rules, sequence: SequenceSplit
+    ) -> tuple[SelectedKernel, ...]:
         """Return the kernels of all attention in the model's stacks; () if there is none.
+
+        Args:
+            rules: sharding rules.
+            sequence: how sequences are divided over `context`.
 
         Raises:
             ValueError: plain attention would need more than MAX_SCORES_BYTES for its scores, and
                 `model.attention` does not ask for it.
         """
-        parts = self.functions.split(self.params)
-        number = jax.ShapeDtypeStruct((), jnp.int32)
+        run = partial(_run_blocks, self.functions)
+        if sequence.num_devices > 1:
+            everywhere = PartitionSpec()
+            run = jax.shard_map(
+                run,
+                mesh=self.mesh,
+                in_specs=everywhere,
+                out_specs=everywhere,
+                axis_names={AXIS},
+                check_vma=False,
+            )
+        microbatch = {
+            name: sequence.on_one_device(name, leaf) for name, leaf in self.microbatch.items()
+        }
         with (
             attention.recorded_kernels() as kernels,
-            self._tracing(),
+            self._tracing(sequence),
             use_mesh(self.mesh),
             # The microbatch belongs to one replica already: do not split its batch axis again.
             axis_rules({**rules, "batch": ()}),
         ):
-            types = self.functions.activation_types(parts["non_stack"], self.microbatch)
-            for stack, (_, x) in types.items():
-                layer = one_layer(parts["stacks"][stack])
-                block = self.functions.blocks[stack]
-                jax.eval_shape(block, layer, x, self.microbatch, number)
+            jax.eval_shape(run, self.functions.split(self.params), microbatch)
         for selected in kernels:
             is_large = selected.kernel == "plain" and selected.scores_bytes > MAX_SCORES_BYTES
             if is_large and self.config.model.attention != "plain":
@@ -229,5 +263,14 @@ class ModelTraces:
                 )
         return tuple(kernels)
 
-    def _tracing(self) -> AbstractContextManager[None]:
-        return traced_for(self.hardware, self.config.model.attention)
+    def _tracing(self, sequence: SequenceSplit = WHOLE) -> AbstractContextManager[None]:
+        return traced_for(self.hardware, self.config.model.attention, sequence)
+
+
+def _run_blocks(functions: ModelFunctions, parts: Tree, microbatch: Tree) -> None:
+    """Trace one block of each stack."""
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    types = functions.activation_types(parts["non_stack"], microbatch)
+    for stack, (_, x) in types.items():
+        layer = one_layer(parts["stacks"][stack])
+        jax.eval_shape(functions.blocks[stack], layer, x, microbatch, number)

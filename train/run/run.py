@@ -24,11 +24,12 @@ from predict.machines.targets import Target
 from predict.memory.jaxpr import open_jaxpr
 from predict.memory.memory_estimate import Estimate, estimate
 from predict.program.memory import memory
-from sharding.batches import batch_sharding, place_batch, process_rows
+from sharding.batches import BatchLayout, place_batch, process_rows
 from sharding.compiler_options import CompilerOption, as_dict, options_for
 from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
+from sharding.ops.sequence import SequenceSplit
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
@@ -76,6 +77,7 @@ class Run:
     hardware: Hardware  # the mesh's devices
     target: Target | None  # GPUs to compile for that are not present; None: the mesh's devices
     rules: Rules  # sharding rules
+    sequence: SequenceSplit  # how sequences are divided over `context`
     build: Callable[[], nnx.Module]  # initializes the model
     model_config: Any  # the model's dataclass, with all sizes
     model: nnx.Module  # abstract
@@ -90,20 +92,21 @@ class Run:
     traces: ModelTraces  # properties found by tracing the model, such as FLOPs
     device_budget: float  # bytes of a device that a step may use; infinite if unknown
 
-    @cached_property
-    def batch_sharding(self) -> NamedSharding:
-        """The sharding of every array of a batch."""
-        return batch_sharding(self.mesh, self.rules)
+    @property
+    def batch_layout(self) -> BatchLayout:
+        """How the arrays of a batch are split over the mesh."""
+        return BatchLayout(mesh=self.mesh, sequence=self.sequence)
 
     @cached_property
     def rows(self) -> list[int]:
         """The rows of each global batch that this process reads."""
-        return process_rows(self.batch_sharding, self.config.data.global_batch_size)
+        by_example = self.batch_layout.sharding("index")
+        return process_rows(by_example, self.config.data.global_batch_size)
 
     def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Assemble the global batch on the mesh from the rows that this process read."""
         size = self.config.data.global_batch_size
-        return place_batch(batch, self.rows, self.batch_sharding, size)
+        return place_batch(batch, self.rows, self.batch_layout, size)
 
     @cached_property
     def num_params(self) -> int:
@@ -306,6 +309,7 @@ class Run:
             skip_spikes=self.config.train.skip_spikes,
             hardware=self.hardware,
             attention=self.config.model.attention,
+            sequence=self.sequence,
         )
 
     def _param_sharding(self) -> ParamSharding:
@@ -321,5 +325,5 @@ class Run:
     def _abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         size = self.config.data.global_batch_size
         batch = batch_shapes(self.config, size)
-        sharding = batch_sharding(self.trace_mesh, self.rules)
-        return {name: leaf.update(sharding=sharding) for name, leaf in batch.items()}
+        layout = BatchLayout(mesh=self.trace_mesh, sequence=self.sequence)
+        return {name: leaf.update(sharding=layout.sharding(name)) for name, leaf in batch.items()}

@@ -29,7 +29,7 @@ from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
 from sharding.rules import partition_specs
 from sharding.spec import axes_by_dim, spec_of
-from sharding.zero import split_over_data
+from sharding.zero import split_over_replicas
 from train.state.amax_history import HISTORY_SPEC
 from train.state.initialize import StateInit, StateSpec
 from train.state.train_state import MAY_LACK, TrainState, zeros_of
@@ -85,7 +85,7 @@ class StateLayout:
             is_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params
             )
-            param_specs = split_over_data(param_specs, slots.params, is_layers, mesh)
+            param_specs = split_over_replicas(param_specs, slots.params, is_layers, mesh)
         self.param_specs = param_specs
         self.gather_modes = self._gather_modes(slots.params, param_specs, memory)
         kinds, is_offloaded = self._memory_kinds(slots, memory)

@@ -12,7 +12,6 @@ from typing import Any
 from models.functions import ModelFunctions
 from pipeline.runtime.gather import ParamSharding
 from sharding.logical import Rules, axis_rules
-from train.step.tracing import traced_for
 from train.step.train_step import Batch, StepConfig, make_teacher, to_microbatches
 
 
@@ -37,7 +36,7 @@ def make_reference_step(
     assert teach is not None
 
     def reference_step(params: Any, batch: Batch) -> Batch:
-        with axis_rules(rules), traced_for(config.hardware, config.attention):
+        with axis_rules(rules), config.traced():
             outputs = teach(params, to_microbatches(batch, config))
         return {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in outputs.items()}
 

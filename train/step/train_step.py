@@ -21,6 +21,7 @@ are `float8_overflows` and `float8_underflows`; see train/state/amax_history.py.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
+from sharding.ops.sequence import SequenceSplit
 from train.optim.logged_rate import rate_of_update
 from train.precision import PrecisionConfig
 from train.state.amax_history import (
@@ -70,6 +72,11 @@ class StepConfig:
     skip_spikes: float | None  # largest gradient norm / running mean; None: any
     hardware: Hardware  # devices that the step is compiled for
     attention: str  # `model.attention`: one of models.layers.attention.SETTINGS
+    sequence: SequenceSplit  # how sequences are divided over `context`
+
+    def traced(self) -> AbstractContextManager[None]:
+        """Return a context in which functions are traced for these settings."""
+        return traced_for(self.hardware, self.attention, self.sequence)
 
 
 def make_train_step(
@@ -107,7 +114,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         batch = _with_loss_weights(batch, state, config)
         keys = _dropout_keys(batch, config.seed)
-        with axis_rules(rules), traced_for(config.hardware, config.attention):
+        with axis_rules(rules), config.traced():
             microbatches = to_microbatches(batch, config)
             if teach is not None:
                 microbatches |= teach(average_of(state), microbatches)
@@ -152,7 +159,7 @@ def make_eval_step(
     teach = make_teacher(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, Tree]:
-        with axis_rules(rules), traced_for(config.hardware, config.attention):
+        with axis_rules(rules), config.traced():
             # The weights stay as they are: to even them out within a batch would give each batch
             # the same share of a mean, however many weights it has.
             microbatches = to_microbatches(batch, config)

@@ -190,7 +190,7 @@ def test_attend_with_options_equals_reference_with_gradients(case, length):
                 is_causal=options.get("is_causal", False),
                 window=options.get("window"),
                 segments=segments,
-                bias_BNTS=bias,
+                bias=bias,
                 scale=scale,
             )
 
@@ -225,7 +225,7 @@ def test_attend_implementations_agree():
     k, v = jnp.asarray(rng.standard_normal((2, 2, 20, 2, 8)), jnp.float32)
     bias = jnp.asarray(rng.standard_normal((1, 6, 20, 20)), jnp.float32)
     ids = jnp.asarray(packed(20))
-    options = {"is_causal": True, "window": 6, "segments": (ids, ids), "bias_BNTS": bias}
+    options = {"is_causal": True, "window": 6, "segments": (ids, ids), "bias": bias}
     ours = attention.attend(q, k, v, **options, scale=0.7)
     with attention.use("plain"):
         theirs = attention.attend(q, k, v, **options, scale=0.7)

@@ -152,7 +152,7 @@ def test_step_computes_keys_with_the_average():
             student, teacher = (jax.device_get(p) for p in (state.params, average_of(state)))
             keys = outputs(teacher, plain, "teach")
             loss, weight, _ = outputs(student, plain | keys, "head")
-            placed = place_batch(batch, run.rows, run.batch_sharding, 8)
+            placed = place_batch(batch, run.rows, run.batch_layout, 8)
             sums = run.compile_eval_step()(*run.params_to_evaluate(state), placed)
             state, metrics = run.compile_train_step()(state, placed)
             np.testing.assert_allclose(metrics["loss"], loss / weight, rtol=1e-12)

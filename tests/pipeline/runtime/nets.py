@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.runtime.gather import ParamSharding
 from sharding.gather_modes import all_once, stack_gather_modes
 from sharding.memory import MemoryConfig
-from sharding.zero import split_over_data
+from sharding.zero import split_over_replicas
 
 WIDTH = 8
 BATCH = 4
@@ -226,7 +226,7 @@ def specs_of(net: Net, params, mesh, zero: MemoryConfig):
         "non_stack": jax.tree.map(lambda _: False, params["non_stack"]),
         "stacks": jax.tree.map(lambda _: True, params["stacks"]),
     }
-    return split_over_data(net.specs(), params, is_layers, mesh)
+    return split_over_replicas(net.specs(), params, is_layers, mesh)
 
 
 def param_sharding_of(net: Net, params, mesh, zero: MemoryConfig = NO_ZERO) -> ParamSharding:

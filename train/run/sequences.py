@@ -1,0 +1,99 @@
+"""Chooses how the sequences of a run are divided over the devices of the mesh axis `context`."""
+
+import math
+
+from flax import nnx
+
+from data.shapes import token_arrays
+from models.layers.attention import AttentionCall
+from sharding.mesh import AnyMesh
+from sharding.ops.heads import heads_on_one_device
+from sharding.ops.sequence import WHOLE, SequenceSplit
+from sharding.rules import Rules
+from train.config.schema import RunConfig
+from train.run.model_traces import ModelTraces
+
+#: Fewest tokens of a device for whose attention the next keys arrive in time, for as many key-value
+#: heads as heads, on an H100 with NVLink: FLOP/s of products ÷ bandwidth of the links, twice.
+_HIDING_TOKENS = 2048
+
+
+def choose_sequence_split(
+    config: RunConfig, mesh: AnyMesh, model: nnx.Module, traces: ModelTraces, rules: Rules
+) -> SequenceSplit:
+    """Return how sequences are divided over `context`.
+
+    Raises:
+        ValueError: the model cannot split its sequences, their lengths or heads cannot be divided,
+            or `mesh.ulysses` does not fit.
+    """
+    num_devices = mesh.shape["context"]
+    if num_devices == 1:
+        return WHOLE
+    name = type(model).__name__
+    if not getattr(model, "can_split_sequence", False):
+        raise ValueError(
+            f"mesh.context={num_devices} splits sequences, but {name} does not declare that it "
+            "works on a part of them (can_split_sequence = True; see models/stack.py); set "
+            "mesh.context=1, and use mesh.data or mesh.fsdp for more devices"
+        )
+    calls = traces.attention_calls
+    group_size = _group_size(config, mesh, calls, traces, rules)
+    split = SequenceSplit(
+        num_devices=num_devices,
+        ring_size=num_devices // group_size,
+        is_zigzag=any(call.is_causal for call in calls),
+        arrays=token_arrays(config.data),
+    )
+    for length in sorted(traces.row_lengths):
+        _check_length(split, length, name)
+    return split
+
+
+def _group_size(
+    config: RunConfig,
+    mesh: AnyMesh,
+    calls: tuple[AttentionCall, ...],
+    traces: ModelTraces,
+    rules: Rules,
+) -> int:
+    """Return how many neighbouring devices exchange tokens for heads."""
+    num_devices = mesh.shape["context"]
+    axes = [axis for axis in rules["heads"] if mesh.shape[axis] > 1]
+    kv_heads = [
+        heads_on_one_device(call.num_heads, call.num_kv_heads, axes, mesh)[1] for call in calls
+    ]
+    common = math.gcd(num_devices, *kv_heads)
+    possible = [size for size in range(1, common + 1) if common % size == 0]
+    wanted = config.mesh.ulysses
+    if wanted:
+        if wanted not in possible:
+            raise ValueError(
+                f"mesh.ulysses={wanted} must divide mesh.context={num_devices} and the key-value "
+                f"heads of a device ({', '.join(map(str, sorted(set(kv_heads))))}); choose "
+                f"{' or '.join(map(str, possible))}, or 0 to let the program choose"
+            )
+        return wanted
+    # The fewest devices for which the keys of a ring arrive in time: an exchange of heads sends
+    # less, but nothing hides it.
+    length = min(traces.row_lengths, default=1)
+    shares = [call.num_kv_heads / call.num_heads for call in calls]
+    needed = _HIDING_TOKENS * max(shares, default=1.0)
+    for size in possible:
+        if length * size // num_devices >= needed:
+            return size
+    return possible[-1]
+
+
+def _check_length(split: SequenceSplit, length: int, name: str) -> None:
+    parts = split.num_parts
+    if length % parts == 0:
+        return
+    fits = [n for n in (length // parts * parts, -(-length // parts) * parts) if n]
+    ring = f" in two chunks for each of the {split.ring_size} groups of a ring"
+    raise ValueError(
+        f"mesh.context={split.num_devices} splits sequences"
+        f"{ring if split.num_chunks > 1 else ''}, but {name} has one of {length} tokens, which is "
+        f"no multiple of {parts}; choose {' or '.join(map(str, fits))} tokens, or another "
+        "mesh.context"
+    )
