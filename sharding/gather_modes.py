@@ -46,9 +46,10 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
     """Choose the modes of a stack's parameters.
 
     With ZeRO stage 3, the largest parameters are gathered one layer at a time, until
-    `shard_parameters_fraction` of all bytes is reached. In the same way, the largest are read from
-    host memory until `offload_parameters_fraction` is reached, but only parameters that all replica
-    axes split: the gradients of the others are summed for all layers at once, on the device.
+    `shard_parameters_fraction` of all bytes is reached. Without it, the same holds for parameters
+    that `fsdp` splits. The largest are read from host memory until `offload_parameters_fraction` is
+    reached, but only parameters that all replica axes split: the gradients of the others are summed
+    for all layers at once, on the device.
 
     Args:
         params: arrays or ShapeDtypeStructs of the stack, of all devices together.
@@ -60,12 +61,14 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
     """
     leaves, structure = jax.tree.flatten(params)
     replicas = {axis for axis in REPLICA_AXES if mesh.shape[axis] > 1}
-    by_layer = largest(leaves, config.shard_parameters_fraction if config.zero_stage == 3 else 0.0)
+    by_layer = largest(leaves, config.shard_parameters_fraction)
     from_host = largest(leaves, config.offload_parameters_fraction)
     modes = []
     for i, spec in enumerate(jax.tree.leaves(specs, is_leaf=is_spec)):
-        if from_host[i] and replicas <= axes_of(spec):
+        axes = axes_of(spec)
+        is_sharded = config.zero_stage == 3 or "fsdp" in axes & replicas
+        if from_host[i] and replicas <= axes:
             modes.append(GatherMode.STREAMED)
         else:
-            modes.append(GatherMode.BY_LAYER if by_layer[i] else GatherMode.ONCE)
+            modes.append(GatherMode.BY_LAYER if by_layer[i] and is_sharded else GatherMode.ONCE)
     return jax.tree.unflatten(structure, modes)

@@ -46,8 +46,9 @@ class MemoryConfig(Section, section="memory"):
     )
     shard_parameters_fraction: float = field(
         1.0,
-        "With `zero_stage=3`: fraction of the layers' bytes that is gathered one layer at a time, "
-        "the largest parameters first. The rest is gathered once per step, as in stage 2.",
+        "With `zero_stage=3` or `mesh.fsdp`: fraction of the layers' bytes that is gathered one "
+        "layer at a time, the largest parameters first. The rest is gathered once per step, as in "
+        "stage 2.",
         ge=0,
         le=1,
     )
@@ -94,11 +95,6 @@ class MemoryConfig(Section, section="memory"):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.shard_parameters_fraction != 1 and self.zero_stage != 3:
-            raise ValueError(
-                f"memory.shard_parameters_fraction={self.shard_parameters_fraction} requires "
-                f"memory.zero_stage=3, not {self.zero_stage}; change one of the two"
-            )
         if self.offload_parameters_fraction and self.placement != "host":
             raise ValueError(
                 f"memory.offload_parameters_fraction={self.offload_parameters_fraction} requires "

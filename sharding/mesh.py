@@ -77,6 +77,11 @@ class MeshConfig(Section, section="mesh"):
             raise ValueError(
                 "mesh.replan=True chooses the mesh again, but mesh.auto=False; set mesh.auto=True"
             )
+        if self.ulysses > 1 and self.context > 0 and self.context % self.ulysses:
+            raise ValueError(
+                f"mesh.ulysses={self.ulysses} must divide mesh.context={self.context}, of whose "
+                "devices it is a part; choose a divisor, or 0 to let the program choose"
+            )
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(

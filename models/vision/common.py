@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from models.layers.basic import Linear
+from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
 HEADS = {"labels": ("image_classification",), "none": ()}
@@ -226,7 +227,7 @@ def label_loss(
         smoothing: share of each target that is spread evenly over all labels, during training only.
     """
     num_labels = logits_BK.shape[1]
-    weights = batch["weights"].astype(logits_BK.dtype)
+    weights = counted_once(batch["weights"].astype(logits_BK.dtype))
     targets = soft_targets(batch, num_labels, logits_BK.dtype)
     if "dropout_keys" in batch:
         targets = (1 - smoothing) * targets + smoothing / num_labels

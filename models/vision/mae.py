@@ -37,6 +37,7 @@ from models.vision.vit import (
     position_embedding,
     positions_on,
 )
+from sharding.ops.sequence import counted_once, local_tokens, sum_over_tokens, whole_rows
 
 #: Added to the variance of a patch's pixels.
 _EPSILON = 1e-6
@@ -100,6 +101,7 @@ class MAE(ImageEncoder):
     """An image encoder that learns by predicting hidden patches."""
 
     Config = MAEConfig
+    can_split_sequence = True
     stacks = ("encoder", "decoder")
     objectives = ("image_reconstruction",)
     not_decayed = (*ImageEncoder.not_decayed, "mask_token", "decoder_position_embedding")
@@ -127,13 +129,13 @@ class MAE(ImageEncoder):
         """Return activations `[B, 1 + K, D]` of the class token and the patches that are kept."""
         first, patches_BTD = self.tokens(batch["images"])
         kept_BK = self._order(batch)[:, : self._num_kept(batch)]
-        x_BTD = jnp.concatenate([first, _take(patches_BTD, kept_BK)], axis=1)
+        x_BTD = local_tokens(jnp.concatenate([first, _take(patches_BTD, kept_BK)], axis=1))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return x_BTD
 
     def before_decoder(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the decoder's input `[B, 1 + T, D]`, with all patches in image order."""
-        x_BTD = self.decoder_embedding(self.final_norm(x_BTD))
+        x_BTD = whole_rows(self.decoder_embedding(self.final_norm(x_BTD)))
         order_BT = self._order(batch)
         size, length = order_BT.shape
         hidden = (size, length - self._num_kept(batch), x_BTD.shape[-1])
@@ -141,8 +143,7 @@ class MAE(ImageEncoder):
         patches_BTD = jnp.concatenate([x_BTD[:, 1:], hidden_BTD], axis=1)
         patches_BTD = _take(patches_BTD, jnp.argsort(order_BT, axis=1))
         positions = positions_on(self.decoder_position_embedding[...], self._grid(batch["images"]))
-        x_BTD = jnp.concatenate([x_BTD[:, :1], patches_BTD], axis=1) + positions
-        return x_BTD
+        return local_tokens(jnp.concatenate([x_BTD[:, :1], patches_BTD], axis=1) + positions)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, no further metrics).
@@ -154,9 +155,12 @@ class MAE(ImageEncoder):
         if self.config.normalise_targets:
             mean, deviation = _statistics(targets_BTF)
             targets_BTF = (targets_BTF - mean) / deviation
-        errors_BT = jnp.mean(jnp.square(predictions_BTF - targets_BTF), axis=-1)
-        losses_B = jnp.mean(errors_BT, axis=1, where=self._is_hidden(batch))
-        weights_B = batch["weights"].astype(losses_B.dtype)
+        is_hidden_BT = self._is_hidden(batch)
+        num_hidden_B = jnp.sum(is_hidden_BT, axis=1)
+        errors_BT = jnp.mean(jnp.square(predictions_BTF - _of_tokens(targets_BTF)), axis=-1)
+        hidden_BT = jnp.where(_of_tokens(is_hidden_BT), errors_BT, 0)
+        losses_B = sum_over_tokens(jnp.sum(hidden_BT, axis=1)) / num_hidden_B
+        weights_B = counted_once(batch["weights"].astype(losses_B.dtype))
         return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), {}
 
     def forward_flops(self, shapes: dict) -> int:
@@ -191,7 +195,7 @@ class MAE(ImageEncoder):
         batch = {"images": images, **(mask if noise is None else {"noise": noise})}
         x_BTD = self.encoder(self.embed(batch), batch)
         x_BTD = self.decoder(self.before_decoder(x_BTD, batch), batch)
-        return self._predictions(x_BTD), self._is_hidden(batch)
+        return self._predictions(x_BTD)[:, 1:], self._is_hidden(batch)
 
     def reconstructions(
         self, images: jax.Array, noise: jax.Array | None = None
@@ -256,8 +260,17 @@ class MAE(ImageEncoder):
         return cut.reshape(len(images), cut.shape[1] * cut.shape[2], -1)
 
     def _predictions(self, x_BTD: jax.Array) -> jax.Array:
-        predictions = self.prediction(self.decoder_norm(x_BTD[:, 1:]))
+        """Return the predictions for all tokens; the class token has one that nobody reads."""
+        predictions = self.prediction(self.decoder_norm(x_BTD))
         return predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
+
+
+def _of_tokens(x: jax.Array) -> jax.Array:
+    """Return the part of an array of patches that belongs to this device's tokens, from 1 on.
+
+    The class token, which is before all patches, has zeros.
+    """
+    return local_tokens(jnp.pad(x, [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]))
 
 
 def _take(x_BTD: jax.Array, numbers_BT: jax.Array) -> jax.Array:

@@ -36,6 +36,13 @@ from models.vision.common import (
     resized_positions,
     sincos_positions,
 )
+from sharding.ops.sequence import (
+    local_tokens,
+    positions,
+    split_here,
+    sum_over_tokens,
+    whole_length,
+)
 
 POOLS = ("class_token", "mean")
 #: Initial values of `position_embedding`.
@@ -247,6 +254,7 @@ class ViT(ImageEncoder):
     """An image encoder with a head."""
 
     Config = ViTConfig
+    can_split_sequence = True
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -265,7 +273,7 @@ class ViT(ImageEncoder):
 
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["images"]`, the class token first."""
-        x_BTD = jnp.concatenate(self.tokens(batch["images"]), axis=1)
+        x_BTD = local_tokens(jnp.concatenate(self.tokens(batch["images"]), axis=1))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return x_BTD
 
@@ -297,6 +305,14 @@ class ViT(ImageEncoder):
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         assert self.classifier is not None
-        is_mean = self.config.pool == "mean"
-        x_BD = jnp.mean(x_BTD[:, 1:], axis=1) if is_mean else x_BTD[:, 0]
+        x_BD = _mean_of_patches(x_BTD) if self.config.pool == "mean" else x_BTD[:, 0]
         return label_logits(self.classifier(self.final_norm(x_BD)))
+
+
+def _mean_of_patches(x_BTD: jax.Array) -> jax.Array:
+    """Return the mean of all tokens but the class token, `[B, D]`."""
+    if split_here() is None:
+        return jnp.mean(x_BTD[:, 1:], axis=1)
+    is_patch_T1 = (positions(x_BTD.shape[1]) > 0)[:, None]
+    total_BD = sum_over_tokens(jnp.sum(jnp.where(is_patch_T1, x_BTD, 0), axis=1))
+    return total_BD / (whole_length(x_BTD.shape[1]) - 1)

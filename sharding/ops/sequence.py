@@ -54,6 +54,14 @@ class SequenceSplit:
     is_zigzag: bool = True
     arrays: frozenset[str] = frozenset()
 
+    def __str__(self) -> str:
+        heads = f"groups of {self.group_size} devices exchange tokens for heads"
+        order = "zigzag" if self.num_chunks > 1 else "contiguous"
+        if self.ring_size == 1:
+            return f"{self.group_size} devices exchange tokens for heads"
+        ring = f"a ring of {self.ring_size} in {order} order"
+        return f"{heads}, {ring}" if self.group_size > 1 else ring
+
     @property
     def group_size(self) -> int:
         """Number of neighbouring devices that exchange tokens for heads."""

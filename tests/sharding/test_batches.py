@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from sharding.batches import batch_sharding, place_batch, process_rows
+from sharding.batches import BatchLayout, place_batch, process_rows
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.rules import DEFAULT_RULES
+from sharding.ops.sequence import SequenceSplit
 
 
 class HeldBy:
@@ -24,14 +24,17 @@ class HeldBy:
         return {d: index for d, index in everywhere.items() if d.id in self._ids}
 
 
+def layout_on(**sizes: Any) -> BatchLayout:
+    return BatchLayout(mesh=make_mesh(MeshConfig(**sizes), jax.devices()))
+
+
 def rows_of(device_ids: range, batch_size: int, **sizes: Any) -> list[int]:
-    sharding = batch_sharding(make_mesh(MeshConfig(**sizes), jax.devices()), DEFAULT_RULES)
+    sharding = layout_on(**sizes).sharding("index")
     return process_rows(HeldBy(sharding, device_ids), batch_size)  # pyright: ignore[reportArgumentType]
 
 
 def test_one_process_holds_every_row():
-    sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2), jax.devices()), DEFAULT_RULES)
-    assert process_rows(sharding, 12) == list(range(12))
+    assert process_rows(layout_on(data=4, model=2).sharding("index"), 12) == list(range(12))
 
 
 def test_processes_along_data_hold_different_rows():
@@ -59,12 +62,13 @@ def test_stages_in_two_processes_both_hold_every_row():
     "sizes", [{}, {"data": 8}, {"pipeline": 2, "fsdp": 2, "model": 2}], ids=str
 )
 def test_place_batch_puts_every_row_in_its_place(sizes):
-    sharding = batch_sharding(make_mesh(MeshConfig(**sizes), jax.devices()), DEFAULT_RULES)
+    layout = layout_on(**sizes)
+    sharding = layout.sharding("index")
     batch = {
         "tokens": np.arange(16 * 3, dtype=np.int32).reshape(16, 3),
         "index": np.arange(16, dtype=np.uint32),
     }
-    placed = place_batch(batch, process_rows(sharding, 16), sharding, 16)
+    placed = place_batch(batch, process_rows(sharding, 16), layout, 16)
     for name, array in batch.items():
         assert placed[name].dtype == array.dtype
         assert placed[name].sharding.is_equivalent_to(sharding, array.ndim)
@@ -75,7 +79,7 @@ def test_place_batch_puts_every_row_in_its_place(sizes):
 
 def test_place_batch_reads_only_the_rows_that_this_process_holds(monkeypatch):
     """One of two processes: its 8 local rows are rows 8..15 of the global batch."""
-    sharding = batch_sharding(make_mesh(MeshConfig(data=4, model=2), jax.devices()), DEFAULT_RULES)
+    layout = layout_on(data=4, model=2)
     rows = rows_of(range(4, 8), 16, data=4, model=2)
     pieces = {}
 
@@ -87,6 +91,25 @@ def test_place_batch_reads_only_the_rows_that_this_process_holds(monkeypatch):
 
     monkeypatch.setattr(jax, "make_array_from_callback", make)
     everything = np.arange(16 * 3).reshape(16, 3)
-    place_batch({"tokens": everything[rows]}, rows, sharding, 16)
+    place_batch({"tokens": everything[rows]}, rows, layout, 16)
     for device_id, first in ((4, 8), (5, 8), (6, 12), (7, 12)):
         np.testing.assert_array_equal(pieces[device_id], everything[first : first + 4])
+
+
+@pytest.mark.parametrize("ring_size", [1, 2, 4])
+def test_place_batch_puts_tokens_in_the_order_of_the_devices(ring_size):
+    mesh = make_mesh(MeshConfig(data=2, context=4), jax.devices())
+    names = frozenset({"tokens"})
+    split = SequenceSplit(num_devices=4, ring_size=ring_size, arrays=names)
+    layout = BatchLayout(mesh=mesh, sequence=split)
+    batch = {
+        "tokens": np.arange(4 * 16, dtype=np.int32).reshape(4, 16),
+        "weights": np.arange(4 * 16, dtype=np.float32).reshape(4, 16),
+    }
+    placed = place_batch(batch, [0, 1, 2, 3], layout, 4)
+    in_order = batch["tokens"][:, split.order(16)]
+    np.testing.assert_array_equal(placed["tokens"], in_order)
+    np.testing.assert_array_equal(placed["weights"], batch["weights"])
+    for shard in placed["tokens"].addressable_shards:
+        assert shard.data.shape == (2, 4)
+        np.testing.assert_array_equal(shard.data, in_order[shard.index])

@@ -33,6 +33,14 @@ def test_largest_come_first_until_the_fraction_is_reached(stage, fraction, expec
     assert modes([P("data")] * 3, zero_stage=stage, **fields) == expected
 
 
+@pytest.mark.parametrize(("fraction", "expected"), [(1.0, BY_LAYER), (0.0, ONCE)])
+def test_what_fsdp_splits_is_gathered_by_layer_unless_told_otherwise(fraction, expected):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2), jax.devices())
+    specs = [P("fsdp"), P(("fsdp", "data")), P()]
+    config = MemoryConfig(shard_parameters_fraction=fraction)
+    assert stack_gather_modes(PARAMS, specs, mesh, config) == [expected, expected, ONCE]
+
+
 def test_replicated_parameters_are_not_read_from_host_memory():
     hosted = {"placement": "host", "offload_parameters_fraction": 1.0}
     specs = [P(), P("data"), P("data")]

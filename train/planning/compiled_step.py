@@ -119,6 +119,7 @@ class CompiledStep:
             f"mesh       {mesh}",
             f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
             *(f"assumed    {line}" for line in self.assumed),
+            *([f"context    {run.sequence}"] if run.sequence.num_devices > 1 else []),
             *(f"attention  {choice}" for choice in run.attention_kernels),
             f"compiled   {self.trace_s:.1f} s tracing, {self.compile_s:.1f} s compiling",
             f"memory     {size(memory['compiled_bytes'])} per device compiled, "

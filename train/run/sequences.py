@@ -46,7 +46,8 @@ def choose_sequence_split(
         arrays=token_arrays(config.data),
     )
     for length in sorted(traces.row_lengths):
-        _check_length(split, length, name)
+        if length % split.num_parts:
+            raise ValueError(_wrong_length(config, split, model, length))
     return split
 
 
@@ -85,15 +86,33 @@ def _group_size(
     return possible[-1]
 
 
-def _check_length(split: SequenceSplit, length: int, name: str) -> None:
+def _wrong_length(config: RunConfig, split: SequenceSplit, model: nnx.Module, length: int) -> str:
+    """Return the error about a sequence that cannot be divided."""
     parts = split.num_parts
-    if length % parts == 0:
-        return
-    fits = [n for n in (length // parts * parts, -(-length // parts) * parts) if n]
-    ring = f" in two chunks for each of the {split.ring_size} groups of a ring"
-    raise ValueError(
-        f"mesh.context={split.num_devices} splits sequences"
-        f"{ring if split.num_chunks > 1 else ''}, but {name} has one of {length} tokens, which is "
-        f"no multiple of {parts}; choose {' or '.join(map(str, fits))} tokens, or another "
-        "mesh.context"
+    chunks = f", two chunks for each of {split.ring_size} in a ring" if split.num_chunks > 1 else ""
+    remedy = f"choose {' or '.join(map(str, _multiples_near(length, parts)))} tokens"
+    if config.data.reads_images:
+        sizes = _image_sizes(
+            config.images.size, getattr(getattr(model, "config", None), "patch_size", 0), parts
+        )
+        remedy = f"choose {' or '.join(sizes)}" if sizes else "no size of images has one"
+    return (
+        f"mesh.context={split.num_devices} splits sequences into {parts} equal parts{chunks}, but "
+        f"{type(model).__name__} has one of {length} tokens; {remedy}, or set another mesh.context"
     )
+
+
+def _multiples_near(number: int, factor: int) -> list[int]:
+    """Return the largest multiple below a number, unless it is 0, and the smallest one above."""
+    below = number // factor * factor
+    return [n for n in (below, below + factor) if n]
+
+
+def _image_sizes(size: int, patch_size: int, parts: int) -> list[str]:
+    """Return the nearest sizes of images whose patches and class token can be divided."""
+    if not patch_size:
+        return []
+    side = size // patch_size
+    fitting = [n for n in range(1, side + 2 * parts) if (1 + n * n) % parts == 0]
+    nearest = [*[n for n in fitting if n < side][-1:], *[n for n in fitting if n > side][:1]]
+    return [f"images.size={n * patch_size}" for n in nearest]

@@ -16,6 +16,7 @@ def describe(run: Run, corpus: Corpus) -> str:
         f"{sum(run.functions.num_layers.values())} layers, {_describe_flops(run)}",
         f"mesh    {mesh} on {run.mesh.size} {run.hardware.device_kind} device(s), "
         f"{jax.process_count()} process(es)",
+        *([f"context {run.sequence}"] if run.sequence.num_devices > 1 else []),
         *(f"attention {kernel}" for kernel in run.attention_kernels),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "

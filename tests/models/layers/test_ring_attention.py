@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 
 from models.layers import blocked_attention, cudnn_attention
 from models.layers.masks import Mask
-from models.layers.ring_attention import BlockKernel, Ring, RingOptions, attend_on_ring
+from models.layers.ring_attention import BlockKernel, RingOptions, attend_on_ring
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.ops.sequence import SequenceSplit
 from tests.models.layers import cudnn_stand_in
 
 KERNELS = {
@@ -52,14 +53,8 @@ def bias_of(table, q_positions, k_positions):
     return table[jnp.minimum(distances, len(table) - 1)].transpose(2, 0, 1)[None]
 
 
-def order_of(ring: Ring) -> np.ndarray:
-    """Return int[T], the positions of the tokens, device by device."""
-    length = LENGTH // ring.size
-    return np.concatenate([ring.positions(i, length) for i in range(ring.size)])
-
-
 def on_ring(options: RingOptions, q, k, v, ids, table):
-    order = order_of(options.ring)
+    order = options.split.order(LENGTH)
     spec = PartitionSpec(None, "context")
 
     def local(q, k, v, ids, table):
@@ -105,9 +100,9 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
             pytest.skip("no model has a bias and a window")
         cudnn_stand_in.install(monkeypatch)
     mask = Mask(is_causal=is_causal, window=window)
-    ring = Ring(axis="context", size=size, is_zigzag=is_causal)
+    split = SequenceSplit(num_devices=size, ring_size=size, is_zigzag=is_causal)
     options = RingOptions(
-        ring=ring,
+        split=split,
         mask=mask,
         scale=0.3,
         kernel=KERNELS[kernel],
