@@ -203,7 +203,7 @@ class _SimulatorState:
             if asynchrony.is_marked_synchronous(collective):
                 self._wait(instruction.name)
         elif copy is not None:
-            self._start(instruction, copy.direction, costs.host_copy_s(copy), None)
+            self._start(instruction, copy.direction, costs.machine.host_copy_s(copy.bytes), None)
         elif (kernel := costs.kernel(instruction)) is not None:
             self.totals.by_category[kernel.category] += kernel.seconds
             self._append(COMPUTE, kernel.category, instruction.name, self.now_s, kernel.seconds)

@@ -20,7 +20,16 @@ from typing import Any
 from models.functions import can_share_vocab
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
-from train.planning.fitting import MAX_TRIES, FittingRuns, promising, with_leaner
+from train.planning.fitting import (
+    FittingRuns,
+    Selection,
+    leanest,
+    may_fit,
+    promising,
+    rank,
+    step_s,
+    with_leaner,
+)
 from train.planning.layer_times import ReplicaStep
 from train.planning.memory.budget import Needs, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
@@ -127,23 +136,24 @@ class PlanSearch:
         self._say("compiles the best plans whole")
         choices = self._compiled.compile_promising(self._pairs)
         if not choices:
-            lean = self._costs.leanest(self.plans, MAX_TRIES)
+            lean = leanest(self._costs, self.plans)
+            only_one = Selection(count=1, trusts_composed=False)
             for pair in lean[:_NUM_LEAN]:
-                choices = self._compiled.compile([pair], 1, is_last_resort=True)
+                choices = self._compiled.compile([pair], only_one)
                 if choices:
                     break
             if choices:  # others may be faster
-                lean.sort(key=lambda pair: pair[1].step_s)
-                choices = self._compiled.compile(lean, _NUM_LEAN, of_each_shape=2)
+                lean.sort(key=step_s)
+                choices = self._compiled.compile(lean, Selection(count=_NUM_LEAN, of_each_shape=2))
         if not choices:
             raise self._compiled.error()
         variants = self._zero_variants(choices[0])
-        return self._compiled.compile(variants, _NUM_VARIANTS, of_each_shape=4)
+        return self._compiled.compile(variants, Selection(count=_NUM_VARIANTS, of_each_shape=4))
 
     def _zero_variants(self, best: Choice) -> list[Costed]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
         others = {dataclasses.replace(best.plan, zero_stage=stage) for stage in range(4)}
-        ranked = self._costs.ranked([plan for plan in self.plans if plan in others - {best.plan}])
+        ranked = rank(self._costs, [plan for plan in self.plans if plan in others - {best.plan}])
         return [pair for pair in ranked if pair[1].step_s < _LEAST_GAIN * best.cost.step_s]
 
     def _place_in_host_memory(self) -> None:
@@ -172,7 +182,7 @@ class PlanSearch:
             if plan.shape not in compiled and plan not in self._runs.excluded:
                 pairs_by_shape.setdefault(plan.shape, (plan, self.cost(plan)))
         others = [pair for pair in pairs_by_shape.values() if pair[1].step_s >= least_s]
-        others.sort(key=lambda pair: pair[1].step_s)
+        others.sort(key=step_s)
         return [
             NotCompiled(mesh=plan.mesh, plan=plan, cost=cost)
             for plan, cost in others[: max(0, NUM_PLANS - len(choices))]
@@ -236,11 +246,11 @@ class PlanSearch:
         pending: dict[concurrent.futures.Future, ReplicaStep] = {}
         num_parts = num_early = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
-        may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
-        if not may_fit:
-            return self._costs.leanest(self.plans, MAX_TRIES)
+        plans = [plan for plan in self.plans if may_fit(self._costs, plan, most_bytes)]
+        if not plans:
+            return leanest(self._costs, self.plans)
         while True:
-            ranked = self._costs.ranked(may_fit)
+            ranked = rank(self._costs, plans)
             best = promising(ranked, self._sure_bytes)[:_NUM_KNOWN]
             front = [part for _, cost in best for part in cost.unknown]
             for part in dict.fromkeys(front):
@@ -252,7 +262,7 @@ class PlanSearch:
                     num_parts += 1
             if 0 < len(pending) < _NUM_THREADS:  # a thread is idle
                 known = [pair for pair in best if not pair[1].unknown]
-                self._compiled.start(known[: not num_early], 1)
+                self._compiled.start(known[: not num_early], Selection(count=1))
                 num_early += 1
             if not pending:  # a plan whose times are only assumed comes last
                 return sorted(ranked, key=lambda pair: len(pair[1].unknown) > 0)
