@@ -47,7 +47,7 @@ from train.compile import load_config, sizes_without_data
 from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.plan import devices_of
-from train.planning.memory.budget import excess, needs_of
+from train.planning.memory.budget import fits, needs_of
 from train.planning.parallel_plan import ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
@@ -286,7 +286,7 @@ def _legal_runs(
             run = devices.assemble(plan.applied(config))
         except ValueError:
             continue
-        if excess(needs_of(run, devices.budget), devices.budget) <= 1:
+        if fits(needs_of(run, devices.budget), devices.budget):
             yield plan, run
 
 

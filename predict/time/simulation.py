@@ -182,10 +182,9 @@ class _SimulatorState:
 
     def finish(self) -> Execution:
         """Return the execution of the instructions issued so far."""
-        busy = {stream: free_s - self.now_s for stream, free_s in self._free_s.items()}
         return Execution(
             duration_s=self.now_s,
-            busy=tuple(sorted((stream, left_s) for stream, left_s in busy.items() if left_s > 0)),
+            busy=self._busy(),
             totals=self.totals,
             items=tuple(self.items),
         )

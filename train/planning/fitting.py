@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from train.config.schema import RunConfig
-from train.planning.memory.budget import COMPILED, excess, needs_of
+from train.planning.memory.budget import COMPILED, fits, needs_of
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import Costed, PlanCost, PlanCosts
 from train.planning.plan_devices import PlanDevices
@@ -90,8 +90,7 @@ class FittingRuns:
             needs = needs_of(run, budget)
             correction = needs.device_bytes / cost.memory_bytes
             self._corrections[kind] = min(correction, self._corrections.get(kind, math.inf))
-            least_bytes = self._least_share() * needs.device_bytes
-            if excess(needs, budget, device_bytes=least_bytes) <= 1:
+            if fits(needs, budget, ratio=self._least_share()):
                 self._estimates[plan] = needs.device_bytes
                 num_found += 1
                 shapes[plan.shape] += 1

@@ -38,6 +38,7 @@ from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
     DoesNotFit,
     NotCompiled,
+    Request,
     first_tried,
     may_use_host_memory,
     no_division,
@@ -80,7 +81,6 @@ class PlanSearch:
         max_microbatches: int | None = None,
     ):
         self._max_microbatches = max_microbatches
-        self._config = config
         self._devices = devices
         self._fixed = fixed
         self._budget = devices.budget
@@ -93,14 +93,12 @@ class PlanSearch:
             model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
             remat=config.train.remat if "train.remat" in fixed else "none",
         )
-        self._costs = PlanCosts(config, devices.machine, self._layers)
-        self._runs = FittingRuns(config, devices)
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
         self._pairs: list[Costed] = []
         self._compiles = Compilations(_NUM_THREADS)
-        self._compiled = Finalists(self._runs, devices, self._compiles, self._say)
         self._started = time.monotonic()
+        self._use(config)
 
     def best(self) -> list[Choice]:
         """Return the best plans that were compiled whole, the fastest first.
@@ -117,12 +115,12 @@ class PlanSearch:
                 choices = self._finalists()
             except DoesNotFit as error:
                 if not may_use_host_memory(self._config, self._fixed, self._devices.machine):
-                    raise ValueError(self._no_memory(error)) from None
+                    raise ValueError(no_memory(self._request(), error)) from None
                 self._place_in_host_memory()
                 try:
                     choices = self._finalists()
                 except DoesNotFit as again:
-                    raise ValueError(self._no_memory(again)) from None
+                    raise ValueError(no_memory(self._request(), again)) from None
         return choices[:NUM_PLANS]
 
     def _finalists(self) -> list[Choice]:
@@ -159,11 +157,15 @@ class PlanSearch:
     def _place_in_host_memory(self) -> None:
         """Continue with the same plans, but with optimizer state in host memory."""
         self._say("no plan fits into device memory; places optimizer state in host memory")
-        self._config = with_values(self._config, {"memory.placement": "host"})
-        self._costs = PlanCosts(self._config, self._devices.machine, self._layers)
-        self._runs = FittingRuns(self._config, self._devices)
-        self._compiled = Finalists(self._runs, self._devices, self._compiles, self._say)
+        self._use(with_values(self._config, {"memory.placement": "host"}))
         self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
+
+    def _use(self, config: RunConfig) -> None:
+        """Forget what is known about whole plans, and go on with those of a config."""
+        self._config = config
+        self._costs = PlanCosts(config, self._devices.machine, self._layers)
+        self._runs = FittingRuns(config, self._devices)
+        self._compiled = Finalists(self._runs, self._devices, self._compiles, self._say)
 
     def cost(self, plan: ParallelPlan) -> PlanCost:
         """Return the composed cost of a plan, corrected by the plans that were compiled."""
@@ -204,7 +206,7 @@ class PlanSearch:
         count = self._devices.count
         self.plans = [*self._space(self._config, count)]
         if not self.plans:
-            raise ValueError(no_division(self._config, count, [*self._fixed], self._space))
+            raise ValueError(no_division(self._request()))
         self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
         size = self._config.data.global_batch_size
         sizes = [plan.microbatch_size(size) for plan in self.plans]
@@ -270,15 +272,15 @@ class PlanSearch:
                 done.result()
                 self._layers.measure([pending.pop(done)])
 
-    def _no_memory(self, error: DoesNotFit) -> str:
-        return no_memory(
-            error,
-            self._config,
-            self._budget,
-            self._devices.count,
-            lambda num_devices: self._space(self._config, num_devices),
-            self._costs.cost,
-            self._needs_with,
+    def _request(self) -> Request:
+        return Request(
+            config=self._config,
+            fixed=self._fixed,
+            num_devices=self._devices.count,
+            budget=self._budget,
+            space_of=self._space,
+            cost=self._costs.cost,
+            needs_with=self._needs_with,
         )
 
     def _needs_with(

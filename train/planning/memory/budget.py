@@ -144,16 +144,13 @@ def needs_of(run: Run, budget: Budget) -> Needs:
     return Needs(device=run.estimate_memory().device, host=host)
 
 
-def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
-    """Return needs / budget for devices or for hosts, whichever is larger; above 1 does not fit.
+def fits(needs: Needs, budget: Budget, *, ratio: float = 1.0) -> bool:
+    """Return whether a step fits whose device memory is `ratio` times its estimate.
 
-    Args:
-        needs: estimated memory of a step.
-        budget: memory that it may use.
-        device_bytes: bytes per device that replace the estimate, if a better value is known.
+    Host memory is known exactly.
     """
-    device = needs.device_bytes if device_bytes is None else device_bytes
-    return max(device / budget.device_bytes, needs.host_bytes / budget.host_bytes)
+    device_bytes = ratio * needs.device_bytes
+    return device_bytes <= budget.device_bytes and needs.host_bytes <= budget.host_bytes
 
 
 def compiled_bytes(run: Run) -> int | None:
