@@ -11,7 +11,6 @@ Only reading is measured. On a machine whose CPU also computes the steps, readin
 
 import argparse
 import io
-import json
 import os
 import platform
 import statistics
@@ -69,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         figures = measure(Path(directory), workers, args)
     figures = {"command": command_line("benchmarks.images", argv)} | figures
     print(as_text(figures))
-    if args.out:
-        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    report.write_json(args.out, figures)
     return 0
 
 

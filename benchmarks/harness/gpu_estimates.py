@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import docs_page
 from predict.machines.targets import Target, parse_target
 from predict.program.memory import memory
 from train.compile import run_for
@@ -237,20 +238,19 @@ def is_within(figures: dict[str, Any]) -> bool:
 
 def tables(found: dict[str, dict[str, Any]]) -> str:
     """Return Markdown tables of the published sizes and of every config on every mesh."""
-    lines = ["| published size | GPUs | estimated, GB | compiled, GB | ratio |"]
-    lines += ["|---|---|---|---|---|"]
+    published = [["published size", "GPUs", "estimated, GB", "compiled, GB", "ratio"]]
     for name in PUBLISHED:
         if "ratio" in found.get(name, {}):
             figures = found[name]
             estimated, compiled = (figures[key] / 1e9 for key in ("estimated", "compiled"))
             row = [name, f"{figures['gpus']:,}", f"{estimated:.1f}", f"{compiled:.1f}"]
-            lines.append(f"| {' | '.join(row)} | {_ratio(figures)} |")
-    lines += ["", f"| ratio | {' | '.join(MESHES)} |", "|---" * (len(MESHES) + 1) + "|"]
+            published.append([*row, _ratio(figures)])
+    ratios = [["ratio", *MESHES]]
     for config in config_names():
         row = [found.get(f"{config}, {mesh}", {}) for mesh in MESHES]
         if any(row):
-            lines.append(f"| {config} | {' | '.join(map(_ratio, row))} |")
-    return "\n".join(lines)
+            ratios.append([config, *map(_ratio, row)])
+    return f"{docs_page.markdown(published)}\n\n{docs_page.markdown(ratios)}"
 
 
 def _ratio(figures: dict[str, Any]) -> str:

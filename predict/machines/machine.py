@@ -77,7 +77,7 @@ class Machine:
 
         Args:
             dtype: element type of its operands, as in `flops_per_s`.
-            flops: its FLOPs.
+            flops: multiplications and additions.
             num_bytes: bytes that it reads and writes.
         """
         compute_s = flops / self.peak_flops_per_s(dtype) / MATMUL_EFFICIENCY
