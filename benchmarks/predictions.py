@@ -58,14 +58,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
     """Return the figures of a case, or "refused" with the reason if it does not fit the mesh."""
-    described = {"config": case.config, "overrides": list(case.overrides), "gpus": case.num_gpus}
     try:
         run = gpu_estimates.make_run(case, "h100")
     except ValueError as error:
-        return described | {"refused": str(error)}
+        return case.to_json() | {"refused": str(error)}
     step = compile_run(run)
     step_figures = step.to_json()
-    return described | {
+    return case.to_json() | {
         "attention": sorted({selected.kernel for selected in run.attention_kernels}),
         "seconds": round(step.trace_s + step.compile_s, 1),
         "compiled_bytes": step_figures["memory"]["compiled_bytes"],

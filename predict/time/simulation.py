@@ -40,7 +40,6 @@ from predict.program.instruction import (
     repeats,
     trip_count,
 )
-from predict.program.module import Module
 from predict.time.execution import (
     BUBBLE,
     COMPUTE,
@@ -68,17 +67,16 @@ class Simulator:
     """Simulates the computations of a program, each once per state in which it begins.
 
     Args:
-        module: scheduled program.
-        costs: estimated times of its instructions.
+        costs: estimated times of the instructions of a scheduled program.
         ticks: operations of its pipeline stages. If None, every loop that may run once runs.
     """
 
-    def __init__(self, module: Module, costs: Costs, ticks: Ticks | None):
-        self.module = module
+    def __init__(self, costs: Costs, ticks: Ticks | None):
+        self.module = costs.module
         self.costs = costs
         self.ticks = ticks
         self._runs: dict[tuple[str, Busy, Operations | None], Execution] = {}
-        self._overlapped = asynchrony.overlapped_starts(module)
+        self._overlapped = asynchrony.overlapped_starts(self.module)
 
     def step(self) -> Execution:
         """Simulate the whole program, including work left on streams after the last kernel."""

@@ -177,9 +177,7 @@ def distinct(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
 def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return the fastest plan of each shape, and the fastest that surely fits, in order.
 
-    Args:
-        ranked: plans, the fastest first.
-        sure_bytes: composed memory with which a plan surely fits.
+    Arguments as for `distinct`.
     """
     sure = [pair for pair in ranked if pair[1].memory_bytes <= sure_bytes]
     chosen = dict([*distinct(ranked, sure_bytes), *distinct(sure, sure_bytes)])
@@ -189,9 +187,7 @@ def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
 def with_leaner(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return the plans of `distinct`, followed by others of each shape if the first does not fit.
 
-    Args:
-        ranked: plans, the fastest first.
-        sure_bytes: composed memory with which a plan surely fits.
+    Arguments as for `distinct`.
     """
     firsts = {pair[0].shape: pair for pair in distinct(ranked, sure_bytes)}
     costs = {}
