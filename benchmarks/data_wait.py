@@ -7,7 +7,6 @@ and reading share the cores; with an accelerator, steps leave the cores to the r
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -57,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         "runs": rows,
     }
     print(as_text(rows))
-    if args.out:
-        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    report.write_json(args.out, figures)
     return 0
 
 

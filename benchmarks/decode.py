@@ -59,14 +59,14 @@ def main(argv: list[str] | None = None) -> int:
     args, others = parser.parse_known_args(argv)
     logging.basicConfig(format="%(message)s", level=logging.WARNING, force=True)
     if args.docs:
-        _write_docs()
+        docs_page.write_tables(_DOCS, tables())
         return 0
     jax.config.update("jax_platforms", "cpu")
     command = command_line("benchmarks.decode", argv)
     sizes = [int(size) for size in args.batch.split(",")]
     if args.peer:
         comparison = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
-        return _print({"command": command, **comparison}, args.out)
+        return _report({"command": command, **comparison}, args.out)
     target = parse_target(args.target)
     if target.num_devices != 1:
         raise ValueError(f"--target={args.target} has {target.num_devices} GPUs; give it one")
@@ -75,29 +75,23 @@ def main(argv: list[str] | None = None) -> int:
     passes = [predicted(model, target, size, args.length) for size in sizes]
     figures = {"command": command, "versions": report.versions(), "target": target.name}
     figures |= {"config": args.config, "length": args.length, "passes": passes}
-    return _print(figures, args.out)
+    return _report(figures, args.out)
 
 
-def _print(figures: dict[str, Any], out: Path | None) -> int:
+def _report(figures: dict[str, Any], out: Path | None) -> int:
     """Print figures as JSON, also into a file if there is one; return the exit code."""
-    text = json.dumps(figures, indent=1, allow_nan=False) + "\n"
-    print(text, end="")
-    if out is not None:
-        out.write_text(text, encoding="utf-8")
+    print(json.dumps(figures, indent=1, allow_nan=False))
+    report.write_json(out, figures, indent=1)
     return 0
 
 
-def _write_docs() -> None:
-    """Write the tables of docs/generate.md."""
-    figures, beside = (
-        json.loads(file.read_text(encoding="utf-8")) for file in (_RESULTS, _PEER_RESULTS)
-    )
-    tables = {
-        "decode": docs_page.markdown(rows_of(figures)),
-        "decode beside transformers": docs_page.markdown(generation_peer.rows_of(beside)),
+def tables() -> dict[str, str]:
+    """Return the tables of docs/generate.md."""
+    peer_rows = generation_peer.rows_of(report.read_json(_PEER_RESULTS))
+    return {
+        "decode": docs_page.markdown(rows_of(report.read_json(_RESULTS))),
+        "decode beside transformers": docs_page.markdown(peer_rows),
     }
-    text = _DOCS.read_text(encoding="utf-8")
-    _DOCS.write_text(docs_page.with_tables(text, tables, _DOCS), encoding="utf-8")
 
 
 def predicted(model: Any, target: Target, batch_size: int, num_slots: int) -> dict[str, Any]:

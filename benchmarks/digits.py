@@ -8,18 +8,16 @@ labelled images for every seed.
 
 import dataclasses
 import functools
-import json
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import report
+from benchmarks.harness import docs_page, report
 from fields.paths import local_path
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
@@ -85,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.seeds < 1:
         raise ValueError(f"--seeds={args.seeds} must be at least 1")
     try:  # find errors now, not after hours of training
-        before = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+        before = report.read_json(args.out) if args.out and args.out.exists() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"--out={args.out} cannot be read as JSON: {error}") from error
     circumstances = {
@@ -99,10 +97,9 @@ def main(argv: list[str] | None = None) -> int:
             name: {**circumstances, **experiment(name, args.seeds, directory)} for name in wanted
         }
     print(as_text(results))
-    if args.out:
-        all_results = {**before, **results}
-        ordered = {name: all_results[name] for name in EXPERIMENTS if name in all_results}
-        args.out.write_text(json.dumps(ordered, indent=2, allow_nan=False) + "\n")
+    all_results = {**before, **results}
+    ordered = {name: all_results[name] for name in EXPERIMENTS if name in all_results}
+    report.write_json(args.out, ordered)
     return 0
 
 
@@ -179,16 +176,13 @@ def train(
 
 def as_text(results: dict[str, Any]) -> str:
     """Return the results of experiments as a Markdown table."""
-    rows = ["| experiment | top-1 of seeds | mean | seconds |", "|---|---|---|---|"]
+    rows = [["experiment", "top-1 of seeds", "mean", "seconds"]]
     for name, result in results.items():
-        rows.append(_row(name, result["accuracies"], result["seconds"]))
-    return "\n".join(rows)
-
-
-def _row(name: str, accuracies: Sequence[float], seconds: Sequence[float]) -> str:
-    percents = ", ".join(f"{100 * value:.1f}" for value in accuracies)
-    mean = 100 * statistics.mean(accuracies)
-    return f"| {name} | {percents} | {mean:.1f} % | {statistics.median(seconds):.0f} |"
+        percents = ", ".join(f"{100 * value:.1f}" for value in result["accuracies"])
+        mean = 100 * statistics.mean(result["accuracies"])
+        seconds = statistics.median(result["seconds"])
+        rows.append([name, percents, f"{mean:.1f} %", f"{seconds:.0f}"])
+    return docs_page.markdown(rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ compiles only the cases that are missing there.
 """
 
 import argparse
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--docs", action="store_true", help="write the tables of docs/memory.md")
     args = parser.parse_args(argv)
     if args.docs:
-        _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+        docs_page.write_tables(_DOCS, tables())
         return 0
     command = command_line("benchmarks.estimates", argv)
     if args.target:
@@ -140,14 +139,14 @@ def _compare_on_cpus(args: argparse.Namespace, command: str) -> None:
     for name in names:
         run = make_run(name)
         figures[name] = measure(run)
-        print(as_text(name, figures[name]))
+        print(docs_page.row(_row(name, figures[name])))
     whole = {
         "command": command,
         "hardware": report.hardware(run.mesh),
         "versions": report.versions(),
         "cases": {name: {"config": CASES[name], **figures[name]} for name in names},
     }
-    _write(args.out, whole)
+    report.write_json(args.out, whole)
 
 
 def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
@@ -155,7 +154,7 @@ def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     before = {}
     if args.out and args.out.exists():
-        before = json.loads(args.out.read_text(encoding="utf-8"))["cases"]
+        before = report.read_json(args.out)["cases"]
     figures_by_case = dict(before)
     whole = {
         "command": command,
@@ -178,43 +177,27 @@ def _compare_on_gpus(args: argparse.Namespace, command: str) -> None:
         whole["cases"] = {
             c.name: figures_by_case[c.name] for c in cases if c.name in figures_by_case
         }
-        _write(args.out, whole)
+        report.write_json(args.out, whole)
     for name in gpu_estimates.out_of_bounds(figures_by_case):
         print(f"out of bounds: {name}: {figures_by_case[name]['ratio']}")
 
 
-def _write(path: Path | None, figures: dict[str, Any]) -> None:
-    if path:
-        path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def with_tables(text: str) -> str:
-    """Return the text of docs/memory.md with its tables replaced by the current results.
-
-    Args:
-        text: text of the page.
-
-    Returns:
-        The new text of the page.
-
-    Raises:
-        ValueError: the page lacks a comment that marks the beginning or end of a table.
-    """
-    on_cpus = json.loads((_RESULTS / "cpu_estimates.json").read_text(encoding="utf-8"))
-    rows = ["| config | estimated | compiled | ratio |", "|---|---|---|---|"]
-    rows += [as_text(name, figures) for name, figures in on_cpus["cases"].items()]
+def tables() -> dict[str, str]:
+    """Return the tables of docs/memory.md, from the current results."""
+    on_cpus = report.read_json(_RESULTS / "cpu_estimates.json")
+    rows = [["config", "estimated", "compiled", "ratio"]]
+    rows += [_row(name, figures) for name, figures in on_cpus["cases"].items()]
     on_gpus = [
         f"With jax {results['versions']['jax']}:\n\n{gpu_estimates.tables(results['cases'])}"
         for results in h100_results()
     ]
-    tables = {"cpu estimates": "\n".join(rows), "h100 estimates": "\n\n".join(on_gpus)}
-    return docs_page.with_tables(text, tables, _DOCS)
+    return {"cpu estimates": docs_page.markdown(rows), "h100 estimates": "\n\n".join(on_gpus)}
 
 
 def h100_results() -> list[dict[str, Any]]:
     """Return the contents of the result files for H100s, one per version of jax."""
     paths = sorted(_RESULTS.glob("h100_estimates*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [report.read_json(path) for path in paths]
 
 
 def make_run(name: str) -> Run:
@@ -236,10 +219,9 @@ def measure(run: Run) -> dict[str, Any]:
     }
 
 
-def as_text(name: str, figures: dict[str, Any]) -> str:
-    """Return one row of the table."""
+def _row(name: str, figures: dict[str, Any]) -> list[str]:
     estimated, compiled = (figures[key] / 1e6 for key in ("estimated", "compiled"))
-    return f"| {name} | {estimated:.1f} | {compiled:.1f} | {figures['ratio']:.2f} |"
+    return [name, f"{estimated:.1f}", f"{compiled:.1f}", f"{figures['ratio']:.2f}"]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Only reading is measured. On a machine whose CPU also computes the steps, readin
 
 import argparse
 import io
-import json
 import os
 import platform
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.harness import report
+from benchmarks.harness.timing import time_s
 from data.batches import train_batches
 from data.config import DataConfig
 from data.corpus import load_corpus
@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         figures = measure(Path(directory), workers, args)
     figures = {"command": command_line("benchmarks.images", argv)} | figures
     print(as_text(figures))
-    if args.out:
-        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    report.write_json(args.out, figures)
     return 0
 
 
@@ -95,7 +94,7 @@ def measure(directory: Path, workers: list[int], args: argparse.Namespace) -> di
         cache_dir=str(directory / "cache"),
     )
     images = {n: _recipe(n) for n in workers}
-    check_s = [_timed_s(lambda: load_corpus(data, _recipe(0))) for _ in range(2)]
+    check_s = [time_s(lambda: load_corpus(data, _recipe(0))) for _ in range(2)]
     speeds: dict[int, list[float]] = {n: [] for n in workers}
     first_s: dict[int, list[float]] = {n: [] for n in workers}
     for _ in range(args.rounds):
@@ -199,7 +198,7 @@ def _alone(root: Path) -> dict[str, float]:
         "all": lambda: read(_recipe(0)),
     }
     return {
-        name: min(_timed_s(part) for _ in range(3)) / len(contents) for name, part in parts.items()
+        name: min(time_s(part) for _ in range(3)) / len(contents) for name, part in parts.items()
     }
 
 
@@ -211,10 +210,8 @@ def _full_speed(data: DataConfig, images: ImageConfig, num_batches: int) -> tupl
     first_s = time.perf_counter() - begin_s
     for _ in range(8):  # Use up the batches that were read ahead.
         next(batches)
-    begin_s = time.perf_counter()
-    for _ in range(num_batches):
-        next(batches)
-    return num_batches * data.global_batch_size / (time.perf_counter() - begin_s), first_s
+    seconds = time_s(lambda: [next(batches) for _ in range(num_batches)])
+    return num_batches * data.global_batch_size / seconds, first_s
 
 
 def _waits(
@@ -226,9 +223,7 @@ def _waits(
     waits = []
     for _ in range(num_batches):
         time.sleep(step_s)
-        begin_s = time.perf_counter()
-        next(batches)
-        waits.append(time.perf_counter() - begin_s)
+        waits.append(time_s(lambda: next(batches)))
     half = waits[num_batches // 2 :]  # The first batches were read ahead.
     return {"median": statistics.median(half), "max": max(half)}
 
@@ -239,12 +234,6 @@ def _open(data: DataConfig, images: ImageConfig) -> Iterator[Batch]:
 
 def _summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def _timed_s(function: Any) -> float:
-    begin_s = time.perf_counter()
-    function()
-    return time.perf_counter() - begin_s
 
 
 def as_text(figures: dict[str, Any]) -> str:

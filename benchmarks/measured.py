@@ -14,11 +14,10 @@ any machine, add the step to the stored results, and write the table of docs/bef
 """
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import docs_page
+from benchmarks.harness import docs_page, report
 from fields.paths import local_path
 from predict.machines.datasheets import machine_of
 from predict.machines.machine import Machine
@@ -51,13 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.add is not None:
         if not args.name:
             parser.error("--add needs --name, the name of the step in the table")
-        results = json.loads(_RESULTS.read_text(encoding="utf-8")) if _RESULTS.exists() else {}
-        results[args.name] = measured(args.add)
-        text = json.dumps(results, indent=2, allow_nan=False) + "\n"
-        _RESULTS.write_text(text, encoding="utf-8")
+        results = report.read_json(_RESULTS) if _RESULTS.exists() else {}
+        report.write_json(_RESULTS, results | {args.name: measured(args.add)})
     if args.docs:
-        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
-        _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
+        docs_page.write_tables(_DOCS, tables(report.read_json(_RESULTS)))
     return 0
 
 
@@ -67,17 +63,17 @@ def measured(directory: Path) -> dict[str, Any]:
     Args:
         directory: output directory of the commands above.
     """
-    figures = json.loads((directory / "step.json").read_text(encoding="utf-8"))
+    figures = report.read_json(directory / "step.json")
     peer = directory / "peer.json"
     if peer.exists():
-        peer_figures = json.loads(peer.read_text(encoding="utf-8"))
+        peer_figures = report.read_json(peer)
         if peer_figures["hardware"]["device_kind"] != figures["hardware"]["device_kind"]:
             raise ValueError(f"{peer} was measured on {peer_figures['hardware']['device_kind']}")
         figures[_PEER] = peer_figures[_PEER] | {
             "versions": peer_figures["versions"],
             "command": peer_figures["command"],
         }
-    kernels = json.loads((directory / "kernels.json").read_text(encoding="utf-8"))
+    kernels = report.read_json(directory / "kernels.json")
     text = gzip.decompress((directory / "step.hlo.txt.gz").read_bytes()).decode()
     machine = _machine(figures["hardware"]["device_kind"])
     prediction = predict(text, figures["work"]["mesh"], machine)
@@ -107,16 +103,11 @@ def _machine(device_kind: str) -> Machine:
     return machine_of(target)
 
 
-def with_table(text: str, results: dict[str, Any]) -> str:
-    """Return the text of the docs page with its table replaced by the results."""
-    return docs_page.with_tables(text, {"measured": table(results)}, _DOCS)
-
-
-def table(results: dict[str, Any]) -> str:
-    """Return a Markdown table of measured, predicted and the peer's figures."""
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the table of the docs: measured, predicted and the peer's figures."""
     heads = ["step", "measured, ms", "predicted, ms", "predicted ÷ measured", "MFU"]
     heads += ["compiled, GiB", "used, GiB", "torch.compile, ms", "ratio", "GiB"]
-    rows = [heads, ["---"] * len(heads)]
+    rows = [heads]
     for name, step in results.items():
         ours = step["ours"]
         planned = Memory(**ours["memory"]).in_all or 0
@@ -133,7 +124,7 @@ def table(results: dict[str, Any]) -> str:
             row += [f"{1e3 * theirs:.0f}", f"{theirs / seconds:.2f}"]
             row.append(f"{peer['peak_memory_bytes'] / 2**30:.1f}")
         rows.append(row)
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return {"measured": docs_page.markdown(rows)}
 
 
 if __name__ == "__main__":

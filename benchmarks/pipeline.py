@@ -22,26 +22,23 @@ import contextlib
 import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.harness import report
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, predict
 from benchmarks.harness.stage_parts import ReplicaStep, StageParts
-from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender, StepTimes, interleave, ratios
-from benchmarks.step import make_run
+from benchmarks.harness.timing import Contender, StepTimes, interleave, ratios
+from benchmarks.step import contender_of, make_run
 from distributed import startup
 from pipeline.config import REMAT
 from pipeline.schedule import SCHEDULES
 from pipeline.schedules.table import max_in_flight
 from predict.program.flops import matmul_flops
 from predict.program.memory import memory
-from sharding.batches import place_batch
 from sharding.mesh import MeshConfig
 from train.config.overrides import Overrides
 from train.run.run import Run
@@ -169,10 +166,10 @@ def measure(
     alone = StageParts(some, list(some.mesh.devices.flat[:1]))
     together = StageParts(some, list(some.mesh.devices.flat))
     batch = random_batch(some)
-    states = {}
-    contenders = {run: _step(runs[run], batch, states) for run in runs}
+    states: dict[Any, Any] = {}
+    contenders = {name: contender_of(run, batch, states) for name, run in runs.items()}
     parts = {(group, part): group.step_of(part) for group in (alone, together) for part in wanted}
-    whole = {run: contender.step for run, contender in contenders.items()}
+    whole = {name: contender.step for name, contender in contenders.items()}
     times = interleave({**parts, **whole}, num_rounds=num_rounds, num_steps=num_steps)
     # Per round: (seconds of each part alone, seconds of each part together), for one microbatch.
     costs = [
@@ -206,41 +203,6 @@ def measure(
             for (schedule, remat), run in runs.items()
         ],
     }
-
-
-def _step(run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any]) -> Contender:
-    """Return the step of a run as a contender that has warmed up.
-
-    Args:
-        batch: global batch, by name.
-        states: training states by layout, which this function extends. Runs with the same layout
-            take turns updating one state, which saves memory.
-
-    Returns:
-        The contender.
-    """
-    start_s = time.perf_counter()
-    train_step = run.compile_train_step()
-    compile_time_s = time.perf_counter() - start_s
-    placed = place_batch(
-        {name: array[run.rows] for name, array in batch.items()},
-        run.rows,
-        run.batch_layout,
-        run.config.data.global_batch_size,
-    )
-    leaves = jax.tree.leaves(run.state_layout.abstract)
-    key = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
-    first, metrics = train_step(run.state_layout.initial(), placed)
-    states.setdefault(key, first)
-
-    def step() -> float:
-        states[key], metrics = train_step(states[key], placed)
-        jax.block_until_ready(states[key])
-        return float(metrics["loss"])
-
-    for _ in range(NUM_WARM_UP_STEPS):
-        step()
-    return Contender(step=step, compile_time_s=compile_time_s, first_loss=float(metrics["loss"]))
 
 
 def _figures(

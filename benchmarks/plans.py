@@ -47,7 +47,7 @@ from train.compile import load_config, sizes_without_data
 from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.plan import devices_of
-from train.planning.memory.budget import excess, needs_of
+from train.planning.memory.budget import fits, needs_of
 from train.planning.parallel_plan import ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
@@ -76,8 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--docs", action="store_true", help="write docs/plan.md from the results")
     args, others = parser.parse_known_args(argv)
     if args.docs:
-        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
-        _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
+        docs_page.write_tables(_DOCS, tables(report.read_json(_RESULTS)))
         return 0
     if args.check == "again" and args.out is not None:
         return _again(args.out)
@@ -98,10 +97,9 @@ def main(argv: list[str] | None = None) -> int:
     figures = {"command": command, "versions": report.versions(), "machine": machine} | figures
     print(json.dumps(figures, indent=1, allow_nan=False))
     if args.out is not None:
-        known = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else []
+        known = report.read_json(args.out) if args.out.exists() else []
         other_results = [result for result in known if result["command"] != command]
-        text = json.dumps([*other_results, figures], indent=1, allow_nan=False)
-        args.out.write_text(text + "\n", encoding="utf-8")
+        report.write_json(args.out, [*other_results, figures], indent=1)
     return 0
 
 
@@ -119,7 +117,7 @@ def _inputs(
 def _again(file: Path) -> int:
     """Plan the configs in a file again, and update their choices; return the exit code."""
     jax.config.update("jax_platforms", "cpu")
-    results = json.loads(file.read_text(encoding="utf-8"))
+    results = report.read_json(file)
     asked = {
         number: _arguments_of(result["command"])
         for number, result in enumerate(results)
@@ -156,7 +154,7 @@ def _again(file: Path) -> int:
             "best_s": result["steps_s"][best],
             "loss": loss,
         }
-    file.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    report.write_json(file, results, indent=1)
     return 0
 
 
@@ -286,7 +284,7 @@ def _legal_runs(
             run = devices.assemble(plan.applied(config))
         except ValueError:
             continue
-        if excess(needs_of(run, devices.budget), devices.budget) <= 1:
+        if fits(needs_of(run, devices.budget), devices.budget):
             yield plan, run
 
 
@@ -302,16 +300,8 @@ def _on(devices: list[Any], config: RunConfig, budget_bytes: float) -> Run:
     )
 
 
-def with_tables(text: str, results: list[dict[str, Any]]) -> str:
-    """Return the text of the docs page with its tables replaced.
-
-    Args:
-        text: text of the page.
-        results: figures, as this command writes them.
-
-    Raises:
-        ValueError: the page lacks a comment that marks the beginning or end of a table.
-    """
+def tables(results: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the tables of the docs page, from figures as this command writes them."""
     every = [["model", "devices", "plans", "fastest", "slowest", "chosen plan is slower by"]]
     first = [["model", "devices", "Gb/s", *every[0][2:]]]
     timed = [["model", "devices", "plans", "fastest", "slowest", "τ", "predicted ÷ measured"]]
@@ -329,9 +319,8 @@ def with_tables(text: str, results: list[dict[str, Any]]) -> str:
             ratios = [plan["predicted_s"] / plan["measured_s"] for plan in plans]
             row += [str(len(plans)), *_range_ms(plan["measured_s"] for plan in plans)]
             timed.append([*row, f"{result['tau']:.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"])
-    tables = {"all plans": every, "first plans": first, "timed plans": timed}
-    tables = {name: docs_page.markdown(rows) for name, rows in tables.items()}
-    return docs_page.with_tables(text, tables, _DOCS)
+    rows_by_table = {"all plans": every, "first plans": first, "timed plans": timed}
+    return {name: docs_page.markdown(rows) for name, rows in rows_by_table.items()}
 
 
 def _range_ms(seconds: Iterable[float]) -> tuple[str, str]:

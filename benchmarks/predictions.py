@@ -7,7 +7,6 @@ The second command writes the table of docs/before_you_rent.md from the results.
 compiler's plan; times are predicted. This needs `jax[cuda12]`, but no GPU.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.docs:
-        _DOCS.write_text(with_table(_DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+        docs_page.write_tables(_DOCS, tables(report.read_json(_RESULTS)))
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     figures_by_case: dict[str, Any] = {}
@@ -53,20 +52,19 @@ def main(argv: list[str] | None = None) -> int:
         "machine": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
         "cases": figures_by_case,
     }
-    args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    report.write_json(args.out, whole)
     return 0
 
 
 def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
     """Return the figures of a case, or "refused" with the reason if it does not fit the mesh."""
-    described = {"config": case.config, "overrides": list(case.overrides), "gpus": case.num_gpus}
     try:
         run = gpu_estimates.make_run(case, "h100")
     except ValueError as error:
-        return described | {"refused": str(error)}
+        return case.to_json() | {"refused": str(error)}
     step = compile_run(run)
     step_figures = step.to_json()
-    return described | {
+    return case.to_json() | {
         "attention": sorted({selected.kernel for selected in run.attention_kernels}),
         "seconds": round(step.trace_s + step.compile_s, 1),
         "compiled_bytes": step_figures["memory"]["compiled_bytes"],
@@ -77,49 +75,30 @@ def _measured(case: gpu_estimates.Case) -> dict[str, Any]:
     }
 
 
-def with_table(text: str) -> str:
-    """Return the text of the docs page with its table replaced by the current results.
-
-    Args:
-        text: text of the page.
-
-    Returns:
-        The new text of the page.
-
-    Raises:
-        ValueError: the page lacks a comment that marks the beginning or end of the table.
-    """
-    cases = json.loads(_RESULTS.read_text(encoding="utf-8"))["cases"]
-    return docs_page.with_tables(text, {"predictions": table(cases)}, _DOCS)
-
-
-def table(cases: dict[str, dict[str, Any]]) -> str:
-    """Return a Markdown table of the figures; the MFU of tiny configs is omitted as meaningless."""
-    heads = ("step", "GPUs", "attention", "seconds to compile", "compiled, GiB", "estimated, GiB")
-    rows = [" | ".join((*heads, "predicted step, ms", "predicted MFU"))]
-    for name, case in cases.items():
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the table of the docs; the MFU of tiny configs is omitted as meaningless."""
+    heads = ["step", "GPUs", "attention", "seconds to compile", "compiled, GiB", "estimated, GiB"]
+    rows = [[*heads, "predicted step, ms", "predicted MFU"]]
+    for name, case in results["cases"].items():
         if "refused" in case:
-            rows.append(" | ".join((name, f"{case['gpus']:,}", "refused", *["–"] * 5)))
+            rows.append([name, f"{case['gpus']:,}", "refused", *["–"] * 5])
             continue
         is_small = name.endswith(_MESH)
         size = "{:.3f}" if is_small else "{:.1f}"
         utilization = case["mfu"]
         rows.append(
-            " | ".join(
-                (
-                    name,
-                    f"{case['gpus']:,}",
-                    ", ".join(case["attention"]) or "none",
-                    f"{case['seconds']:.0f}",
-                    size.format(case["compiled_bytes"] / 2**30),
-                    size.format(case["estimated_bytes"] / 2**30),
-                    f"{1e3 * case['step_time_s']:,.1f}",
-                    "–" if is_small or utilization is None else f"{utilization:.0%}",
-                )
-            )
+            [
+                name,
+                f"{case['gpus']:,}",
+                ", ".join(case["attention"]) or "none",
+                f"{case['seconds']:.0f}",
+                size.format(case["compiled_bytes"] / 2**30),
+                size.format(case["estimated_bytes"] / 2**30),
+                f"{1e3 * case['step_time_s']:,.1f}",
+                "–" if is_small or utilization is None else f"{utilization:.0%}",
+            ]
         )
-    rows.insert(1, "|".join(["---"] * (len(heads) + 2)))
-    return "\n".join(f"| {row} |" for row in rows)
+    return {"predictions": docs_page.markdown(rows)}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ reuses the memory of the saved arrays like a training step. Compared with an upd
 being saved, it shows how much a save delays the loop after `save` has returned.
 """
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -50,8 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(scratch)
     figures = {"command": command_line("benchmarks.saves", argv)} | figures
     print(as_text(figures))
-    if args.out:
-        args.out.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n")
+    report.write_json(args.out, figures)
     return 0
 
 

@@ -180,12 +180,17 @@ def program(run: Run) -> dict[str, Any]:
     }
 
 
-def contender_of(run: Run, batch: dict[str, np.ndarray]) -> Contender:
+def contender_of(
+    run: Run, batch: dict[str, np.ndarray], states: dict[Any, Any] | None = None
+) -> Contender:
     """Return the compiled step of a run as a contender that has warmed up.
 
     Args:
         batch: global batch of every step, as from `random_batch`.
+        states: training states by layout, which this function extends. Runs with the same layout
+            take turns updating one state, which saves memory. None: the run has its own state.
     """
+    states = {} if states is None else states
     start_s = time.perf_counter()
     train_step = run.compile_train_step()
     compile_time_s = time.perf_counter() - start_s
@@ -193,18 +198,19 @@ def contender_of(run: Run, batch: dict[str, np.ndarray]) -> Contender:
     size = run.config.data.global_batch_size
     local = {name: array[rows] for name, array in batch.items()}
     placed = place_batch(local, rows, run.batch_layout, size)
-    state = run.state_layout.initial()
+    leaves = jax.tree.leaves(run.state_layout.abstract)
+    layout = tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+    first, metrics = train_step(run.state_layout.initial(), placed)
+    states.setdefault(layout, first)
 
     def step() -> float:
-        nonlocal state
-        state, metrics = train_step(state, placed)
-        jax.block_until_ready(state)
+        states[layout], metrics = train_step(states[layout], placed)
+        jax.block_until_ready(states[layout])
         return float(metrics["loss"])
 
-    first_loss = step()
     for _ in range(NUM_WARM_UP_STEPS):
         step()
-    return Contender(step=step, compile_time_s=compile_time_s, first_loss=first_loss)
+    return Contender(step=step, compile_time_s=compile_time_s, first_loss=float(metrics["loss"]))
 
 
 def _profile(run: Run, ours: Contender, directory: Path) -> None:

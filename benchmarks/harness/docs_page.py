@@ -1,4 +1,4 @@
-"""Replaces the tables of a docs page, each between two comments that name it.
+"""Writes tables into docs pages, each between two comments that name it.
 
 <!-- NAME -->
 the table
@@ -9,17 +9,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def with_tables(text: str, tables: Mapping[str, str], page: Path) -> str:
+def write_tables(page: Path, tables: Mapping[str, str]) -> None:
+    """Replace the tables of a docs page; arguments and errors as for `with_tables`."""
+    page.write_text(with_tables(page, tables), encoding="utf-8")
+
+
+def with_tables(page: Path, tables: Mapping[str, str]) -> str:
     """Return the text of a docs page with its tables replaced.
 
     Args:
-        text: text of the page.
+        page: path of the page.
         tables: name -> the new table, or other Markdown.
-        page: path of the page, for messages.
 
     Raises:
         ValueError: the page lacks a comment that marks the beginning or end of a table.
     """
+    text = page.read_text(encoding="utf-8")
     for name, table in tables.items():
         begin = f"<!-- {name} -->\n"
         end = f"\n<!-- end of {name} -->"
@@ -33,5 +38,10 @@ def with_tables(text: str, tables: Mapping[str, str], page: Path) -> str:
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as a Markdown table; the first row contains the heads."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    heads, *others = rows
+    return "\n".join([row(heads), "|---" * len(heads) + "|", *map(row, others)])
+
+
+def row(cells: Sequence[str]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"

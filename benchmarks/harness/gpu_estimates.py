@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from predict.machines.targets import Target, parse_target
+from benchmarks.harness import docs_page
+from predict.machines.targets import parse_target
 from predict.program.memory import memory
 from train.compile import run_for
 from train.config.config_files import load
@@ -120,6 +121,10 @@ class Case:
         sizes = dict(o.split("=") for o in self.overrides if o.startswith("mesh."))
         return math.prod(map(int, sizes.values()))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the case as the results describe it."""
+        return {"config": self.config, "overrides": list(self.overrides), "gpus": self.num_gpus}
+
 
 def cases() -> list[Case]:
     """Return the cases: first the published sizes, then every config on every mesh."""
@@ -148,20 +153,6 @@ def _case(name: str, config: str, *overrides: str) -> Case:
     return Case(name=name, config=config, overrides=all_overrides)
 
 
-def target_of(kind: str, num_gpus: int) -> Target:
-    """Return a target with GPUs of one kind, on hosts with up to eight GPUs each.
-
-    Args:
-        kind: kind of GPU, such as "h100".
-        num_gpus: number of GPUs on all hosts together.
-
-    Returns:
-        The target to compile for.
-    """
-    num_hosts = max(1, num_gpus // GPUS_PER_HOST)
-    return parse_target(f"{kind}:{num_hosts}x{num_gpus // num_hosts}")
-
-
 def make_run(case: Case, kind: str) -> Run:
     """Return the run of a case for GPUs that are only described.
 
@@ -182,7 +173,8 @@ def make_run(case: Case, kind: str) -> Run:
             for field, value in base.items():
                 if config.model.get(field) is None:
                     config.model[field] = value
-    return run_for(validate_config(config), target_of(kind, case.num_gpus))
+    target = parse_target(f"{kind}:1x{GPUS_PER_HOST}").resized(case.num_gpus)
+    return run_for(validate_config(config), target)
 
 
 def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -197,16 +189,11 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
         and as compiled. If the config does not fit the mesh, "refused" with the reason replaces
         these figures.
     """
-    described = {
-        "config": case.config,
-        "overrides": list(case.overrides),
-        "gpus": case.num_gpus,
-    }
     try:
         run = make_run(case, kind)
         estimated = run.estimate_memory()
     except ValueError as error:
-        return described | {"refused": str(error)}
+        return case.to_json() | {"refused": str(error)}
     if known is not None:
         compiled = known["compiled"]
         seconds = known["seconds"]
@@ -215,7 +202,7 @@ def measure(case: Case, kind: str, known: dict[str, Any] | None = None) -> dict[
         compiled = memory(run.compile_train_step()).in_all
         seconds = round(time.perf_counter() - start, 1)
     assert compiled is not None
-    return described | {
+    return case.to_json() | {
         "model": 4 * run.num_params,
         "estimated": estimated.device_bytes,
         "compiled": compiled,
@@ -237,20 +224,19 @@ def is_within(figures: dict[str, Any]) -> bool:
 
 def tables(found: dict[str, dict[str, Any]]) -> str:
     """Return Markdown tables of the published sizes and of every config on every mesh."""
-    lines = ["| published size | GPUs | estimated, GB | compiled, GB | ratio |"]
-    lines += ["|---|---|---|---|---|"]
+    published = [["published size", "GPUs", "estimated, GB", "compiled, GB", "ratio"]]
     for name in PUBLISHED:
         if "ratio" in found.get(name, {}):
             figures = found[name]
             estimated, compiled = (figures[key] / 1e9 for key in ("estimated", "compiled"))
             row = [name, f"{figures['gpus']:,}", f"{estimated:.1f}", f"{compiled:.1f}"]
-            lines.append(f"| {' | '.join(row)} | {_ratio(figures)} |")
-    lines += ["", f"| ratio | {' | '.join(MESHES)} |", "|---" * (len(MESHES) + 1) + "|"]
+            published.append([*row, _ratio(figures)])
+    ratios = [["ratio", *MESHES]]
     for config in config_names():
         row = [found.get(f"{config}, {mesh}", {}) for mesh in MESHES]
         if any(row):
-            lines.append(f"| {config} | {' | '.join(map(_ratio, row))} |")
-    return "\n".join(lines)
+            ratios.append([config, *map(_ratio, row)])
+    return f"{docs_page.markdown(published)}\n\n{docs_page.markdown(ratios)}"
 
 
 def _ratio(figures: dict[str, Any]) -> str:

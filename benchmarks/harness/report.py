@@ -4,6 +4,7 @@ Every benchmark stores these next to its times, so that a result can be understo
 """
 
 import dataclasses
+import json
 import os
 import platform
 from importlib import metadata
@@ -31,6 +32,18 @@ def versions(*more: str, with_torch: bool = False) -> dict[str, str]:
     """
     names = _PACKAGES + (_PEER_PACKAGES if with_torch else ()) + more
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}
+
+
+def write_json(path: Path | None, figures: Any, indent: int = 2) -> None:
+    """Write figures into a file, if there is one."""
+    if path is not None:
+        text = json.dumps(figures, indent=indent, allow_nan=False) + "\n"
+        path.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Return the figures in a file from `write_json`."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def hardware(mesh: jax.sharding.Mesh) -> dict[str, Any]:

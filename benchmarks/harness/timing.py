@@ -85,7 +85,7 @@ def interleave(
     for _ in range(num_rounds):
         for name, step in steps.items():
             step()
-            rounds[name].append(tuple(_time_s(step) for _ in range(num_steps)))
+            rounds[name].append(tuple(time_s(step) for _ in range(num_steps)))
     return {name: StepTimes(rounds=tuple(times)) for name, times in rounds.items()}
 
 
@@ -106,7 +106,8 @@ def ratios(ours: StepTimes, peer: StepTimes) -> dict[str, float | Sequence[float
     }
 
 
-def _time_s(step: Callable[[], object]) -> float:
+def time_s(step: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     start_s = time.perf_counter()
     step()
     return time.perf_counter() - start_s

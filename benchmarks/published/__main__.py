@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.docs:
-        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
-        _DOCS.write_text(with_tables(_DOCS.read_text(encoding="utf-8"), results), encoding="utf-8")
+        results = report.read_json(_RESULTS)
+        docs_page.write_tables(_DOCS, tables(results))
         _draw(results["scaling"], _PLOT)
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         "scaling": {model: [_measured(job) for job in jobs] for model, jobs in SCALING.items()},
         "host_memory": [_measured(job) for job in HOST_MEMORY],
     }
-    args.out.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    report.write_json(args.out, whole)
     return 0
 
 
@@ -96,25 +96,16 @@ def _measured(job: Job) -> dict[str, Any]:
     return figures
 
 
-def with_tables(text: str, results: dict[str, Any]) -> str:
-    """Return the text of the docs page with its tables replaced.
-
-    Args:
-        text: text of the page.
-        results: figures, as this command writes them.
-
-    Raises:
-        ValueError: the page lacks a comment that marks the beginning or end of a table.
-    """
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the docs page, from figures as this command writes them."""
     scaling = [job for jobs in results["scaling"].values() for job in jobs]
-    tables = {
+    return {
         "jobs": table(results["jobs"]),
         "commands": _commands(results["jobs"]),
         "scaling": table(scaling),
         "host memory": memory_table(results["host_memory"]),
         "host memory commands": _commands(results["host_memory"]),
     }
-    return docs_page.with_tables(text, tables, _DOCS)
 
 
 def _commands(jobs: list[dict[str, Any]]) -> str:

@@ -49,9 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows = parse_rows(_PUBLISHED.read_text(encoding="utf-8"))
     if args.docs:
-        results = json.loads(_RESULTS.read_text(encoding="utf-8"))
-        text = with_tables(_DOCS.read_text(encoding="utf-8"), rows, results)
-        _DOCS.write_text(text, encoding="utf-8")
+        docs_page.write_tables(_DOCS, tables(rows, report.read_json(_RESULTS)))
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
     whole: dict[str, Any] = {
@@ -60,23 +58,19 @@ def main(argv: list[str] | None = None) -> int:
         "jobs": {},
     }
     if args.out.exists():
-        stored = json.loads(args.out.read_text(encoding="utf-8"))
+        stored = report.read_json(args.out)
         if "constants" not in stored and stored["versions"] == whole["versions"]:
             whole["jobs"] = stored["jobs"]
     for row in jobs_of(rows):
         if _name(row) not in whole["jobs"]:
             whole["jobs"][_name(row)] = _predicted(row)
-            _write(args.out, whole)
+            report.write_json(args.out, whole)
     fitted = [_name(row) for row in jobs_of(rows) if row.is_fitted]
     whole["constants"] = dataclasses.asdict(libai_fit.fit(rows, parts_of(whole, rows)))
     whole["constants_are"] = f"fitted on {len(fitted)} jobs: one GPU, or data parallelism alone"
     whole["fitted_on"] = fitted
-    _write(args.out, whole)
+    report.write_json(args.out, whole)
     return 0
-
-
-def _write(path: Path, whole: dict[str, Any]) -> None:
-    path.write_text(json.dumps(whole, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _name(row: Row) -> str:
@@ -114,29 +108,19 @@ def parts_of(results: dict[str, Any], rows: Sequence[Row]) -> dict[tuple[str, st
     return {row.key: StepParts(**results["jobs"][_name(row)]["parts"]) for row in jobs_of(rows)}
 
 
-def with_tables(text: str, rows: Sequence[Row], results: dict[str, Any]) -> str:
-    """Return the text of the docs page with its tables replaced.
-
-    Args:
-        text: text of the page.
-        rows: published rows.
-        results: figures, as this command writes them.
-
-    Raises:
-        ValueError: the page lacks a comment that marks the beginning or end of a table.
-    """
+def tables(rows: Sequence[Row], results: dict[str, Any]) -> dict[str, str]:
+    """Return the tables of the docs page, from figures as this command writes them."""
     parts = parts_of(results, rows)
     constants = Constants(**results["constants"])
     fitted = {row.key: constants.samples_per_s(row, parts[row.key]) for row in rows}
     unfitted = {row.key: libai_fit.UNFITTED.samples_per_s(row, parts[row.key]) for row in rows}
     bytes_of = {row.key: results["jobs"][_name(row)]["compiled_bytes"] for row in rows}
-    tables = {
+    return {
         "libai constants": constants_table(constants),
         "libai ranks": ranks_table(rows, fitted, unfitted),
         "libai choices": choices_table(rows, fitted, unfitted),
         "libai rows": rows_table(rows, fitted, unfitted, bytes_of),
     }
-    return docs_page.with_tables(text, tables, _DOCS)
 
 
 def constants_table(constants: Constants) -> str:

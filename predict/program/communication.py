@@ -1,4 +1,4 @@
-"""Lists the communication of a compiled step: collectives, and copies between device and host.
+"""Lists the collectives of a compiled step.
 
 XLA decides where to communicate, so this is not visible in the source of a step. Promises such as
 "no gradient all-reduce inside the microbatch loop" are therefore checked on the compiled program:
@@ -56,29 +56,6 @@ class Collective:
     loop: str = ""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostCopy:
-    """One copy between a device and its host in a compiled step.
-
-    Attributes:
-        direction: 'to host' or 'to device'.
-        trip_count: as in `Collective`.
-        bytes: bytes that one device transfers in one execution.
-        name: its name in the compiled program.
-        is_async: as in `Collective`.
-        is_overlapped: as in `Collective`.
-        loop: as in `Collective`.
-    """
-
-    direction: asynchrony.Direction
-    trip_count: int | None
-    bytes: int
-    name: str
-    is_async: bool
-    is_overlapped: bool
-    loop: str
-
-
 def collectives(compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> list[Collective]:
     """Return the collectives of a compiled step, in program order.
 
@@ -134,42 +111,12 @@ def collectives_of(module: Module, mesh_shape: Mapping[str, int]) -> list[Collec
                 op_name=instruction.op_name,
                 is_async=is_async and not asynchrony.is_marked_synchronous(instruction),
                 is_overlapped=start in overlapped,
-                loop=_innermost(loops),
+                loop=innermost_label(loops),
             )
         )
     return module_collectives
 
 
-def host_copies(compiled: jax.stages.Compiled) -> list[HostCopy]:
-    """Return the copies between device and host in a compiled step, in program order."""
-    return host_copies_in_text(text_of(compiled))
-
-
-def host_copies_in_text(text: str) -> list[HostCopy]:
-    """Like `host_copies`, from a program's text."""
-    copies = []
-    for module in parse_modules(text):
-        overlapped = asynchrony.overlapped_starts(module)
-        # A fusion counts as one copy, so the computation that it calls is not searched.
-        for instruction, loops in module.under_loops(
-            lambda i: asynchrony.host_copy(i) is not None or i.opcode == "fusion"
-        ):
-            moved = asynchrony.host_copy(instruction)
-            if moved is None:
-                continue
-            copies.append(
-                HostCopy(
-                    direction=moved.direction,
-                    trip_count=executions(loops),
-                    bytes=moved.bytes,
-                    name=instruction.name,
-                    is_async=asynchrony.is_start(instruction),
-                    is_overlapped=instruction.name in overlapped,
-                    loop=_innermost(loops),
-                )
-            )
-    return copies
-
-
-def _innermost(loops: Sequence[Instruction]) -> str:
+def innermost_label(loops: Sequence[Instruction]) -> str:
+    """Return the label of the innermost of some loops, as in `Collective`."""
     return (loop_label(loops[-1]) or f"loop {len(loops)}") if loops else ""

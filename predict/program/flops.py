@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a compiled step, once as XLA does and once with the iterations of loops."""
+"""Counts the FLOPs of a compiled step, with all iterations of loops."""
 
 import jax
 
@@ -7,24 +7,12 @@ from predict.program.instruction_work import product_flops
 from predict.program.parse import parse_modules, text_of
 
 
-def flops(compiled: jax.stages.Compiled) -> float | None:
-    """Return the FLOPs of one device as the compiler counts them, or None if it does not.
-
-    The compiler counts the body of a loop once, no matter how often it runs, so the result is too
-    small for any program that scans over layers or microbatches. `matmul_flops` counts iterations.
-    """
-    analysis = compiled.cost_analysis()
-    # Some backends return a list with one dict per program.
-    parts = analysis if isinstance(analysis, list | tuple) else [analysis]
-    counts = [part["flops"] for part in parts if part and "flops" in part]
-    return float(sum(counts)) if counts else None
-
-
 def matmul_flops(compiled: jax.stages.Compiled) -> float | None:
     """Return the FLOPs of all matrix products and convolutions of one device in one step.
 
-    Unlike `flops`, this counts every iteration of a loop. Every branch of a conditional counts as
-    if it were always taken, so for a pipeline this is the work of stages that are never idle.
+    Unlike XLA's own count, this includes every iteration of a loop. Every branch of a conditional
+    counts as if it were always taken, so for a pipeline this is the work of stages that are never
+    idle.
     `product_flops` defines which instructions count as products.
 
     Returns:

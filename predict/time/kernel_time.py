@@ -26,7 +26,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from predict.machines.machine import Machine
+from predict.machines.machine import MEMORY_EFFICIENCY, Machine
 from predict.program import asynchrony, device_groups
 from predict.program.instruction import Instruction, arrays_of, custom_call_target
 from predict.program.instruction_work import AttentionWork, attention_work, product_flops
@@ -61,9 +61,6 @@ class AttentionCost:
         return query * work.num_queries + pair * work.num_pairs
 
 
-#: Share of the peak FLOP/s that a large matrix product reaches: XLA's tables say 0.79 for bfloat16
-#: products of 8192x4096x4096 on an H100, and less for smaller ones.
-MATMUL_EFFICIENCY = 0.7
 #: If XLA's estimate of a product implies less than this share of the peak FLOP/s and of the memory
 #: bandwidth, the product is assumed to be outside the measured range of XLA's tables. There the
 #: share is 0.01 to 0.04; within the range it is 0.6 to 0.8. It is less only for products so small
@@ -77,14 +74,9 @@ SMALL_S = 20e-6
 #: 4,096 tokens and head dims of 64 and 128. The fit is within 10 % of each.
 ATTENTION_FORWARD = AttentionCost(query=64e3, query_dim=0, pair=300, pair_dim=5.4)
 ATTENTION_BACKWARD = AttentionCost(query=150e3, query_dim=4200, pair=790, pair_dim=15.4)
-#: Share of the memory bandwidth that kernels reach when they stream through large arrays: about
-#: 3.0 of an H100's 3.35 TB/s.
-MEMORY_EFFICIENCY = 0.9
 #: Bytes per second that a Triton fusion, such as a norm, moves at most, whatever the memory's
 #: bandwidth: norms over 1,024 to 2,048 dims moved 2.2 to 3.4 TB/s on the same H200.
 TRITON_BYTES_PER_S = 2.4e12
-#: Share of the host link that copies of pinned memory reach: about 50 of PCIe 5.0's 63 GB/s.
-HOST_EFFICIENCY = 0.8
 Category = Literal["matmul", "attention", "other"]
 _ENTRIES = re.compile(r'"reification_cost":\s*\[([^\]]*)\]')
 _ENTRY = re.compile(r'"exec_time_us":\s*([\d.eE+\-]+)[^{}]*"name":\s*"([^"]*)"')
@@ -132,8 +124,7 @@ class Costs:
             "indexing-cost-model", None if _is_triton(instruction) else estimates.get("")
         )
         if seconds is None:
-            moved = moved_bytes(self.module, instruction)
-            seconds = moved / (MEMORY_EFFICIENCY * self.machine.memory_bytes_per_s)
+            seconds = self.machine.memory_s(moved_bytes(self.module, instruction))
         if _is_triton(instruction):
             seconds = max(seconds, moved_bytes(self.module, instruction) / TRITON_BYTES_PER_S)
         return self._kernel("other", seconds)
@@ -149,10 +140,6 @@ class Costs:
         given_s = entries(instruction).get("sol")
         return transfer_s(self.machine, kind, groups, num_bytes, given_s)
 
-    def host_copy_s(self, copy: asynchrony.HostTransfer) -> float:
-        """Return the time of a copy to or from the host."""
-        return copy.bytes / (HOST_EFFICIENCY * self.machine.host_bytes_per_s)
-
     def _flops(self, instruction: Instruction) -> int:
         """Return the FLOPs of the products in an instruction, including products in a fusion."""
         flops = product_flops(instruction)
@@ -166,22 +153,17 @@ class Costs:
         # The product is computed in the narrowest operand type: with bfloat16 operands, a float32
         # bias does not make it a float32 product.
         dtype = min(operands[:2], key=lambda array: array.bytes / max(1, array.num_elements)).dtype
-        peak = self.machine.peak_flops_per_s(dtype)
-        memory = self.machine.memory_bytes_per_s
         num_bytes = moved_bytes(self.module, instruction)
-        least_s = flops / peak
-        slowest_s = SMALL_S + max(least_s, num_bytes / memory) / LOWEST_EFFICIENCY
+        least_s = flops / self.machine.peak_flops_per_s(dtype)
+        roofline_s = max(least_s, num_bytes / self.machine.memory_bytes_per_s)
+        slowest_s = SMALL_S + roofline_s / LOWEST_EFFICIENCY
         estimates = entries(instruction)
         given_s = estimates.get(
             "sol" if instruction.opcode == "custom-call" else "indexing-cost-model"
         )
         if given_s is not None and least_s <= given_s <= slowest_s:
             return given_s
-        compute_s = least_s / MATMUL_EFFICIENCY
-        moved_s = num_bytes / (MEMORY_EFFICIENCY * memory)
-        if self.machine.shares_cores:
-            return compute_s + moved_s  # a CPU packs the operands before it multiplies
-        return max(compute_s, moved_s)
+        return self.machine.product_s(dtype, flops, num_bytes)
 
     def _attention_s(self, instruction: Instruction) -> float:
         is_backward = "Backward" in custom_call_target(instruction)

@@ -153,7 +153,7 @@ def predict(
 def _predict_stage(
     costs: Costs, program_collectives: list[Collective], ticks: Ticks | None
 ) -> Prediction:
-    run = Simulator(costs.module, costs, ticks).step()
+    run = Simulator(costs, ticks).step()
     totals = run.totals
     collectives = _group_collectives(run, program_collectives)
     of_category = totals.by_category

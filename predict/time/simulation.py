@@ -40,7 +40,6 @@ from predict.program.instruction import (
     repeats,
     trip_count,
 )
-from predict.program.module import Module
 from predict.time.execution import (
     BUBBLE,
     COMPUTE,
@@ -68,17 +67,16 @@ class Simulator:
     """Simulates the computations of a program, each once per state in which it begins.
 
     Args:
-        module: scheduled program.
-        costs: estimated times of its instructions.
+        costs: estimated times of the instructions of a scheduled program.
         ticks: operations of its pipeline stages. If None, every loop that may run once runs.
     """
 
-    def __init__(self, module: Module, costs: Costs, ticks: Ticks | None):
-        self.module = module
+    def __init__(self, costs: Costs, ticks: Ticks | None):
+        self.module = costs.module
         self.costs = costs
         self.ticks = ticks
         self._runs: dict[tuple[str, Busy, Operations | None], Execution] = {}
-        self._overlapped = asynchrony.overlapped_starts(module)
+        self._overlapped = asynchrony.overlapped_starts(self.module)
 
     def step(self) -> Execution:
         """Simulate the whole program, including work left on streams after the last kernel."""
@@ -182,10 +180,9 @@ class _SimulatorState:
 
     def finish(self) -> Execution:
         """Return the execution of the instructions issued so far."""
-        busy = {stream: free_s - self.now_s for stream, free_s in self._free_s.items()}
         return Execution(
             duration_s=self.now_s,
-            busy=tuple(sorted((stream, left_s) for stream, left_s in busy.items() if left_s > 0)),
+            busy=self._busy(),
             totals=self.totals,
             items=tuple(self.items),
         )
@@ -203,7 +200,7 @@ class _SimulatorState:
             if asynchrony.is_marked_synchronous(collective):
                 self._wait(instruction.name)
         elif copy is not None:
-            self._start(instruction, copy.direction, costs.host_copy_s(copy), None)
+            self._start(instruction, copy.direction, costs.machine.host_copy_s(copy.bytes), None)
         elif (kernel := costs.kernel(instruction)) is not None:
             self.totals.by_category[kernel.category] += kernel.seconds
             self._append(COMPUTE, kernel.category, instruction.name, self.now_s, kernel.seconds)

@@ -5,16 +5,14 @@ import json
 import pytest
 
 from benchmarks import decode
-from benchmarks.harness import generation_peer
+from benchmarks.harness import docs_page, generation_peer
 
 FIGURES = json.loads(decode._RESULTS.read_text(encoding="utf-8"))
 
 
 def test_docs_have_the_table_of_the_stored_figures():
     text = decode._DOCS.read_text(encoding="utf-8")
-    measured = json.loads(decode._PEER_RESULTS.read_text(encoding="utf-8"))
-    for row in [*decode.rows_of(FIGURES), *generation_peer.rows_of(measured)]:
-        assert f"| {' | '.join(row)} |" in text
+    assert docs_page.with_tables(decode._DOCS, decode.tables()) == text
 
 
 def test_peer_continues_the_same_prompts():

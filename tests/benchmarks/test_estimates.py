@@ -5,20 +5,22 @@ from pathlib import Path
 import pytest
 
 from benchmarks import estimates
-from benchmarks.harness import gpu_estimates
+from benchmarks.harness import docs_page, gpu_estimates
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_docs_show_the_results():
     """After the results change, run `python -m benchmarks.estimates --docs`."""
-    text = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
-    assert estimates.with_tables(text) == text
+    page = ROOT / "docs" / "memory.md"
+    assert docs_page.with_tables(page, estimates.tables()) == page.read_text(encoding="utf-8")
 
 
-def test_writing_tables_requires_markers_in_the_docs():
-    with pytest.raises(ValueError, match="cpu estimates"):
-        estimates.with_tables("no tables here")
+def test_writing_tables_requires_markers_in_the_docs(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("no tables here", encoding="utf-8")
+    with pytest.raises(ValueError, match="lacks <!-- cpu estimates -->"):
+        docs_page.with_tables(page, {"cpu estimates": ""})
 
 
 def test_every_config_is_a_case_on_every_mesh():

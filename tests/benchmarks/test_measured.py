@@ -5,12 +5,13 @@ import json
 import pytest
 
 from benchmarks import measured
+from benchmarks.harness import docs_page
 
 
 def test_docs_show_the_stored_results():
     results = json.loads(measured._RESULTS.read_text(encoding="utf-8"))
     text = measured._DOCS.read_text(encoding="utf-8")
-    assert measured.with_table(text, results) == text
+    assert docs_page.with_tables(measured._DOCS, measured.tables(results)) == text
 
 
 def test_steps_take_about_as_long_as_predicted():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmarks import plans
+from benchmarks.harness import docs_page
 from predict.machines.targets import parse_target
 from sharding.memory import MemoryConfig
 from train.planning.memory.budget import target_budget
@@ -15,7 +16,7 @@ RESULTS = json.loads(plans._RESULTS.read_text(encoding="utf-8"))
 
 def test_docs_show_the_stored_results():
     text = plans._DOCS.read_text(encoding="utf-8")
-    assert plans.with_tables(text, RESULTS) == text
+    assert docs_page.with_tables(plans._DOCS, plans.tables(RESULTS)) == text
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result["command"].split()[5])

@@ -8,9 +8,9 @@ import math
 import jax
 import pytest
 
-from predict.program.communication import host_copies
 from predict.program.memory import memory
 from tests.gpu import steps
+from tests.host_copies import host_copies
 from train.state.train_state import is_for_host
 
 pytestmark = pytest.mark.gpu_compiler

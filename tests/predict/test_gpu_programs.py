@@ -1,7 +1,8 @@
 """Tests of GPU programs' own spellings: asynchronous pairs, wrapped calls, tiled layouts."""
 
-from predict.program.communication import collectives_in_text, host_copies_in_text
+from predict.program.communication import collectives_in_text
 from predict.program.flops import matmul_flops_in_text
+from tests.host_copies import host_copies_in_text
 from tests.predict.program.loop_tasks import tasks_of_loop_in_text
 
 MESH = {"pipeline": 2, "data": 2, "model": 2}

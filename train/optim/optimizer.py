@@ -109,6 +109,11 @@ class OptimizerConfig(Section, section="optimizer"):
         """Whether the optimizer is one of OPTIMIZERS, not one of your own."""
         return self.name in OPTIMIZERS
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it is one of ELEMENTWISE, which state in host memory requires."""
+        return self.name in ELEMENTWISE
+
 
 def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Return the learning-rate schedule: warmup, then decay.

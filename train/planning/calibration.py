@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from predict.machines.machine import Machine
-from predict.time.kernel_time import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY
+from predict.machines.machine import MATMUL_EFFICIENCY, MEMORY_EFFICIENCY, Machine
 from predict.time.transfer import LINK_EFFICIENCY
 from untrusted.documents import read_json
 from untrusted.files import make_private_directory, write_text

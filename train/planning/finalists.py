@@ -20,7 +20,7 @@ from typing import Any
 
 from predict.time.prediction import format_ms
 from train.planning.compiled_step import CompiledStep
-from train.planning.fitting import FittingRuns
+from train.planning.fitting import FittingRuns, Selection
 from train.planning.memory.budget import Needs
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import Costed, PlanCost
@@ -44,9 +44,6 @@ _WEIGHT = 0.2
 _WEIGHT_OF_MESH = 1.0
 _WEIGHT_OF_SCHEDULE = 1.0
 _WEIGHT_OF_BOTH = 4.0
-
-#: A plan, its composed cost, and its step, which may still be compiled.
-_Pending = tuple[ParallelPlan, PlanCost, concurrent.futures.Future[CompiledStep]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,43 +83,18 @@ class Finalists:
         self._found: list[Choice] = []
 
     def start(
-        self,
-        pairs: Iterable[Costed],
-        count: int,
-        *,
-        of_each_shape: int = 1,
-        is_last_resort: bool = False,
-    ) -> list[_Pending]:
-        """Start to compile the first plans that fit; arguments as for `compile`."""
-        fitting_runs = self._runs.first(
-            pairs, count, of_each_shape=of_each_shape, trusts_composed=not is_last_resort
-        )
+        self, pairs: Iterable[Costed], selection: Selection
+    ) -> list[tuple[ParallelPlan, PlanCost, concurrent.futures.Future[CompiledStep]]]:
+        """Start to compile the first plans that fit."""
         return [
             (plan, cost, self._compiles.start(plan, partial(self._devices.compile_whole, run)))
-            for plan, cost, run in fitting_runs
+            for plan, cost, run in self._runs.first(pairs, selection)
         ]
 
-    def compile(
-        self,
-        pairs: Iterable[Costed],
-        count: int,
-        *,
-        of_each_shape: int = 1,
-        is_last_resort: bool = False,
-    ) -> list[Choice]:
-        """Compile the first plans that fit, at most `count` of them, and return all so far.
-
-        Args:
-            pairs: plans with their composed costs, in order.
-            count: how many plans to compile at most.
-            of_each_shape: how many plans to compile at most that have the same shape.
-            is_last_resort: whether to try plans even if their composed memory is too large.
-        """
+    def compile(self, pairs: Iterable[Costed], selection: Selection) -> list[Choice]:
+        """Compile the first plans that fit, and return all that have been compiled so far."""
         known = {choice.plan for choice in self._found}
-        pending = self.start(
-            pairs, count, of_each_shape=of_each_shape, is_last_resort=is_last_resort
-        )
-        for plan, cost, step in pending:
+        for plan, cost, step in self.start(pairs, selection):
             if plan not in known:
                 choice = Choice(plan=plan, cost=cost, step=step.result())
                 self._found.append(choice)
@@ -145,7 +117,7 @@ class Finalists:
             if room < 1:
                 break
             num_excluded = len(self._runs.excluded)
-            self.compile(self._promising(pairs), min(_NUM_AT_A_TIME, room))
+            self.compile(self._promising(pairs), Selection(count=min(_NUM_AT_A_TIME, room)))
             if len(self._found) == num_found:
                 if len(self._runs.excluded) == num_excluded:
                     break  # no plan is left to try

@@ -1,15 +1,16 @@
-"""Builds the runs of plans, in a useful order, and keeps those whose estimated memory fits."""
+"""Ranks plans, builds their runs in this order, and keeps those whose estimated memory fits."""
 
 import collections
 import dataclasses
+import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from train.config.schema import RunConfig
-from train.planning.memory.budget import COMPILED, excess, needs_of
+from train.planning.memory.budget import COMPILED, fits, needs_of
 from train.planning.parallel_plan import ParallelPlan
-from train.planning.plan_cost import Costed, PlanCost
+from train.planning.plan_cost import Costed, PlanCost, PlanCosts
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_limits import DoesNotFit
 from train.run.run import Run
@@ -21,9 +22,27 @@ _SURE_EXCESS = 1.05
 #: compiled take more. A plan is compiled if it may fit.
 _LEAST_SHARE = 1 / COMPILED
 #: How many plans are built at most, to find some that fit.
-MAX_TRIES = 20
+_MAX_TRIES = 20
+#: How many plans are ranked, of those that may fit.
+_NUM_RANKED = 256
 #: Differences of composed times between ZeRO stages are not more exact than this.
 _NEAR = 1.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which of some plans to take, of those that may fit by their estimated memory.
+
+    Attributes:
+        count: how many plans at most.
+        of_each_shape: how many plans at most that have the same shape.
+        trusts_composed: whether to skip a plan if its composed memory, corrected with the estimate
+            of a similar plan, is too large.
+    """
+
+    count: int
+    of_each_shape: int = 1
+    trusts_composed: bool = True
 
 
 class FittingRuns:
@@ -46,33 +65,20 @@ class FittingRuns:
         self._refusal = ""
 
     def first(
-        self,
-        pairs: Iterable[Costed],
-        count: int,
-        *,
-        of_each_shape: int = 1,
-        trusts_composed: bool = True,
+        self, pairs: Iterable[Costed], selection: Selection
     ) -> Iterator[tuple[ParallelPlan, PlanCost, Run]]:
-        """Yield the first plans that may fit by their estimated memory, with their runs.
-
-        Args:
-            pairs: plans with their composed costs.
-            count: how many plans to yield at most.
-            of_each_shape: how many plans to yield at most that have the same shape.
-            trusts_composed: whether to skip a plan if its composed memory, corrected with the
-                estimate of a similar plan, is too large.
-        """
+        """Yield the first plans of a selection, with their runs."""
         budget = self._devices.budget
         num_found = num_tries = 0
         shapes = collections.Counter[Any]()
         for plan, cost in pairs:
-            if num_found == count or num_tries == MAX_TRIES:
+            if num_found == selection.count or num_tries == _MAX_TRIES:
                 return
-            if shapes[plan.shape] == of_each_shape or plan in self.excluded:
+            if shapes[plan.shape] == selection.of_each_shape or plan in self.excluded:
                 continue
             kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
             known = self._corrections.get(kind, 0.0) * cost.memory_bytes
-            if trusts_composed and known > _SURE_EXCESS * budget.device_bytes:
+            if selection.trusts_composed and known > _SURE_EXCESS * budget.device_bytes:
                 continue
             num_tries += 1
             try:
@@ -84,8 +90,7 @@ class FittingRuns:
             needs = needs_of(run, budget)
             correction = needs.device_bytes / cost.memory_bytes
             self._corrections[kind] = min(correction, self._corrections.get(kind, math.inf))
-            least_bytes = self._least_share() * needs.device_bytes
-            if excess(needs, budget, device_bytes=least_bytes) <= 1:
+            if fits(needs, budget, ratio=self._least_share()):
                 self._estimates[plan] = needs.device_bytes
                 num_found += 1
                 shapes[plan.shape] += 1
@@ -114,6 +119,38 @@ class FittingRuns:
         return ValueError(self._refusal) if self._leanest is None else self._leanest
 
 
+def rank(costs: PlanCosts, plans: Sequence[ParallelPlan]) -> list[Costed]:
+    """Return the fastest plans, in order."""
+    bounds = sorted((costs.least_s(plan), i) for i, plan in enumerate(plans))
+    pairs: list[Costed] = []
+    slowest_s = math.inf  # time of the slowest plan that is kept
+    for least_s, i in bounds:
+        if least_s > slowest_s:
+            break  # so are all that follow
+        pairs.append((plans[i], costs.cost(plans[i])))
+        if len(pairs) % _NUM_RANKED == 0:
+            pairs = sorted(pairs, key=step_s)[:_NUM_RANKED]
+            slowest_s = pairs[-1][1].step_s
+    return sorted(pairs, key=step_s)
+
+
+def leanest(costs: PlanCosts, plans: Sequence[ParallelPlan]) -> list[Costed]:
+    """Return the plans that take the least memory, in order, as many as are built at most."""
+    leanest_plans = heapq.nsmallest(_MAX_TRIES, plans, key=costs.memory_bytes)
+    return [(plan, costs.cost(plan)) for plan in leanest_plans]
+
+
+def may_fit(costs: PlanCosts, plan: ParallelPlan, most_bytes: float) -> bool:
+    """Return whether the composed memory of a plan is at most this."""
+    # Activations in flight take long to count, and the state alone is often too large.
+    return costs.state_bytes(plan) <= most_bytes and costs.memory_bytes(plan) <= most_bytes
+
+
+def step_s(pair: Costed) -> float:
+    """Return the composed time of a plan, to sort by."""
+    return pair[1].step_s
+
+
 def distinct(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return a plan of each shape, the fastest first.
 
@@ -140,9 +177,7 @@ def distinct(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
 def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return the fastest plan of each shape, and the fastest that surely fits, in order.
 
-    Args:
-        ranked: plans, the fastest first.
-        sure_bytes: composed memory with which a plan surely fits.
+    Arguments as for `distinct`.
     """
     sure = [pair for pair in ranked if pair[1].memory_bytes <= sure_bytes]
     chosen = dict([*distinct(ranked, sure_bytes), *distinct(sure, sure_bytes)])
@@ -152,9 +187,7 @@ def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
 def with_leaner(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
     """Return the plans of `distinct`, followed by others of each shape if the first does not fit.
 
-    Args:
-        ranked: plans, the fastest first.
-        sure_bytes: composed memory with which a plan surely fits.
+    Arguments as for `distinct`.
     """
     firsts = {pair[0].shape: pair for pair in distinct(ranked, sure_bytes)}
     costs = {}

@@ -103,8 +103,8 @@ class ParallelPlan:
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas, each with different examples."""
-        return self.mesh.data * self.mesh.fsdp
+        """Number of replicas of the parameters, each with different tokens."""
+        return self.mesh.data * self.mesh.fsdp * self.mesh.context
 
     @property
     def effective_zero_stage(self) -> int:
@@ -124,7 +124,7 @@ class ParallelPlan:
 
     def microbatch_size(self, global_batch_size: int) -> int:
         """Return the number of examples of a microbatch on one replica."""
-        return global_batch_size // (self.num_replicas * self.num_microbatches)
+        return global_batch_size // (self.mesh.data * self.mesh.fsdp * self.num_microbatches)
 
     def settings(self) -> dict[str, Any]:
         """Return the plan as values of a config: `section.key` -> value."""
@@ -324,7 +324,7 @@ class PlanSpace:
         remats = (config.train.remat,) if "train.remat" in self.fixed else self.remats
         is_open = config.memory.shard_parameters_fraction == 1  # others require zero_stage=3
         is_open &= "memory.zero_stage" not in self.fixed
-        can_split = mesh.data * mesh.fsdp > 1 and is_open
+        can_split = mesh.data * mesh.fsdp * mesh.context > 1 and is_open
         stages = (0, 1, 2, 3) if can_split else (config.memory.zero_stage,)
         for stage_remat, remat, zero_stage in itertools.product(stage_remats, remats, stages):
             yield ParallelPlan(

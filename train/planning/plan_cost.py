@@ -9,18 +9,15 @@ These composed costs only decide which plans are compiled.
 """
 
 import dataclasses
-import heapq
 import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from pipeline.config import BALANCED
 from predict.machines.machine import Machine
-from predict.time.kernel_time import HOST_EFFICIENCY
 from predict.time.transfer import group_over, transfer_s
+from sharding.mesh import REPLICA_AXES
 from train.config.schema import RunConfig
 from train.planning.layer_times import ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
@@ -31,8 +28,6 @@ from train.planning.state_bytes import GRADIENT, MOMENTS, STATE, WEIGHT
 #: Share of the collectives that layers wait for even if the layers take longer, for example in the
 #: first layer: 0.14 in LLaMA-3-8B with ZeRO 3 on 8 H100s, as compiled and predicted.
 _EXPOSED_SHARE = 0.15
-#: How many plans are ranked, of those that may fit.
-_NUM_RANKED = 256
 #: XLA combines a layer's gathers up to this size, its default. A layer waits for the first of them.
 _COMBINED_BYTES = 30 * 2**20
 #: Between the input gradient and the weight gradient of a chunk, the outputs' gradients and a part
@@ -110,7 +105,7 @@ class PlanCosts:
             layers_s=self._layers_s(plan, part, times),
             exposed_s=self._exposed_s(plan, times) + self._outer_gradients_s(plan),
             update_s=update_s,
-            memory_bytes=self._state_bytes(plan) + kept_bytes,
+            memory_bytes=self.state_bytes(plan) + kept_bytes,
             unknown=tuple(self._layers.unknown(part)),
         )
 
@@ -120,25 +115,6 @@ class PlanCosts:
         times = self._layers.times(part)
         whole_s = times.forward_s + times.backward_s + self._layers.head_s(part)
         return plan.num_microbatches * whole_s / plan.mesh.pipeline
-
-    def ranked(self, plans: Sequence[ParallelPlan]) -> list[Costed]:
-        """Return the fastest plans, in order."""
-        bounds = sorted((self.least_s(plan), i) for i, plan in enumerate(plans))
-        pairs: list[Costed] = []
-        slowest_s = math.inf  # time of the slowest plan that is kept
-        for least_s, i in bounds:
-            if least_s > slowest_s:
-                break  # so are all that follow
-            pairs.append((plans[i], self.cost(plans[i])))
-            if len(pairs) % _NUM_RANKED == 0:
-                pairs = sorted(pairs, key=_step_s)[:_NUM_RANKED]
-                slowest_s = pairs[-1][1].step_s
-        return sorted(pairs, key=_step_s)
-
-    def leanest(self, plans: Sequence[ParallelPlan], count: int) -> list[Costed]:
-        """Return the plans that take the least memory, in order."""
-        leanest_plans = heapq.nsmallest(count, plans, key=self.memory_bytes)
-        return [(plan, self.cost(plan)) for plan in leanest_plans]
 
     def part(self, plan: ParallelPlan) -> ReplicaStep:
         """Return the part whose layers a plan consists of."""
@@ -185,7 +161,7 @@ class PlanCosts:
         num_stages = plan.mesh.pipeline
         backward_s = times.backward_s
         if count > 1:  # the sums of gradients are read and written for every microbatch
-            sums_s = GRADIENT * self._trained(plan) / plan.shards(3) / self._layers.memory_rate
+            sums_s = self._machine.memory_s(GRADIENT * self._trained(plan) / plan.shards(3))
             backward_s += num_stages * sums_s
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
@@ -204,7 +180,7 @@ class PlanCosts:
         """Return how long a stage waits for collectives between replicas."""
         if plan.num_replicas == 1:
             return 0.0
-        group = [group_over(plan.mesh.sizes, ("data", "fsdp"))]
+        group = [group_over(plan.mesh.sizes, REPLICA_AXES)]
         share = self._largest_stage(plan)
         # Every stage has the whole embedding and head, of which `_params` counts a share.
         outer = self._outer_params(plan) * (1 - share)
@@ -244,7 +220,7 @@ class PlanCosts:
         num_bytes = GRADIENT * self._layers.trained_fraction * self._outer_params(plan)
         if not num_bytes:
             return 0.0
-        axes = ("pipeline", "data", "fsdp")
+        axes = ("pipeline", *REPLICA_AXES)
         if plan.effective_zero_stage >= 2:  # summed over replicas before, and divided among them
             num_bytes /= plan.num_replicas
             axes = ("pipeline",)
@@ -275,10 +251,9 @@ class PlanCosts:
         # Each microbatch reads these parameters twice, and adds to their gradients.
         of_microbatch = 2 * WEIGHT + 2 * GRADIENT
         copied += plan.num_microbatches * of_microbatch * memory.offload_parameters_fraction
-        rate = HOST_EFFICIENCY * self._machine.host_bytes_per_s
-        return copied * self._trained(plan) / plan.shards(1) / rate
+        return self._machine.host_copy_s(copied * self._trained(plan) / plan.shards(1))
 
-    def _state_bytes(self, plan: ParallelPlan) -> float:
+    def state_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of parameters, optimizer and gradients in device memory."""
         memory = self._config.memory
         # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
@@ -313,14 +288,9 @@ class PlanCosts:
     def _gradient_bytes(self, plan: ParallelPlan) -> float:
         return GRADIENT * self._trained(plan) / plan.shards(2)
 
-    def may_fit(self, plan: ParallelPlan, most_bytes: float) -> bool:
-        """Return whether the memory of a plan is at most this."""
-        # Activations in flight take long to count, and the state alone is often too large.
-        return self._state_bytes(plan) <= most_bytes and self.memory_bytes(plan) <= most_bytes
-
     def memory_bytes(self, plan: ParallelPlan) -> float:
         """Return the memory of a plan."""
-        return self._state_bytes(plan) + self._kept_bytes(plan)
+        return self.state_bytes(plan) + self._kept_bytes(plan)
 
     def _kept_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of activations that wait for a backward, and of temporary values."""
@@ -337,7 +307,3 @@ class PlanCosts:
             recomputed = whole - part_memory.activations
             activations += waiting * (_FOR_WEIGHTS * whole + _RECOMPUTED * recomputed)
         return max(self._shares(plan)) * activations + part_memory.temporaries
-
-
-def _step_s(pair: Costed) -> float:
-    return pair[1].step_s

@@ -8,15 +8,13 @@ plan_cost.py.
 import dataclasses
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from predict.machines.machine import Machine
 from predict.machines.targets import MAX_DEVICES
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig, checked_value
-from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory.budget import COMPILED, Budget, Needs, at_least, excess, size
+from train.planning.memory.budget import COMPILED, Budget, Needs, at_least, fits, size
 from train.planning.parallel_plan import (
     SETTINGS,
     TRIED_SCHEDULES,
@@ -26,12 +24,6 @@ from train.planning.parallel_plan import (
 )
 from train.planning.plan_cost import Costed, PlanCost
 
-#: Returns the plans of a config for a number of devices.
-SpaceOf = Callable[[RunConfig, int], PlanSpace]
-
-#: Returns the memory of a plan for a number of devices, with further values of its config.
-NeedsWith = Callable[[ParallelPlan, int, Mapping[str, Any]], Needs | None]
-
 #: How far from a request all numbers of devices, or of examples of a batch, are tried. Few numbers
 #: of devices are tried, because a model is built for every new size of the axis `model`.
 _NEAR_DEVICES = 8
@@ -40,6 +32,41 @@ _NEAR_EXAMPLES = 64
 #: composed memory exceeds the budget by at most this factor.
 _NUM_ESTIMATED = 2
 _NEAR_BUDGET = 1.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to plan a config, and functions that say what becomes of other requests.
+
+    Attributes:
+        fixed: keys of the config that stay as they are.
+        num_devices: number of devices.
+        budget: memory that a step may use.
+        space_of: returns the plans of a config for a number of devices.
+        cost: returns the composed cost of a plan.
+        needs_with: returns the estimated memory of a plan for a number of devices, with further
+            values of its config; None if it cannot be estimated. Raises ValueError if the plan is
+            not legal.
+    """
+
+    config: RunConfig
+    fixed: Collection[str]
+    num_devices: int
+    budget: Budget
+    space_of: Callable[[RunConfig, int], PlanSpace]
+    cost: Callable[[ParallelPlan], PlanCost]
+    needs_with: Callable[[ParallelPlan, int, Mapping[str, Any]], Needs | None]
+
+    def fits(self, plan: ParallelPlan, num_devices: int, values: Mapping[str, Any]) -> bool | None:
+        """Return whether a plan fits; None if its memory cannot be estimated.
+
+        A plan that a check of the whole run refuses does not fit.
+        """
+        try:
+            needs = self.needs_with(plan, num_devices, values)
+        except ValueError:
+            return False
+        return None if needs is None else fits(needs, self.budget, ratio=COMPILED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,18 +118,13 @@ def first_tried(
     return not_compiled
 
 
-def no_division(
-    config: RunConfig, num_devices: int, fixed: Sequence[str], space_of: SpaceOf
-) -> str:
-    """Return the error if no mesh divides the batch, with the nearest request that has one.
-
-    Args:
-        num_devices: number of devices.
-        fixed: keys of the config that stay as they are.
-        space_of: returns the plans of a config for a number of devices.
-    """
+def no_division(request: Request) -> str:
+    """Return the error if no mesh divides the batch, with the nearest request that has one."""
+    config = request.config
+    num_devices = request.num_devices
+    space_of = request.space_of
     batch = config.data.global_batch_size
-    fixed = sorted(key for key in fixed if key in SETTINGS)
+    fixed = sorted(key for key in request.fixed if key in SETTINGS)
     num_layers = space_of(config, num_devices).num_layers
     chunks = config.pipeline.chunks if "pipeline.chunks" in fixed else 1
     if "pipeline.chunks" not in fixed and "pipeline.schedule" in fixed:
@@ -216,30 +238,13 @@ def may_use_host_memory(config: RunConfig, fixed: Collection[str], machine: Mach
         machine: rates of the devices.
     """
     is_open = config.memory.placement == "device" and "memory.placement" not in fixed
-    return is_open and config.optimizer.name in ELEMENTWISE and not machine.shares_cores
+    return is_open and config.optimizer.is_elementwise and not machine.shares_cores
 
 
-def no_memory(
-    found: DoesNotFit,
-    config: RunConfig,
-    budget: Budget,
-    num_devices: int,
-    plans_of: Callable[[int], Iterable[ParallelPlan]],
-    cost: Callable[[ParallelPlan], PlanCost],
-    needs_with: NeedsWith,
-) -> str:
-    """Return the error for a model that fits on no mesh, with the nearest request that would.
-
-    Args:
-        found: leanest plan, and its memory.
-        budget: memory that a step may use.
-        num_devices: number of devices.
-        plans_of: returns the plans for a number of devices.
-        cost: returns the composed cost of a plan.
-        needs_with: returns the estimated memory of a plan for a number of devices, with further
-            values of its config; None if it cannot be estimated. Raises ValueError if the plan is
-            not legal.
-    """
+def no_memory(request: Request, found: DoesNotFit) -> str:
+    """Return the error for a model that fits on no mesh, with the nearest request that would."""
+    config = request.config
+    budget = request.budget
     leanest = found.leanest
     needs = found.needs
     leanest_bytes = needs.device_bytes
@@ -252,22 +257,17 @@ def no_memory(
             "memory.host_budget sets the budget"
         )
     # Composed memory is corrected by the one plan whose memory has been estimated.
-    correction = leanest_bytes / leanest[1].memory_bytes
-
-    def composed(count: int) -> list[tuple[float, ParallelPlan]]:
-        return [(correction * cost(plan).memory_bytes, plan) for plan in plans_of(count)]
-
-    more = _more_devices(num_devices, budget, composed, needs_with)
+    more = _more_devices(request, correction=leanest_bytes / leanest[1].memory_bytes)
     enough_bytes = leanest_bytes if found.is_compiled else COMPILED * leanest_bytes
     remedies = [f"{more}devices with {at_least(enough_bytes)} for a step"]
     # With one example at a time, a smaller batch keeps no fewer activations.
     is_one = leanest[0].microbatch_size(config.data.global_batch_size) == 1
     remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
     fraction = config.memory.offload_parameters_fraction
-    if config.optimizer.name in ELEMENTWISE and fraction < 1:
+    if config.optimizer.is_elementwise and fraction < 1:
         on_host: dict[str, Any] = {"memory.placement": "host"}
         for values in (on_host, on_host | {"memory.offload_parameters_fraction": 1.0}):
-            if _fits(partial(needs_with, leanest[0], num_devices, values), budget):
+            if request.fits(leanest[0], request.num_devices, values):
                 remedies.append(" with ".join(f"{key}={value}" for key, value in values.items()))
                 break
     return (
@@ -277,46 +277,25 @@ def no_memory(
     )
 
 
-def _more_devices(
-    num_devices: int,
-    budget: Budget,
-    composed: Callable[[int], Iterable[tuple[float, ParallelPlan]]],
-    needs_with: NeedsWith,
-) -> str:
+def _more_devices(request: Request, correction: float) -> str:
     """Return "16 devices like these, or " for a larger number of devices that would fit, or "".
 
     Args:
-        num_devices: number of devices.
-        budget: memory that a step may use.
-        composed: returns the plans for a number of devices, with their corrected composed memory.
-        needs_with: as for `no_memory`.
+        correction: estimated memory / composed memory.
     """
-    count = 2 * num_devices
+    budget_bytes = request.budget.device_bytes
+    count = 2 * request.num_devices
     while count <= MAX_DEVICES:
-        near = [pair for pair in composed(count) if pair[0] <= _NEAR_BUDGET * budget.device_bytes]
+        plans = request.space_of(request.config, count)
+        composed = ((correction * request.cost(plan).memory_bytes, plan) for plan in plans)
+        near = [pair for pair in composed if pair[0] <= _NEAR_BUDGET * budget_bytes]
         for num_bytes, plan in heapq.nsmallest(_NUM_ESTIMATED, near, key=lambda pair: pair[0]):
-            fits = _fits(partial(needs_with, plan, count, {}), budget)
-            if fits or (fits is None and num_bytes <= budget.device_bytes):
-                about = "about " * (fits is None)
+            is_fitting = request.fits(plan, count, {})
+            if is_fitting or (is_fitting is None and num_bytes <= budget_bytes):
+                about = "about " * (is_fitting is None)
                 return f"{about}{count} devices like these, or "
         count *= 2
     return ""
-
-
-def _fits(needs: Callable[[], Needs | None], budget: Budget) -> bool | None:
-    """Return whether a plan fits; None if its memory cannot be estimated.
-
-    A plan that a check of the whole run refuses does not fit.
-    """
-    try:
-        estimated_needs = needs()
-    except ValueError:
-        return False
-    if estimated_needs is None:
-        return None
-    return (
-        excess(estimated_needs, budget, device_bytes=COMPILED * estimated_needs.device_bytes) <= 1
-    )
 
 
 def _by_distance(number: int, within: int, further: Iterable[int]) -> list[int]:

@@ -20,7 +20,16 @@ from typing import Any
 from models.functions import can_share_vocab
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
-from train.planning.fitting import MAX_TRIES, FittingRuns, promising, with_leaner
+from train.planning.fitting import (
+    FittingRuns,
+    Selection,
+    leanest,
+    may_fit,
+    promising,
+    rank,
+    step_s,
+    with_leaner,
+)
 from train.planning.layer_times import ReplicaStep
 from train.planning.memory.budget import Needs, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
@@ -29,6 +38,7 @@ from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
     DoesNotFit,
     NotCompiled,
+    Request,
     first_tried,
     may_use_host_memory,
     no_division,
@@ -71,7 +81,6 @@ class PlanSearch:
         max_microbatches: int | None = None,
     ):
         self._max_microbatches = max_microbatches
-        self._config = config
         self._devices = devices
         self._fixed = fixed
         self._budget = devices.budget
@@ -84,14 +93,12 @@ class PlanSearch:
             model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
             remat=config.train.remat if "train.remat" in fixed else "none",
         )
-        self._costs = PlanCosts(config, devices.machine, self._layers)
-        self._runs = FittingRuns(config, devices)
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
         self._pairs: list[Costed] = []
         self._compiles = Compilations(_NUM_THREADS)
-        self._compiled = Finalists(self._runs, devices, self._compiles, self._say)
         self._started = time.monotonic()
+        self._use(config)
 
     def best(self) -> list[Choice]:
         """Return the best plans that were compiled whole, the fastest first.
@@ -108,12 +115,12 @@ class PlanSearch:
                 choices = self._finalists()
             except DoesNotFit as error:
                 if not may_use_host_memory(self._config, self._fixed, self._devices.machine):
-                    raise ValueError(self._no_memory(error)) from None
+                    raise ValueError(no_memory(self._request(), error)) from None
                 self._place_in_host_memory()
                 try:
                     choices = self._finalists()
                 except DoesNotFit as again:
-                    raise ValueError(self._no_memory(again)) from None
+                    raise ValueError(no_memory(self._request(), again)) from None
         return choices[:NUM_PLANS]
 
     def _finalists(self) -> list[Choice]:
@@ -127,33 +134,38 @@ class PlanSearch:
         self._say("compiles the best plans whole")
         choices = self._compiled.compile_promising(self._pairs)
         if not choices:
-            lean = self._costs.leanest(self.plans, MAX_TRIES)
+            lean = leanest(self._costs, self.plans)
+            only_one = Selection(count=1, trusts_composed=False)
             for pair in lean[:_NUM_LEAN]:
-                choices = self._compiled.compile([pair], 1, is_last_resort=True)
+                choices = self._compiled.compile([pair], only_one)
                 if choices:
                     break
             if choices:  # others may be faster
-                lean.sort(key=lambda pair: pair[1].step_s)
-                choices = self._compiled.compile(lean, _NUM_LEAN, of_each_shape=2)
+                lean.sort(key=step_s)
+                choices = self._compiled.compile(lean, Selection(count=_NUM_LEAN, of_each_shape=2))
         if not choices:
             raise self._compiled.error()
         variants = self._zero_variants(choices[0])
-        return self._compiled.compile(variants, _NUM_VARIANTS, of_each_shape=4)
+        return self._compiled.compile(variants, Selection(count=_NUM_VARIANTS, of_each_shape=4))
 
     def _zero_variants(self, best: Choice) -> list[Costed]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
         others = {dataclasses.replace(best.plan, zero_stage=stage) for stage in range(4)}
-        ranked = self._costs.ranked([plan for plan in self.plans if plan in others - {best.plan}])
+        ranked = rank(self._costs, [plan for plan in self.plans if plan in others - {best.plan}])
         return [pair for pair in ranked if pair[1].step_s < _LEAST_GAIN * best.cost.step_s]
 
     def _place_in_host_memory(self) -> None:
         """Continue with the same plans, but with optimizer state in host memory."""
         self._say("no plan fits into device memory; places optimizer state in host memory")
-        self._config = with_values(self._config, {"memory.placement": "host"})
-        self._costs = PlanCosts(self._config, self._devices.machine, self._layers)
-        self._runs = FittingRuns(self._config, self._devices)
-        self._compiled = Finalists(self._runs, self._devices, self._compiles, self._say)
+        self._use(with_values(self._config, {"memory.placement": "host"}))
         self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
+
+    def _use(self, config: RunConfig) -> None:
+        """Forget what is known about whole plans, and go on with those of a config."""
+        self._config = config
+        self._costs = PlanCosts(config, self._devices.machine, self._layers)
+        self._runs = FittingRuns(config, self._devices)
+        self._compiled = Finalists(self._runs, self._devices, self._compiles, self._say)
 
     def cost(self, plan: ParallelPlan) -> PlanCost:
         """Return the composed cost of a plan, corrected by the plans that were compiled."""
@@ -172,7 +184,7 @@ class PlanSearch:
             if plan.shape not in compiled and plan not in self._runs.excluded:
                 pairs_by_shape.setdefault(plan.shape, (plan, self.cost(plan)))
         others = [pair for pair in pairs_by_shape.values() if pair[1].step_s >= least_s]
-        others.sort(key=lambda pair: pair[1].step_s)
+        others.sort(key=step_s)
         return [
             NotCompiled(mesh=plan.mesh, plan=plan, cost=cost)
             for plan, cost in others[: max(0, NUM_PLANS - len(choices))]
@@ -194,7 +206,7 @@ class PlanSearch:
         count = self._devices.count
         self.plans = [*self._space(self._config, count)]
         if not self.plans:
-            raise ValueError(no_division(self._config, count, [*self._fixed], self._space))
+            raise ValueError(no_division(self._request()))
         self._say(f"{len(self.plans):,} plans; compiles the layers of one device")
         size = self._config.data.global_batch_size
         sizes = [plan.microbatch_size(size) for plan in self.plans]
@@ -236,11 +248,11 @@ class PlanSearch:
         pending: dict[concurrent.futures.Future, ReplicaStep] = {}
         num_parts = num_early = 0
         most_bytes = _MEMORY_TOLERANCE * self._budget.device_bytes
-        may_fit = [plan for plan in self.plans if self._costs.may_fit(plan, most_bytes)]
-        if not may_fit:
-            return self._costs.leanest(self.plans, MAX_TRIES)
+        plans = [plan for plan in self.plans if may_fit(self._costs, plan, most_bytes)]
+        if not plans:
+            return leanest(self._costs, self.plans)
         while True:
-            ranked = self._costs.ranked(may_fit)
+            ranked = rank(self._costs, plans)
             best = promising(ranked, self._sure_bytes)[:_NUM_KNOWN]
             front = [part for _, cost in best for part in cost.unknown]
             for part in dict.fromkeys(front):
@@ -252,7 +264,7 @@ class PlanSearch:
                     num_parts += 1
             if 0 < len(pending) < _NUM_THREADS:  # a thread is idle
                 known = [pair for pair in best if not pair[1].unknown]
-                self._compiled.start(known[: not num_early], 1)
+                self._compiled.start(known[: not num_early], Selection(count=1))
                 num_early += 1
             if not pending:  # a plan whose times are only assumed comes last
                 return sorted(ranked, key=lambda pair: len(pair[1].unknown) > 0)
@@ -260,15 +272,15 @@ class PlanSearch:
                 done.result()
                 self._layers.measure([pending.pop(done)])
 
-    def _no_memory(self, error: DoesNotFit) -> str:
-        return no_memory(
-            error,
-            self._config,
-            self._budget,
-            self._devices.count,
-            lambda num_devices: self._space(self._config, num_devices),
-            self._costs.cost,
-            self._needs_with,
+    def _request(self) -> Request:
+        return Request(
+            config=self._config,
+            fixed=self._fixed,
+            num_devices=self._devices.count,
+            budget=self._budget,
+            space_of=self._space,
+            cost=self._costs.cost,
+            needs_with=self._needs_with,
         )
 
     def _needs_with(

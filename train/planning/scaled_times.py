@@ -23,7 +23,6 @@ import jax
 
 from pipeline.config import BALANCED
 from pipeline.stack_layout import even_cut
-from predict.time.kernel_time import MEMORY_EFFICIENCY
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.planning.layer_times import CompiledReplica, ReplicaMemory, ReplicaStep
@@ -165,11 +164,6 @@ class ScaledTimes:
         cuts += [BALANCED] * (helps and balanced <= _MOST_LOAD)
         return cuts
 
-    @cached_property
-    def memory_rate(self) -> float:
-        """Bytes per second that kernels read and write in large arrays."""
-        return MEMORY_EFFICIENCY * self._devices.machine.memory_bytes_per_s
-
     def parts_of_base(self, smallest_batch: int, largest_batch: int) -> list[ReplicaStep]:
         """Return the base with the batches to compile first.
 
@@ -185,7 +179,7 @@ class ScaledTimes:
     def measure_base(self, parts: Sequence[ReplicaStep]) -> None:
         """Read the times of `parts_of_base`, after they have been compiled."""
         trained = self.trained_fraction * self.num_params / self.base.model
-        self._update_s = UPDATE * trained / self.memory_rate
+        self._update_s = self._devices.machine.memory_s(UPDATE * trained)
         part_times = [self.compiled(part).times for part in parts]
         added = (parts[-1].batch - parts[-2].batch) / self.base.batch
         growing_s = (part_times[-1].step_s - part_times[-2].step_s) / added

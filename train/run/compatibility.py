@@ -122,7 +122,7 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
 
 def check_optimizer(config: RunConfig) -> None:
     """Reject an optimizer that cannot update one layer at a time, if that is needed."""
-    if config.memory.placement == "host" and config.optimizer.name not in ELEMENTWISE:
+    if config.memory.placement == "host" and not config.optimizer.is_elementwise:
         raise ValueError(
             f"memory.placement=host updates one layer at a time, but optimizer.name="
             f"{config.optimizer.name!r} may not be element-wise; set "

@@ -17,21 +17,11 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from predict.memory.operations import RENAMES, Operation, Program, Value
+from predict.memory.primitives import COLLECTIVES
 
 #: Never merged: collectives, allocations of arrays without values, and operations whose purpose is
 #: to prevent merging.
-_KEPT_APART = (
-    "all_gather",
-    "psum",
-    "reduce_scatter",
-    "all_to_all",
-    "ppermute",
-    "pmax",
-    "pmin",
-    "empty",
-    "optimization_barrier",
-    "device_put",
-)
+_KEPT_APART = (*COLLECTIVES, "empty", "optimization_barrier", "device_put")
 #: These return the array that they read, in the same or another shape.
 _RESHAPES = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
 _SAME = tuple(name for name in RENAMES if name != "optimization_barrier")
@@ -142,8 +132,7 @@ def _source(op: Operation) -> Value | None:
 def _with(op: Operation, *, inputs: list[Value], bodies: list[Program]) -> Operation:
     if inputs == op.inputs and not bodies:
         return op
-    fields = {name: getattr(op, name) for name in op.__dataclass_fields__}
-    return type(op)(**{**fields, "inputs": inputs, "bodies": bodies})
+    return dataclasses.replace(op, inputs=inputs, bodies=bodies)
 
 
 def _hashable(params: Mapping[str, Any]) -> Hashable | None:

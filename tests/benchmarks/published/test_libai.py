@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.harness import ranks
+from benchmarks.harness import docs_page, ranks
 from benchmarks.published import libai, libai_fit
 from benchmarks.published.libai_fit import Constants, StepParts
 from benchmarks.published.libai_rows import COLUMNS, MODELS, jobs_of, parse_rows
@@ -212,7 +212,7 @@ def test_choices_compare_meshes_of_one_model_and_number_of_gpus():
 def test_docs_show_the_stored_results():
     results = json.loads(libai._RESULTS.read_text(encoding="utf-8"))
     text = libai._DOCS.read_text(encoding="utf-8")
-    assert libai.with_tables(text, ROWS, results) == text
+    assert docs_page.with_tables(libai._DOCS, libai.tables(ROWS, results)) == text
 
 
 def test_stored_constants_are_the_fit_of_the_stored_steps():

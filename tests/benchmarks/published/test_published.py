@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks.harness import docs_page
 from benchmarks.published import __main__ as published
 from benchmarks.published.jobs import HOST_MEMORY, JOBS, SCALING
 from predict.machines.targets import parse_target
@@ -27,12 +28,7 @@ def test_docs_show_the_stored_results():
     results = json.loads(published._RESULTS.read_text(encoding="utf-8"))
     assert [job["name"] for job in results["jobs"]] == [job.name for job in JOBS]
     text = published._DOCS.read_text(encoding="utf-8")
-    assert published.with_tables(text, results) == text
-
-
-def test_page_without_a_marker_is_refused():
-    with pytest.raises(ValueError, match="lacks <!-- jobs -->"):
-        published.with_tables("no table", {"jobs": [], "scaling": {}, "host_memory": []})
+    assert docs_page.with_tables(published._DOCS, published.tables(results)) == text
 
 
 def test_table_shows_the_ratio_only_where_a_speed_is_published():

@@ -76,7 +76,7 @@ def product(name: str, m: int, n: int, k: int, *, out: str = "bf16", sol: float 
 def test_predict_replaces_absurd_times_of_products(sol, expected):
     # 2 TFLOP take 2 ms at the peak rate, and usually 2 ms / 0.7.
     found = step("", product("gemm", 10_000, 10_000, 10_000, sol=sol))
-    expected = 2e3 / kernel_time.MATMUL_EFFICIENCY if expected is None else expected
+    expected = 2e3 / machine.MATMUL_EFFICIENCY if expected is None else expected
     assert found.matmul_s == found.step_s == pytest.approx(expected * US)
 
 
@@ -84,7 +84,7 @@ def test_predict_prices_products_with_large_results_by_their_bytes():
     # 512 × 32000 × 8: 0.26 GFLOP and 65.5 MB of output, for which XLA's entry is 11 ms.
     found = step("", product("gemm", 512, 32_000, 8, out="f32", sol=11_424))
     moved = 2 * (512 * 8 + 8 * 32_000) + 4 * 512 * 32_000
-    assert found.matmul_s == pytest.approx(moved / 1e12 / kernel_time.MEMORY_EFFICIENCY)
+    assert found.matmul_s == pytest.approx(moved / 1e12 / machine.MEMORY_EFFICIENCY)
 
 
 def test_predict_adds_flops_and_bytes_of_products_on_shared_cores():
@@ -92,8 +92,8 @@ def test_predict_adds_flops_and_bytes_of_products_on_shared_cores():
     program = product("gemm", 512, 32_000, 8, out="f32", sol=None)
     found = step("", program, machine=shared)
     moved = 2 * (512 * 8 + 8 * 32_000) + 4 * 512 * 32_000
-    moved_s = moved / MACHINE.memory_bytes_per_s / kernel_time.MEMORY_EFFICIENCY
-    flops_s = 2 * 512 * 32_000 * 8 / MACHINE.flops_per_s["bf16"] / kernel_time.MATMUL_EFFICIENCY
+    moved_s = moved / MACHINE.memory_bytes_per_s / machine.MEMORY_EFFICIENCY
+    flops_s = 2 * 512 * 32_000 * 8 / MACHINE.flops_per_s["bf16"] / machine.MATMUL_EFFICIENCY
     assert found.matmul_s == pytest.approx(moved_s + flops_s)
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.train.planning.test_plan_cost import COSTS, plan
 from train.planning import finalists
 from train.planning.finalists import Finalists
+from train.planning.fitting import Selection
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.plan_cost import PlanCost
 from train.planning.plan_devices import Compilations
@@ -39,14 +40,13 @@ def compiler(
             self.excluded = set()
             self.num_rounds = 0
 
-        def first(self, pairs, count, *, of_each_shape=1, trusts_composed=True):
-            del of_each_shape, trusts_composed
+        def first(self, pairs, selection):
             self.num_rounds += 1
             shapes = set()
             for each, its_cost in [pair for pair in pairs if pair[0] not in self.excluded][:9]:
                 if each in illegal:
                     self.excluded.add(each)
-                elif each.shape not in shapes and len(shapes) < count:
+                elif each.shape not in shapes and len(shapes) < selection.count:
                     shapes.add(each.shape)
                     yield each, its_cost, each
 
@@ -124,7 +124,7 @@ def test_plans_whose_times_are_only_assumed_come_last():
     unknown = (COSTS.part(plan()),)
     pairs = [(SPLIT[0], cost(0.5, unknown=unknown)), *((each, cost(1.0)) for each in SPLIT[1:3])]
     found = compiler(dict.fromkeys(SPLIT, 1.0))
-    found.compile(found._promising(pairs), 2)
+    found.compile(found._promising(pairs), Selection(count=2))
     assert {choice.plan for choice in found.sorted()} == {*SPLIT[1:3]}
 
 

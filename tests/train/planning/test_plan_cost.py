@@ -14,7 +14,6 @@ from pipeline.schedules.table import (
 )
 from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
-from predict.time.kernel_time import HOST_EFFICIENCY
 from predict.time.transfer import group_over, transfer_s
 from tests.train.planning.test_parallel_plan import config_of
 from train.planning.fitting import distinct, promising, with_leaner
@@ -24,7 +23,7 @@ from train.planning.pipeline_cost import in_flight
 from train.planning.plan_cost import PlanCosts
 from train.planning.scaled_times import LayerTimes
 
-TARGET = parse_target("h100:1x8")
+MACHINE = machine_of(parse_target("h100:1x8"))
 PARAMS = 1_000_000_000
 
 
@@ -34,7 +33,6 @@ class GivenLayers:
     num_params = PARAMS
     num_outer_params = 0
     trained_fraction = 1.0
-    memory_rate = 3e12
     work = types.SimpleNamespace(layers=(1,) * 8)
     layer_times: tuple[float, ...] = (1,) * 8
 
@@ -63,7 +61,7 @@ class GivenLayers:
         return []
 
 
-COSTS = PlanCosts(config_of(), machine_of(TARGET), GivenLayers())  # pyright: ignore[reportArgumentType]
+COSTS = PlanCosts(config_of(), MACHINE, GivenLayers())  # pyright: ignore[reportArgumentType]
 
 
 def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> ParallelPlan:
@@ -82,7 +80,7 @@ def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> Paralle
 
 def test_microbatches_of_one_device_run_one_after_another():
     assert COSTS.cost(plan(1)).step_s == pytest.approx(26 + 1)
-    sums_s = 4 * PARAMS / 3e12
+    sums_s = MACHINE.memory_s(4 * PARAMS)
     assert COSTS.cost(plan(4)).step_s == pytest.approx(26 + 4 * sums_s + 1)
 
 
@@ -94,7 +92,7 @@ def test_ticks_of_1f1b_last_as_long_as_their_slowest_stage():
     # A microbatch takes 4 s forward and 8 s backward on all layers of both stages: 2 and 4 s a
     # stage, and 1 s for the head. An iteration runs the backwards of one tick and the forwards of
     # the next; the last stage runs its forward as a part of the backward.
-    sums_s = 2 * 4 * PARAMS / 2 / 3e12
+    sums_s = MACHINE.memory_s(2 * 4 * PARAMS / 2)
     work_s = COSTS.cost(plan(2, pipeline=2)).step_s - 1 / 2
     least_s = 2 * (2 + 4 + 1)
     assert least_s < work_s - sums_s < 2 * least_s
@@ -102,16 +100,15 @@ def test_ticks_of_1f1b_last_as_long_as_their_slowest_stage():
 
 
 def test_stages_wait_for_sends_on_a_slow_network_and_sum_the_gradients_of_the_embedding():
-    machine = machine_of(TARGET)
     alone = COSTS.cost(plan(4, pipeline=8))
-    slow = dataclasses.replace(machine, gpus_per_host=1, network_bytes_per_s=1e6)
+    slow = dataclasses.replace(MACHINE, gpus_per_host=1, network_bytes_per_s=1e6)
     costs = PlanCosts(config_of(), slow, GivenLayers())  # pyright: ignore[reportArgumentType]
     sends_s = 2 * 1e9 / 16 / 1e6
     assert costs.cost(plan(4, pipeline=8)).step_s > 4 * sends_s > alone.step_s
 
     layers = GivenLayers()
     layers.num_outer_params = PARAMS // 2
-    costs = PlanCosts(config_of(), machine, layers)  # pyright: ignore[reportArgumentType]
+    costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     sums = {
         share_vocab: costs.cost(plan(4, pipeline=2, share_vocab=share_vocab)).exposed_s
         for share_vocab in (False, True)
@@ -123,7 +120,7 @@ def test_stages_wait_for_sends_on_a_slow_network_and_sum_the_gradients_of_the_em
 def test_stages_are_as_slow_as_the_times_of_their_layers_say():
     layers = GivenLayers()
     layers.layer_times = (1, 1, 1, 1, 3, 3, 3, 3)  # a decoder with few tokens: slow for its FLOPs
-    costs = PlanCosts(config_of(), machine_of(TARGET), layers)  # pyright: ignore[reportArgumentType]
+    costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     even, uneven = (each.cost(plan(4, pipeline=2)).layers_s for each in (COSTS, costs))
     assert 1.3 < uneven / even <= 1.5  # the second stage has three quarters of the time, not half
 
@@ -154,23 +151,23 @@ def test_shared_vocab_divides_the_head_among_the_stages():
     # The head takes 2 s for 16 examples. Alone, the last stage makes the other wait for all of it.
     # Shared, embedding and head exchange activations of 1 GB four times.
     group = [group_over(plan(1, pipeline=2).mesh.sizes, ("pipeline",))]
-    exchanges_s = 4 * transfer_s(machine_of(TARGET), "all-reduce", group, 1e9)
+    exchanges_s = 4 * transfer_s(MACHINE, "all-reduce", group, 1e9)
     assert alone - shared == pytest.approx(2 / 2 - exchanges_s, rel=0.05)
 
 
 def test_stages_on_simulated_devices_leave_their_cores_to_each_other():
-    machine = dataclasses.replace(machine_of(TARGET), shares_cores=True)
+    machine = dataclasses.replace(MACHINE, shares_cores=True)
     costs = PlanCosts(config_of(), machine, GivenLayers())  # pyright: ignore[reportArgumentType]
     one = costs.cost(plan(4)).step_s
     ticks_s = 0.01
-    sums_s = 4 * 4 * PARAMS / 3e12 / 2  # each of two stages has half of the layers
+    sums_s = MACHINE.memory_s(4 * 4 * PARAMS / 2)  # each of two stages has half of the layers
     for schedule in ("1f1b", "gpipe", "zero_bubble"):
         found = costs.cost(plan(4, pipeline=2, schedule=schedule)).step_s
         assert one / 2 - sums_s < found < one / 2 + sums_s + ticks_s
 
 
 def test_simulated_devices_allocate_activations_and_gradients_in_every_step():
-    machine = dataclasses.replace(machine_of(TARGET), allocation_s_per_byte=1e-12)
+    machine = dataclasses.replace(MACHINE, allocation_s_per_byte=1e-12)
     costs = PlanCosts(config_of(), machine, GivenLayers())  # pyright: ignore[reportArgumentType]
     for count, activations in ((1, 1600e9), (16, 100e9)):
         added_s = costs.cost(plan(count)).step_s - COSTS.cost(plan(count)).step_s
@@ -185,14 +182,13 @@ def test_recomputed_stages_take_another_forward_and_keep_less():
 
 
 def test_gradients_are_reduced_after_the_last_microbatch_unless_layers_are_scattered():
-    machine = machine_of(TARGET)
     group = [group_over(plan(1, data=8).mesh.sizes, ("data", "fsdp"))]
-    reduce_s = transfer_s(machine, "all-reduce", group, 4 * PARAMS)
+    reduce_s = transfer_s(MACHINE, "all-reduce", group, 4 * PARAMS)
     one = COSTS.cost(plan(1, data=8))
     assert one.step_s == pytest.approx(26 / 8 + 1 + reduce_s)
     # The layers take longer than their collectives, which they hide but for a share.
-    gather_s = transfer_s(machine, "all-gather", group, COSTS._compute_bytes * PARAMS)
-    scatter_s = transfer_s(machine, "reduce-scatter", group, 4 * PARAMS / 8)
+    gather_s = transfer_s(MACHINE, "all-gather", group, COSTS._compute_bytes * PARAMS)
+    scatter_s = transfer_s(MACHINE, "reduce-scatter", group, 4 * PARAMS / 8)
     hidden = COSTS.cost(plan(1, data=8, zero_stage=3))
     waits_s = 0.15 * (2 * gather_s + scatter_s)
     assert hidden.step_s == pytest.approx(26 / 8 + 1 / 8 + waits_s)
@@ -236,7 +232,7 @@ def test_state_in_host_memory_is_copied_and_takes_less_device_memory():
         COSTS.cost(plan(1, data=8, zero_stage=1, placement=p)) for p in ("device", "host")
     )
     # 4 bytes of weights for the forward, 12 to the device for the update, and 12 back.
-    copies_s = 28 * PARAMS / 8 / (HOST_EFFICIENCY * machine_of(TARGET).host_bytes_per_s)
+    copies_s = MACHINE.host_copy_s(28 * PARAMS / 8)
     assert on_host.update_s - on_device.update_s == pytest.approx(copies_s)
     # Weights and an eighth of the moments; or a copy of the weights, and an eighth of the state of
     # one of 8 layers at a time.
@@ -264,11 +260,11 @@ def test_zero_divides_weights_moments_and_gradients(zero_stage, per_param):
 @pytest.mark.parametrize(("zero_stage", "per_param"), [(0, 4), (1, 4), (3, 0.5)])
 def test_frozen_parameters_have_neither_gradients_nor_moments(zero_stage, per_param):
     layers = GivenLayers()
-    costs = PlanCosts(config_of(), machine_of(TARGET), layers)  # pyright: ignore[reportArgumentType]
+    costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     found = plan(1, data=8, zero_stage=zero_stage)
     whole = costs.cost(found)
     layers.trained_fraction = 0.25
-    costs = PlanCosts(config_of(), machine_of(TARGET), layers)  # pyright: ignore[reportArgumentType]
+    costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     frozen = costs.cost(found)
     of_trained = {0: 16, 1: 9, 3: 2}[zero_stage]
     saved = whole.memory_bytes - frozen.memory_bytes

@@ -15,6 +15,7 @@ from train.planning.plan_cost import PlanCost
 from train.planning.plan_limits import (
     DoesNotFit,
     NotCompiled,
+    Request,
     check_max_microbatches,
     first_tried,
     no_division,
@@ -51,16 +52,19 @@ BUDGET = Budget(
 )
 
 
-def plans_of(count: int) -> list[ParallelPlan]:
-    return [*space_of(config_of(), count)]
+def request(**values) -> Request:
+    """Return a request for 8 devices that each have 4 GiB, with other values."""
+    given = {"config": config_of(), "fixed": (), "num_devices": 8, "budget": BUDGET}
+    given |= {"space_of": space_of, "cost": cost, "needs_with": unknown}
+    return Request(**given | values)
 
 
 def test_request_that_nothing_divides_names_the_nearest_that_works():
-    message = no_division(config_of(), 7, ["mesh.model"], space_of)
+    message = no_division(request(num_devices=7, fixed=["mesh.model"]))
     start = "no plan divides the model and data.global_batch_size=16 over 7 devices"
     assert message.startswith(f"{start} (mesh.model is fixed)")
     fixed = ["train.remat", "mesh.model", "mesh.pipeline"]
-    several = no_division(config_of(), 7, fixed, space_of)
+    several = no_division(request(num_devices=7, fixed=fixed))
     assert several.startswith(f"{start} (mesh.model, mesh.pipeline and train.remat are fixed)")
     nearest = message.partition("the nearest that works: ")[2]
     devices = int(nearest.split()[0])
@@ -72,14 +76,16 @@ def test_request_that_nothing_divides_names_the_nearest_that_works():
 
 
 def test_request_for_more_stages_than_layers_says_so():
-    message = no_division(config_of("mesh.pipeline=8"), 8, ["mesh.pipeline", "data.seed"], space_of)
+    message = no_division(
+        request(config=config_of("mesh.pipeline=8"), fixed=["mesh.pipeline", "data.seed"])
+    )
     assert message == (
         "mesh.pipeline=8 × pipeline.chunks=1 are 8 parts, more than the model's 4 layers; set "
         "mesh.pipeline to at most 4"
     )
     # The V of this schedule has two parts on each stage.
     config = config_of("mesh.pipeline=4", "pipeline.schedule=zbv")
-    message = no_division(config, 8, ["mesh.pipeline", "pipeline.schedule"], space_of)
+    message = no_division(request(config=config, fixed=["mesh.pipeline", "pipeline.schedule"]))
     assert message.startswith("mesh.pipeline=4 × pipeline.chunks=2 are 8 parts")
     assert message.endswith("set mesh.pipeline to at most 2")
 
@@ -93,14 +99,14 @@ def test_request_that_contradicts_itself_names_what_to_leave_out():
     def spaces(config, num_devices) -> PlanSpace:
         return dataclasses.replace(one, config=config, num_devices=num_devices)
 
-    message = no_division(config_of(*given), 8, sorted(fixed), spaces)
+    message = no_division(request(config=config_of(*given), fixed=fixed, space_of=spaces))
     assert message.endswith(
         "; leave out mesh.pipeline or pipeline.schedule or train.num_microbatches"
     )
 
 
 def test_request_for_far_too_many_devices_names_one_that_works():
-    message = no_division(config_of(), 4096, [], space_of)
+    message = no_division(request(num_devices=4096))
     devices, _, rest = message.partition("the nearest that works: ")[2].partition(" devices, or ")
     assert [*space_of(config_of(), int(devices))] and 16 < int(devices) < 4096
     batch = int(rest.partition("data.global_batch_size=")[2])
@@ -113,7 +119,11 @@ def test_large_batch_that_nothing_divides_names_the_nearest_multiple():
         return dataclasses.replace(one, config=config, num_devices=num_devices)
 
     # At most 4 stages, so at least 1,024 replicas.
-    message = no_division(config_of("data.global_batch_size=1000000"), 4096, [], spaces)
+    message = no_division(
+        request(
+            config=config_of("data.global_batch_size=1000000"), num_devices=4096, space_of=spaces
+        )
+    )
     assert message.endswith("data.global_batch_size=1000448")
 
 
@@ -131,14 +141,14 @@ def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
     plans = [*space()]
     leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
     # 8 GiB on 8 devices by composed memory, 10 GiB by the estimate: 4 GiB need 20, so 32 devices.
-    message = no_memory(DoesNotFit(leanest, NEEDS), config_of(), BUDGET, 8, plans_of, cost, unknown)
+    message = no_memory(request(), DoesNotFit(leanest, NEEDS))
     assert message.startswith("no plan fits into 4.00 GiB a device; the leanest, ")
     assert "takes 10.00 GiB; what would fit: about 32 devices like these" in message
     assert "memory.placement=host" not in message  # it would not fit either
 
 
 def test_memory_on_more_devices_is_estimated_if_they_are_described():
-    leanest = min(((p, cost(p)) for p in plans_of(8)), key=lambda pair: pair[1].memory_bytes)
+    leanest = min(((p, cost(p)) for p in space()), key=lambda pair: pair[1].memory_bytes)
     tried = []
 
     def needs_with(plan: ParallelPlan, num_devices: int, values) -> Needs:
@@ -151,13 +161,13 @@ def test_memory_on_more_devices_is_estimated_if_they_are_described():
         return Needs(device={"optimizer": 2**30 * 80 // num_devices}, host={})
 
     found = DoesNotFit(leanest, Needs(device={"optimizer": 10 * 2**30}, host={}))
-    message = no_memory(found, config_of(), BUDGET, 8, plans_of, cost, needs_with)
+    message = no_memory(request(needs_with=needs_with), found)
     assert "what would fit: 32 devices like these, or devices with 11.00 GiB" in message
     assert tried == [16, 16, 32]
     assert "memory.placement=host with memory.offload_parameters_fraction=1.0" in message
     whole = config_of("memory.placement=host", "memory.offload_parameters_fraction=1.0")
     for config in (whole, config_of("optimizer.name=lamb")):
-        message = no_memory(found, config, BUDGET, 8, plans_of, cost, needs_with)
+        message = no_memory(request(config=config, needs_with=needs_with), found)
         assert "host" not in message.split("fit:")[1]
 
 
@@ -165,7 +175,7 @@ def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
     plan = next(iter(space()))
     budget = dataclasses.replace(BUDGET, device_bytes=2**40, host_bytes=2**34)
     found = DoesNotFit((plan, cost(plan)), NEEDS)
-    message = no_memory(found, config_of(), budget, 8, plans_of, cost, unknown)
+    message = no_memory(request(budget=budget), found)
     assert message.startswith(f"no plan fits into 16.00 GiB a host; the leanest, {plan}, takes 80")
 
 
@@ -173,7 +183,7 @@ def test_devices_with_the_memory_of_a_compiled_step_are_enough():
     plan = next(iter(space()))
     needs = Needs(device={"compiled": 10 * 2**30 + 1}, host={})
     found = DoesNotFit((plan, cost(plan)), needs, is_compiled=True)
-    message = no_memory(found, config_of(), BUDGET, 8, plans_of, cost, unknown)
+    message = no_memory(request(), found)
     assert "takes 10.00 GiB;" in message
     assert "or devices with 10.01 GiB for a step" in message
 

@@ -65,7 +65,7 @@ class GivenTimes(ScaledTimes):
 def times():
     scaled = GivenTimes()
     # What measure_base computes from the parameters.
-    scaled._update_s = UPDATE * 1e9 / scaled.memory_rate
+    scaled._update_s = scaled._devices.machine.memory_s(UPDATE * 1e9)
     scaled.measure_base(scaled.parts_of_base(1, 1))
     return scaled
 
@@ -89,7 +89,7 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
 )
 def test_base_is_compiled_for_no_more_batches_than_plans_need(smallest, largest, batches):
     times = GivenTimes(sequence_length=2048)
-    times._update_s = UPDATE * 1e9 / times.memory_rate
+    times._update_s = times._devices.machine.memory_s(UPDATE * 1e9)
     parts = times.parts_of_base(smallest, largest)
     assert [found.batch for found in parts] == batches
     times.measure_base(parts)

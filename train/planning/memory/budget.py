@@ -67,17 +67,10 @@ def budget_of(config: MemoryConfig, mesh: jax.sharding.Mesh) -> Budget:
         least = min((limit for limit in limits if limit is not None), default=math.inf)
         return [least, host_memory_bytes(), len(devices), devices[0].device_kind]
 
-    device_bytes, host_bytes, num_devices, kind = exchange.on_first(local_values)
-    limit_bytes = device_bytes
-    device_bytes = SHARE * device_bytes
-    host_bytes = SHARE * host_bytes
-    if config.device_budget is not None:
-        device_bytes = config.device_budget * 2**30
-    if config.host_budget is not None:
-        host_bytes = config.host_budget * 2**30
+    limit_bytes, host_bytes, num_devices, kind = exchange.on_first(local_values)
     return Budget(
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
+        device_bytes=_budget_bytes(config.device_budget, limit_bytes),
+        host_bytes=_budget_bytes(config.host_budget, host_bytes),
         devices_per_host=max(hosts.values()) * num_devices,
         device_kind=kind,
         limit_bytes=limit_bytes,
@@ -93,16 +86,17 @@ def target_budget(config: MemoryConfig, target: Target) -> Budget:
         config: may set the budgets.
         target: GPUs.
     """
-    budgets_gib = config.device_budget, config.host_budget
     return Budget(
-        device_bytes=SHARE * target.memory_bytes
-        if budgets_gib[0] is None
-        else budgets_gib[0] * 2**30,
-        host_bytes=math.inf if budgets_gib[1] is None else budgets_gib[1] * 2**30,
+        device_bytes=_budget_bytes(config.device_budget, target.memory_bytes),
+        host_bytes=_budget_bytes(config.host_budget, math.inf),
         devices_per_host=target.gpus_per_host,
         device_kind=target.device_kind,
         limit_bytes=target.memory_bytes,
     )
+
+
+def _budget_bytes(configured_gib: float | None, available_bytes: float) -> float:
+    return SHARE * available_bytes if configured_gib is None else configured_gib * 2**30
 
 
 def pressure_of(run: Run, budget: Budget) -> str:
@@ -144,16 +138,13 @@ def needs_of(run: Run, budget: Budget) -> Needs:
     return Needs(device=run.estimate_memory().device, host=host)
 
 
-def excess(needs: Needs, budget: Budget, *, device_bytes: float | None = None) -> float:
-    """Return needs / budget for devices or for hosts, whichever is larger; above 1 does not fit.
+def fits(needs: Needs, budget: Budget, *, ratio: float = 1.0) -> bool:
+    """Return whether a step fits whose device memory is `ratio` times its estimate.
 
-    Args:
-        needs: estimated memory of a step.
-        budget: memory that it may use.
-        device_bytes: bytes per device that replace the estimate, if a better value is known.
+    Host memory is known exactly.
     """
-    device = needs.device_bytes if device_bytes is None else device_bytes
-    return max(device / budget.device_bytes, needs.host_bytes / budget.host_bytes)
+    device_bytes = ratio * needs.device_bytes
+    return device_bytes <= budget.device_bytes and needs.host_bytes <= budget.host_bytes
 
 
 def compiled_bytes(run: Run) -> int | None:

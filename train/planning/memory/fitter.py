@@ -16,7 +16,7 @@ from train.planning.memory.budget import (
     TOLERANCE,
     Budget,
     compiled_bytes,
-    excess,
+    fits,
     needs_of,
     pressure_of,
     size,
@@ -61,7 +61,7 @@ class MemoryFitter:
         needs = needs_of(run, self._budget)
         # The compiler may need less device memory than estimated, so there is a tolerance. Host
         # memory is known exactly.
-        if excess(needs, self._budget, device_bytes=needs.device_bytes / (1 + TOLERANCE)) > 1:
+        if not fits(needs, self._budget, ratio=1 / (1 + TOLERANCE)):
             raise ValueError(self._refusal(run, None))
         self.report = table(needs, self._budget)
 
@@ -81,14 +81,13 @@ class MemoryFitter:
         search = MemorySearch(config, self._assemble, self._budget)
         for candidate in itertools.islice(search.fitting(), _MAX_COMPILED):
             compiled = compiled_bytes(candidate.run)
-            over = excess(candidate.needs, self._budget, device_bytes=compiled)
-            if over <= 1:
+            ratio = 1.0 if compiled is None else compiled / candidate.needs.device_bytes
+            if fits(candidate.needs, self._budget, ratio=ratio):
                 description = self._describe(search, candidate)
                 rows = table(candidate.needs, self._budget)
                 self.report = f"plan    {description}\n{rows}"
                 return candidate.run
-            if compiled is not None:
-                search.correction = max(search.correction, compiled / candidate.needs.device_bytes)
+            search.correction = max(search.correction, ratio)
         raise ValueError(self._nothing_fits(search))
 
     def check_compiled(self, run: Run) -> None:

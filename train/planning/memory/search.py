@@ -30,12 +30,7 @@ from predict.memory.memory_estimate import Needs
 from predict.time.traced_work import traced_work_s
 from sharding.memory import AUTO
 from train.config.schema import RunConfig
-from train.optim.optimizer import ELEMENTWISE
-from train.planning.memory.budget import (
-    Budget,
-    excess,
-    needs_of,
-)
+from train.planning.memory.budget import Budget, fits, needs_of
 from train.planning.parallel_plan import with_values
 from train.run.run import Run
 
@@ -94,7 +89,15 @@ class MemorySearch:
         """The candidate that needs the least memory relative to the budget; it may not fit."""
         leanest = self._at(tuple(len(lever) for lever in self.levers)) or self.base
         known = (candidate for candidate in self._known.values() if candidate is not None)
-        return min((leanest, *known), key=lambda c: excess(c.needs, self._budget))
+        budget = self._budget
+
+        def excess(candidate: Candidate) -> float:
+            needs = candidate.needs
+            return max(
+                needs.device_bytes / budget.device_bytes, needs.host_bytes / budget.host_bytes
+            )
+
+        return min((leanest, *known), key=excess)
 
     def single(self) -> list[Candidate]:
         """Return candidates that fit and change one lever, as little as possible; fastest first.
@@ -149,10 +152,7 @@ class MemorySearch:
         return None if best == levels else best
 
     def _fits(self, candidate: Candidate | None) -> bool:
-        if candidate is None:
-            return False
-        device_bytes = candidate.needs.device_bytes * self.correction
-        return excess(candidate.needs, self._budget, device_bytes=device_bytes) <= 1
+        return candidate is not None and fits(candidate.needs, self._budget, ratio=self.correction)
 
     def _step(self, lever: int, level: int) -> tuple[int, ...]:
         return tuple(level if i == lever else 0 for i in range(len(self.levers)))
@@ -201,7 +201,7 @@ class MemorySearch:
 
     def _zero_stages(self) -> list[Setting]:
         config = self._config
-        if config.mesh.data * config.mesh.fsdp == 1:
+        if config.mesh.data * config.mesh.fsdp * config.mesh.context == 1:
             return []
         stages = [stage for stage in (2, 3) if stage > config.memory.zero_stage]
         return [{"memory.zero_stage": stage} for stage in stages]
@@ -217,7 +217,7 @@ class MemorySearch:
     def _placements(self) -> list[Setting]:
         memory = self._config.memory
         settings = []
-        if self._config.optimizer.name not in ELEMENTWISE:
+        if not self._config.optimizer.is_elementwise:
             return settings
         for optimizer, parameters in ((0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0)):
             now = (memory.optimizer_fraction, memory.offload_parameters_fraction)
