@@ -35,6 +35,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.masks import Mask, Segments
@@ -156,20 +157,33 @@ def _calls(options: RingOptions, hop: Any, chunk_length: int) -> list[_Call]:
 
 def _windowed_calls(options: RingOptions, index, source, chunk_length: int) -> list[_Call]:
     """Return a call for each pair of chunks; the distance of the chunks decides the mask."""
-    window = options.mask.window
-    assert window is not None
-    masks = tuple(
-        dataclasses.replace(options.mask, offset=distance * chunk_length)
-        for distance in range(_window_chunks(window, chunk_length) + 1)
-    )
+    masks, which_of = _masks_by_distance(options.mask, chunk_length)
     calls = []
     for q_chunk, q_number in enumerate(options.split.chunk_numbers(index)):
         for k_chunk, k_number in enumerate(options.split.chunk_numbers(source)):
             distance = q_number - k_number
-            is_visible = (distance >= 0) & (distance < len(masks))
-            which = jnp.where(is_visible, distance + 1, 0)
+            is_visible = (distance >= 0) & (distance < len(which_of))
+            which = jnp.asarray(which_of)[jnp.clip(distance, 0, len(which_of) - 1)]
+            which = jnp.where(is_visible, which, 0)
             calls.append(_Call(q_chunk=q_chunk, k_chunk=k_chunk, masks=masks, which=which))
     return calls
+
+
+def _masks_by_distance(mask: Mask, chunk_length: int) -> tuple[tuple[Mask, ...], np.ndarray]:
+    """Return the masks between chunks, and 1 + the index of the mask for each distance of chunks.
+
+    A window contains earlier chunks whole, except for the last two that it touches.
+    """
+    assert mask.window is not None
+    masks: list[Mask] = []
+    which_of = []
+    for distance in range(_window_chunks(mask.window, chunk_length) + 1):
+        is_whole = distance > 0 and (distance + 1) * chunk_length - 1 < mask.window
+        of_chunk = _WHOLE if is_whole else dataclasses.replace(mask, offset=distance * chunk_length)
+        if of_chunk not in masks:
+            masks.append(of_chunk)
+        which_of.append(1 + masks.index(of_chunk))
+    return tuple(masks), np.asarray(which_of, np.int32)
 
 
 def _window_chunks(window: int, chunk_length: int) -> int:

@@ -223,11 +223,6 @@ def test_image_that_breaks_in_a_run_is_skipped(config, tmp_path, capsys, monkeyp
     assert np.isfinite(losses).all()
 
 
-def test_context_is_refused_for_images(config, tmp_path, capsys):
-    assert run_main(tmp_path, config, "mesh.context=2") == 2
-    assert "mesh.context=2 splits sequences of tokens, but data.objective=" in refusal(capsys)
-
-
 def test_model_must_accept_the_size_of_the_images(config):
     file, cache = config
     run = validate_config(load(file, cache))

@@ -117,8 +117,8 @@ class RunConfig:
         if memory.shard_parameters_fraction != 1 and memory.zero_stage != 3 and mesh.fsdp == 1:
             raise ValueError(
                 f"memory.shard_parameters_fraction={memory.shard_parameters_fraction} requires "
-                f"memory.zero_stage=3, not {memory.zero_stage}, or mesh.fsdp of more than 1; change "
-                "one of them"
+                f"memory.zero_stage=3, not {memory.zero_stage}, or mesh.fsdp of more than 1; "
+                "change one of them"
             )
         checkpoint = self.checkpoint
         if checkpoint.keep_best and not (checkpoint.every_steps and self.eval.every_steps):

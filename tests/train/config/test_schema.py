@@ -233,6 +233,14 @@ def test_context_that_does_not_divide_the_sequence_is_refused():
         run_of("mesh.context=3")
 
 
+def test_a_fraction_of_parameters_by_layer_needs_parameters_that_are_split():
+    fraction = "memory.shard_parameters_fraction=0.5"
+    message = r"memory\.shard_parameters_fraction=0\.5 requires memory\.zero_stage=3, not 2, or"
+    with pytest.raises(ValueError, match=message):
+        run_of(fraction, "memory.zero_stage=2")
+    assert run_of(fraction, "mesh.fsdp=2").memory.shard_parameters_fraction == 0.5
+
+
 def test_attention_belongs_to_the_run_not_to_the_model():
     config = load(f"{ROOT}/configs/gpt2.py", ("model.attention=plain",))
     validated = validate_config(config)

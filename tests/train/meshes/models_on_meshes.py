@@ -167,15 +167,21 @@ def losses_on(model: str, mesh: tuple[str, ...]) -> list[float]:
 def first_losses(model: str, more: tuple[str, ...], platform: str | None = None) -> list[float]:
     """Return the losses of the first steps with more overrides, on a platform as in `make_run`."""
     config, overrides = MODELS[model]
-    directory, cache = corpora()
-    where = (f"data.cache_dir={cache}",)
-    if config not in _OF_IMAGES:
-        files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
-        where = (*_TEXT, *where, f"data.paths={directory}/{files}")
+    where = overrides_of_data(config, overrides)
     run, corpus = make_run(
         (*SHARED, *where, *overrides, *more), str(ROOT / "configs" / f"{config}.py"), platform
     )
     return losses(run, corpus, NUM_STEPS)
+
+
+def overrides_of_data(config: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the overrides for the data of a model."""
+    directory, cache = corpora()
+    where = (f"data.cache_dir={cache}",)
+    if config in _OF_IMAGES:
+        return where
+    files = "labelled.jsonl" if "data.objective=classification" in overrides else "*.txt"
+    return (*_TEXT, *where, f"data.paths={directory}/{files}")
 
 
 def applies(model: str, mesh: str) -> bool:
