@@ -9,6 +9,8 @@ _ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.r
 #: Jobs that are compared in bfloat16 and in float8.
 _LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
 _LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
+#: Sequences over `context`, of which each device keeps what attention reads and writes.
+_LONG_8B = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=qkv,attention")
 #: Four chunks per stage make the bubble short. Each job chooses the activations that a block saves
 #: for the backward pass, depending on the memory that is left.
 _PIPELINE = (
@@ -81,6 +83,37 @@ JOBS = (
         compute="float8",
         published=8532,
         source="torchtitan",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s, 131,072 tokens, float8",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=(
+            "mesh.data=2",
+            "mesh.context=4",
+            "data.global_batch_size=2",
+            "data.sequence_length=131072",
+            "model.max_positions=131072",
+            *_LONG_8B,
+        ),
+        compute="float8",
+        published=1071,
+        source="torchtitan, context=4",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s, 262,144 tokens, float8",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=(
+            "mesh.context=8",
+            "data.global_batch_size=1",
+            "data.sequence_length=262144",
+            "model.max_positions=262144",
+            *_LONG_8B,
+        ),
+        compute="float8",
+        published=548,
+        source="torchtitan, context=8",
     ),
     Job(
         name="LLaMA-3-8B, 8 H100s, 2×2×2",

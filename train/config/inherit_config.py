@@ -31,6 +31,9 @@ OF_THE_RUN = (
 )
 #: Keys of `model` that the data or the run set.
 _OF_THE_DATA = ("image_size", "num_labels")
+#: Keys of `model` that the command line may change for rotary positions, which have no parameters:
+#: a run may have longer sequences than the checkpoint was trained with.
+_OF_ROTARY_POSITIONS = ("max_positions", "rope_scaling", "rope_theta")
 #: Keys of `model` that only a head reads. The run sets them if it does not use the checkpoint's
 #: head.
 _OF_A_HEAD = ("pool",)
@@ -102,7 +105,8 @@ def _take_model(config: Any, source: Source, overridden: Collection[str]) -> Non
         is_of_the_run = key in OF_THE_RUN or (
             key in preprocessor.FIELDS and _leaves_open(source, key)
         )
-        if key in _OF_THE_DATA or (is_of_the_run and configured_value is not None):
+        stretches = is_overridden and key in _OF_ROTARY_POSITIONS and hasattr(theirs, "rope_theta")
+        if key in _OF_THE_DATA or stretches or (is_of_the_run and configured_value is not None):
             continue
         if is_overridden and _plain(configured_value) != _plain(value):
             raise ValueError(
