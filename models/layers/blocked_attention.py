@@ -92,14 +92,14 @@ def forward(
     """Return output and log-sum-exp of attention to one block of keys; see `BlockKernel`."""
     num_heads = q_BTNH.shape[2]
     num_kv_heads = k_BSKH.shape[2]
-    _, residuals = _batched_forward(
+    residuals: Any = _batched_forward(
         mask,
         _grouped(q_BTNH * scale, num_kv_heads),
         k_BSKH.swapaxes(1, 2),
         v_BSKH.swapaxes(1, 2),
         _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
         segments,
-    )
+    )[1]
     y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals[-3:]
     lse_BKGT1 = largest_BKGT1 - jnp.log(scale_BKGT1)
     sees_none = largest_BKGT1 == jnp.finfo(largest_BKGT1.dtype).min

@@ -381,7 +381,7 @@ class _Attention:
                     mask,
                     self.options.scale,
                 )
-                return _merge(*merged, new_y, new_lse_BNT)
+                return _merge(merged[0], merged[1], new_y, new_lse_BNT)
 
             part, lse_part = block.run(segments, attend, merged)
             y = block.set_queries(y, part)

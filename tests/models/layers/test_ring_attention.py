@@ -68,9 +68,9 @@ def on_ring(options: RingOptions, q, k, v, ids, table):
         axis_names={"context"},
         check_vma=False,
     )
-    parts = [x[:, order] for x in (q, k, v)]
+    q, k, v = (x[:, order] for x in (q, k, v))
     ids = None if ids is None else ids[:, order]
-    return attend(*parts, ids, table)[:, np.argsort(order)]
+    return attend(q, k, v, ids, table)[:, np.argsort(order)]
 
 
 CASES = {
@@ -125,7 +125,7 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
             scale=0.3,
         )
 
-    def split(q, k, v, table):
+    def on_devices(q, k, v, table):
         return on_ring(options, q, k, v, ids, table if has_bias else None)
 
     def results(function):
@@ -134,6 +134,6 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
 
     expected = results(plain)
     with jax.set_mesh(make_mesh(MeshConfig(context=size), jax.devices())):
-        actual = jax.jit(functools.partial(results, split))()
+        actual = jax.jit(functools.partial(results, on_devices))()
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)

@@ -6,6 +6,7 @@ what a token sees.
 
 import functools
 import itertools
+import math
 import re
 
 import jax
@@ -66,7 +67,7 @@ def fits(model: str, split: str, companion: str) -> bool:
     sizes = [int(s.split("=")[1]) for s in settings if re.match(r"mesh\.(?!ulysses)", s)]
     has_two_kv_heads = "model.num_kv_heads=2" in measured.MODELS[model][1]
     splits_heads = "mesh.ulysses=2" in settings and "mesh.model=2" in settings
-    return np.prod(sizes) <= 8 and not (has_two_kv_heads and splits_heads)
+    return math.prod(sizes) <= 8 and not (has_two_kv_heads and splits_heads)
 
 
 CASES = [
