@@ -14,7 +14,6 @@ _LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
 _PIPELINE = (
     "pipeline.schedule=interleaved_1f1b",
     "pipeline.chunks=4",
-    "pipeline.remat=none",
     "memory.zero_stage=2",
 )
 #: One microbatch per sequence of a replica, in the pipelines of the 70B and 405B models.

@@ -19,6 +19,7 @@ from fields.keys import nearest
 from fields.numbers import number_problem
 from models.registry import find_model
 from models.section import ModelSettings
+from train.config.old_keys import NEW_KEYS, replace_old_keys
 from untrusted.imports import allow_imports_in, is_import_path
 
 _PREFIX = "--config."
@@ -40,6 +41,9 @@ class Override(NamedTuple):
             ValueError: the key is unknown.
         """
         section, _, name = self.key.partition(".")
+        if self.key in NEW_KEYS:
+            store(config[section], name, self.text)
+            return
         if self.key == "init_from":
             config.init_from = self.text
             return
@@ -124,7 +128,7 @@ class Overrides:
     @property
     def command_line_keys(self) -> set[str]:
         """The keys that the command line sets."""
-        return {override.key for override in self.command_line}
+        return {NEW_KEYS.get(override.key, override.key) for override in self.command_line}
 
     @property
     def keys(self) -> set[str]:
@@ -147,6 +151,8 @@ class Overrides:
         names = [o for o in overrides if o.key.endswith(".name") or is_import_path(o.text)]
         for override in [*names, *(o for o in overrides if o not in names)]:
             override.set_in(config)
+        with config.unlocked(), config.ignore_type():
+            replace_old_keys(config)
 
 
 def store(section: ConfigDict, key: str, value: Any) -> None:
