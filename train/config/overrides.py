@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from fields.keys import nearest
-from fields.numbers import number_problem
+from fields.types import split_at_commas
 from models.registry import find_model
 from models.section import ModelSettings
 from train.config.old_keys import NEW_KEYS, replace_old_keys
@@ -61,11 +61,8 @@ class Override(NamedTuple):
             current_value = _default_of(fields[name])
         value = self.text if isinstance(current_value, str) else self.value
         if isinstance(current_value, tuple):
-            parts = self.text.split(",") if isinstance(value, str) else value
-            parts = parts if isinstance(parts, tuple | list) else (parts,)
-            value = tuple(part for part in parts if part != "")
-        elif isinstance(current_value, float) and type(value) is int:
-            value = value if number_problem(value, is_float=True) else float(value)
+            parts = self.text if isinstance(value, str) else value
+            value = split_at_commas(parts if isinstance(parts, str | tuple | list) else (parts,))
         store(config[section], name, value)
 
 
