@@ -42,13 +42,13 @@ _DOCS = Path(__file__).parents[1] / "docs" / "memory.md"
 #: Name of a case -> config file and overrides.
 CASES = {
     "gpt2": ("gpt2",),
-    "gpt2, nothing kept": ("gpt2", "train.remat=full"),
+    "gpt2, nothing kept": ("gpt2", "train.remat=stage,full"),
     "gpt2, large batch": ("gpt2", "data.global_batch_size=128"),
     "gpt2, bfloat16": ("gpt2", "precision.compute=bfloat16"),
     "gpt2, 8 microbatches, names kept": (
         "gpt2",
         "train.num_microbatches=8",
-        "train.remat=qkv,mlp",
+        "train.remat=stage,qkv,mlp",
         "data.global_batch_size=64",
     ),
     "gpt2, data=8": ("gpt2", "mesh.data=8"),
@@ -61,7 +61,7 @@ CASES = {
         "gpt2",
         "mesh.pipeline=4",
         "train.num_microbatches=8",
-        "pipeline.remat=none",
+        "train.remat=none",
         "model.num_layers=8",
     ),
     "gpt2, pipeline=4, zero bubble": (
@@ -71,7 +71,7 @@ CASES = {
         "model.num_layers=8",
         "pipeline.schedule=zero_bubble",
     ),
-    "opt, fsdp=8, dots kept": ("opt", "mesh.fsdp=8", "train.remat=dots"),
+    "opt, fsdp=8, dots kept": ("opt", "mesh.fsdp=8", "train.remat=stage,dots"),
     "llama": ("llama",),
     "llama, fsdp=2, data=2, model=2, ZeRO 2": (
         "llama",

@@ -34,24 +34,28 @@ from benchmarks.harness.stage_parts import ReplicaStep, StageParts
 from benchmarks.harness.timing import Contender, StepTimes, interleave, ratios
 from benchmarks.step import contender_of, make_run
 from distributed import startup
-from pipeline.config import REMAT
 from pipeline.schedule import SCHEDULES
 from pipeline.schedules.table import max_in_flight
 from predict.program.flops import matmul_flops
 from predict.program.memory import memory
 from sharding.mesh import MeshConfig
+from train.config import config_files
+from train.config.old_keys import NEW_KEYS
 from train.config.overrides import Overrides
+from train.config.remat import Remat
+from train.config.schema import checked_value
 from train.run.run import Run
 from untrusted.commands import command_line, command_parser, refuses_bad_input, run_command
 
 DEFAULT_STAGES = 4
 #: Schedule -> number of chunks per stage. Schedules that are not listed have one.
 CHUNKS = {"interleaved_1f1b": 2, "zbv": 2}
+#: Every schedule runs with recomputed stages, and without.
+RECOMPUTES = (True, False)
 #: Config keys that this benchmark sets itself -> what to tell users who set them.
 _SET_BY = {
     "pipeline.schedule": "use --schedules instead",
     "pipeline.chunks": "it follows from --schedules",
-    "pipeline.remat": "both of its values are measured",
     "mesh.pipeline": "use --stages instead",
     "train.num_microbatches": "use --microbatches instead",
 }
@@ -104,7 +108,7 @@ def make_runs(
     num_stages: int,
     num_microbatches: int,
 ) -> dict[tuple[str, str], Run]:
-    """Return one run per schedule and `pipeline.remat`, equal in everything else.
+    """Return two runs per schedule, with and without recomputed stages, equal in everything else.
 
     Args:
         config: path of the config file, with or without an argument.
@@ -115,7 +119,7 @@ def make_runs(
         num_microbatches: microbatches per step.
 
     Returns:
-        (schedule, remat) -> run.
+        (schedule, `train.remat`) -> run.
 
     Raises:
         ValueError: a setting is invalid, or this benchmark does not support it.
@@ -131,19 +135,27 @@ def make_runs(
             f"--stages={num_stages} must be at least 2; without enough accelerators, set "
             "JAX_PLATFORMS=cpu to simulate devices on the CPU"
         )
+    remat = Remat.parse(checked_value(config_files.load(config, overrides), "train.remat"))
+    if remat.recomputes_stages and "train.remat" in overrides.keys:
+        raise ValueError(
+            f"--config.train.remat={remat} must not contain 'stage': every schedule runs with it "
+            "and without it"
+        )
+    others = [o for o in overrides.command_line if NEW_KEYS.get(o.key, o.key) != "train.remat"]
     runs = {}
     for schedule in schedules:
-        for remat in REMAT:
+        for recomputes in RECOMPUTES:
+            value = str(dataclasses.replace(remat, recomputes_stages=recomputes))
             benchmark_settings = {
                 "mesh.pipeline": num_stages,
                 "train.num_microbatches": num_microbatches,
                 "pipeline.schedule": schedule,
                 "pipeline.chunks": CHUNKS.get(schedule, 1),
-                "pipeline.remat": remat,
+                "train.remat": value,
             }
             settings = Overrides.of([f"{key}={x}" for key, x in benchmark_settings.items()])
-            all_overrides = (*overrides.command_line, *settings.command_line)
-            runs[schedule, remat] = run = make_run(config, Overrides(command_line=all_overrides))
+            all_overrides = (*others, *settings.command_line)
+            runs[schedule, value] = run = make_run(config, Overrides(command_line=all_overrides))
             _check(run)
     return runs
 
@@ -184,7 +196,7 @@ def measure(
         "versions": report.versions(),
         "hardware": report.hardware(some.mesh),
         "cores_are_shared": some.mesh.devices.flat[0].platform == "cpu",
-        "work": {k: v for k, v in report.work(some).items() if k != "schedule"},
+        "work": {k: v for k, v in report.work(some).items() if k not in ("schedule", "remat")},
         "rounds": num_rounds,
         "steps_per_round": num_steps,
         "parts": [

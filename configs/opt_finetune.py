@@ -31,5 +31,5 @@ def get_config() -> ConfigDict:
     config.optimizer.schedule = "linear"
     config.optimizer.weight_decay = 0.0
     config.train.num_steps = 200
-    config.train.remat = "dots"
+    config.train.remat = "stage,dots"
     return config

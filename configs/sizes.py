@@ -16,7 +16,7 @@ def at_scale(
     config.data.global_batch_size = 512
     config.train.num_microbatches = 16
     config.train.num_steps = 100_000
-    config.train.remat = "dots"
+    config.train.remat = "stage,dots"
     config.optimizer.learning_rate = learning_rate
     config.optimizer.warmup_steps = 2000
     config.eval.every_steps = 1000

@@ -83,16 +83,20 @@ def check_value(field: dataclasses.Field, value: Any, key: str) -> Any:
     if declaration is None:
         _check_elements(field, value, key)
         return value
-    if declaration.splits and isinstance(value, str):
-        value = value.split(",")
+    if declaration.splits and isinstance(value, str | list | tuple):
+        value = split_at_commas(value)
     if isinstance(value, list):
         value = tuple(value)
-    if declaration.splits and isinstance(value, tuple):
-        value = tuple(part for part in value if part != "")
     if problem := declaration.problem(value):
         hint = exponent_hint(value) if declaration.has_numbers else ""
         raise ValueError(f"{key}={shown(value)} {problem}{hint}")
     return value
+
+
+def split_at_commas(value: str | list | tuple) -> tuple:
+    """Return the parts of a string, or of a list or tuple, without empty ones."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return tuple(part for part in parts if part != "")
 
 
 def _check_elements(field: dataclasses.Field, value: Any, key: str) -> None:

@@ -98,8 +98,8 @@ def _saves_what_is_costly(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _RECOMPUTED
 
 
-#: Policies for `train.remat`, unless it is a list of names: which values of a block's forward pass
-#: are saved for its backward pass. All others are recomputed.
+#: What layers keep by `train.remat`, unless it is a list of names: the values of a block's forward
+#: pass that are saved for its backward pass. All others are recomputed.
 REMAT_POLICIES: dict[str, Callable] = {
     "none": _saves_what_is_costly,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -193,7 +193,7 @@ def logical_axes(model: nnx.Module) -> Tree:
 
 
 def saved_names(remat: str) -> tuple[str, ...]:
-    """Return the names of activations in `train.remat`; () if it is a key of REMAT_POLICIES."""
+    """Return the names of activations that layers keep; () if it is a key of REMAT_POLICIES."""
     return () if remat in REMAT_POLICIES else tuple(remat.split(","))
 
 

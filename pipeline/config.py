@@ -7,17 +7,13 @@ from fields.numbers import MAX_LAYERS
 from fields.section import Section
 from pipeline.schedule import check_name
 
-REMAT = ("full", "none")
 #: `layers_per_stage=auto`: cut the layers so that the FLOPs of the stages are balanced.
 BALANCED = ("auto",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Section, section="pipeline"):
-    """How microbatches pass through the stages, and which activations the stages keep.
-
-    See docs/pipelines.md.
-    """
+    """How microbatches pass through the stages. See docs/pipelines.md."""
 
     schedule: str = field(
         "1f1b",
@@ -32,13 +28,6 @@ class PipelineConfig(Section, section="pipeline"):
         ge=1,
         le=MAX_LAYERS,
     )
-    remat: str = field(
-        "full",
-        "Rematerialization per stage. `full`: a stage keeps only its input from the forward to the "
-        "backward pass of a microbatch, and recomputes the rest. `none`: it keeps all activations "
-        "that `train.remat` keeps and that the backward pass of the layers reads.",
-        choices=REMAT,
-    )
     layers_per_stage: tuple = field(
         (),
         "Number of layers of every chunk of every stage, in the order in which the model runs the "
@@ -49,11 +38,6 @@ class PipelineConfig(Section, section="pipeline"):
     share_vocab: bool = field(
         False, "Split embedding and head over all stages, along the vocabulary."
     )
-
-    @property
-    def recomputes_chunks(self) -> bool:
-        """Whether the backward of a chunk runs the chunk's forward again."""
-        return self.remat == "full"
 
     def shares_vocab(self, num_stages: int) -> bool:
         """Return whether a pipeline of `num_stages` stages splits the vocabulary over them."""

@@ -50,14 +50,19 @@ _WITHOUT_CHECKPOINT = {
     "bert_classify": ("data.tokenizer=bpe", "data.paths=texts/*.txt"),
     "opt_finetune": ("data.tokenizer=bpe",),
 }
-_TEXT_AT_SCALE = ("train.remat=full", "memory.zero_stage=1")
-_EIGHT = ("mesh.data=8", "memory.zero_stage=3", "train.remat=full", "data.global_batch_size=128")
+_TEXT_AT_SCALE = ("train.remat=stage,full", "memory.zero_stage=1")
+_EIGHT = (
+    "mesh.data=8",
+    "memory.zero_stage=3",
+    "train.remat=stage,full",
+    "data.global_batch_size=128",
+)
 _IMAGES = ("mesh.data=8", "data.global_batch_size=1024")
 #: Name -> config and overrides.
 PUBLISHED = {
     "GPT-2 XL, 1 GPU": (
         "gpt2.py:xl",
-        "train.remat=full",
+        "train.remat=stage,full",
         "data.global_batch_size=64",
     ),
     "LLaMA-3.2-3B, ZeRO 3, data=8": ("llama.py:3.2-3b", *_EIGHT),
@@ -65,7 +70,7 @@ PUBLISHED = {
     "LLaMA-3-8B, fsdp=8": (
         "llama.py:3-8b",
         "mesh.fsdp=8",
-        "train.remat=full",
+        "train.remat=stage,full",
         "data.global_batch_size=128",
     ),
     "LLaMA-3-8B, pipeline=4, data=2": (

@@ -199,12 +199,13 @@ def _heading(figures: dict[str, Any]) -> list[str]:
         rows = f"random images of {side} × {side} × {channels}"
     else:
         rows = f"sequences of {sizes['sequence_length']} random tokens"
+    remat = f", remat {sizes['remat']}" if "remat" in sizes else ""
     mesh = " × ".join(f"{axis}={size}" for axis, size in sizes["mesh"].items() if size > 1)
     return [
         f"{sizes['model']}, {sizes['num_params']:,} parameters, "
         f"{sizes[f'flops_per_{unit}']:,} FLOPs {article} {unit}, {sizes['precision']['compute']}",
         f"{sizes['global_batch_size']} {rows} a step, "
-        f"{sizes['num_microbatches']} microbatch(es), remat {sizes['remat']}",
+        f"{sizes['num_microbatches']} microbatch(es){remat}",
         f"mesh {mesh or 'of one device'}, {machine['device_kind']} ({machine['cpu']}, "
         f"{machine['num_cores']} cores)",
         ", ".join(f"{name} {version}" for name, version in figures["versions"].items()),

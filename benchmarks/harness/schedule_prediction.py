@@ -8,17 +8,18 @@ from collections.abc import Mapping
 
 from benchmarks.harness.stage_parts import ReplicaStep
 from pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op
+from train.config.remat import Remat
 from train.run.run import Run
 
 
 def parts_of_op(run: Run, op: Op, stage: int) -> list[ReplicaStep]:
     """Return the parts that one operation of a run's table computes.
 
-    They mirror pipeline/runtime/executor.py. With recomputation (remat "full"), a forward
-    saves no residuals ("evaluate"), and its backward starts with a forward that does:
+    They mirror pipeline/runtime/executor.py. If stages are recomputed, a forward saves no
+    residuals ("evaluate"), and its backward starts with a forward that does:
 
-        remat "none"    F: forward      B: backward
-        remat "full"    F: evaluate     B: forward, backward
+        remat "none"     F: forward      B: backward
+        remat "stage"    F: evaluate     B: forward, backward
 
     Args:
         op: operation.
@@ -33,7 +34,7 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[ReplicaStep]:
     is_first = virtual == 0
     is_last = virtual == len(run.schedule.placement) - 1
     num_layers = layout.chunks[stage][op.chunk][1]
-    recomputes = run.config.pipeline.recomputes_chunks
+    recomputes = Remat.parse(run.config.train.remat).recomputes_stages
     if op.kind == FORWARD:
         if recomputes and is_last:
             return []  # The backward computes the head, and recomputes these layers anyway.

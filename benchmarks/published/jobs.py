@@ -16,7 +16,6 @@ _LONG_8B = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=qkv,
 _PIPELINE = (
     "pipeline.schedule=interleaved_1f1b",
     "pipeline.chunks=4",
-    "pipeline.remat=none",
     "memory.zero_stage=2",
 )
 #: One microbatch per sequence of a replica, in the pipelines of the 70B and 405B models.

@@ -131,7 +131,6 @@ class Row:
             f"train.num_microbatches={self.num_microbatches}",
             f"train.remat={'full' if self.recomputes else 'none'}",
             "pipeline.schedule=1f1b",
-            "pipeline.remat=none",
             "precision.compute=float16",
             "precision.reduce=float16",
             "memory.zero_stage=0",

@@ -219,7 +219,7 @@ class Chunks:
     def chunk_forward(self, work: Work, x: Tree) -> Tree:
         """Return x after the chunk, without saving anything for a backward.
 
-        Evaluations run this. So does training with `pipeline.remat=full`, whose backwards recompute
+        Evaluations run this. So does training with `train.remat=stage`, whose backwards recompute
         the chunk's forward with `chunk_forward_saving`.
         """
         for name, part in self._parts.items():

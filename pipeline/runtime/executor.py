@@ -26,7 +26,7 @@ Each of F, B (or I) and W runs under a condition, because a stage may be idle: i
 at most once (sharding/ops/update_if.py), so that buffers are updated in place.
 
 An operation that runs in every tick of every stage has no such loop, and one that never runs is
-not in the program at all. With one stage and `pipeline.remat=full`, for example, there is one tick
+not in the program at all. With one stage and `train.remat=stage`, for example, there is one tick
 per microbatch, and it has only a B, which runs the forward too: plain gradient accumulation,
 without a condition or a send.
 
@@ -62,7 +62,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from pipeline.config import PipelineConfig
 from pipeline.runtime.gather import (
     MANUAL_AXES,
     ParamSharding,
@@ -85,29 +84,14 @@ Tree = Any
 Params = dict[str, Tree]
 
 
-def tick_program_of(schedule: Schedule, config: PipelineConfig) -> TickProgram:
-    """Return the program that the functions built here carry out.
-
-    Args:
-        schedule: verified table.
-        config: only `remat` and `share_vocab` are read.
-
-    Raises:
-        ValueError: the table splits some backwards but not others.
-    """
-    return make_tick_program(
-        schedule,
-        recomputes=config.recomputes_chunks,
-        shares_vocab=config.shares_vocab(schedule.num_stages),
-    )
-
-
 def make_loss_and_grad(
     functions: PipelineFunctions,
     schedule: Schedule,
     layouts: Mapping[str, StackLayout],
     param_sharding: ParamSharding,
-    config: PipelineConfig,
+    *,
+    recomputes: bool = True,
+    shares_vocab: bool = False,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
     """Build the function that computes losses and gradients with a training schedule.
 
@@ -116,7 +100,8 @@ def make_loss_and_grad(
         schedule: verified table with as many stages as the mesh has devices along `pipeline`.
         layouts: layout of every stack, in the order in which the stacks run.
         param_sharding: how the parameters are sharded over the mesh.
-        config: only `remat` and `share_vocab` are read.
+        recomputes: as for `make_tick_program`.
+        shares_vocab: as for `make_tick_program`.
 
     Returns:
         `f(params, microbatches) -> (sums, gradients)`. `params` has the structure of
@@ -130,7 +115,7 @@ def make_loss_and_grad(
             split over `pipeline`.
     """
     assert schedule.has_backward()
-    program = tick_program_of(schedule, config)
+    program = make_tick_program(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
 
     def train_on_device(params, microbatches):
         stage = TrainingStage(functions, program, layouts, param_sharding, params, microbatches)
@@ -150,7 +135,8 @@ def make_evaluate(
     schedule: Schedule,
     layouts: Mapping[str, StackLayout],
     param_sharding: ParamSharding,
-    config: PipelineConfig,
+    *,
+    shares_vocab: bool = False,
 ) -> Callable[[Params, Tree], dict]:
     """Build the function that computes losses with a schedule of forwards only.
 
@@ -159,7 +145,7 @@ def make_evaluate(
         schedule: verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
-        config: as for `make_loss_and_grad`.
+        shares_vocab: as for `make_tick_program`.
 
     Returns:
         `f(params, microbatches) -> sums`.
@@ -168,7 +154,7 @@ def make_evaluate(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    program = tick_program_of(schedule, config)
+    program = make_tick_program(schedule, shares_vocab=shares_vocab)
 
     def evaluate_on_device(params, microbatches):
         stage = Stage(functions, program, layouts, param_sharding, params, microbatches)
@@ -183,7 +169,8 @@ def make_teach(
     schedule: Schedule,
     layouts: Mapping[str, StackLayout],
     param_sharding: ParamSharding,
-    config: PipelineConfig,
+    *,
+    shares_vocab: bool = False,
 ) -> Callable[[Params, Tree], dict[str, jax.Array]]:
     """Build the function that runs forwards up to `model.teach`.
 
@@ -192,7 +179,7 @@ def make_teach(
         schedule: verified table without backwards.
         layouts: as for `make_loss_and_grad`.
         param_sharding: as for `make_loss_and_grad`.
-        config: as for `make_loss_and_grad`.
+        shares_vocab: as for `make_tick_program`.
 
     Returns:
         `f(params, microbatches) -> teacher_outputs`, the outputs of `teach` for every microbatch:
@@ -202,7 +189,7 @@ def make_teach(
         ValueError: as for `make_loss_and_grad`.
     """
     assert not schedule.has_backward()
-    program = tick_program_of(schedule, config)
+    program = make_tick_program(schedule, shares_vocab=shares_vocab)
 
     def teach_on_device(params, microbatches):
         stage = Stage(functions, program, layouts, param_sharding, params, microbatches)

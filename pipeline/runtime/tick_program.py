@@ -123,9 +123,9 @@ def make_tick_program(
     Args:
         schedule: table that `verify` accepts.
         recomputes: whether only a chunk's input is kept, and its backward runs the forward again
-            (`pipeline.remat=full`). Nothing needs the output of the model's last chunk before its
-            backward, so that forward runs only as a part of the backward. Otherwise, the residuals
-            of the layers are kept, as chosen by `train.remat`.
+            (`stage` in `train.remat`). Nothing needs the output of the model's last chunk before
+            its backward, so that forward runs only as a part of the backward. Otherwise, the
+            residuals of the layers are kept.
         shares_vocab: all stages compute embedding and head together. The head then runs between the
             last chunk's forward and backward, so that forward is not folded.
 

@@ -64,7 +64,7 @@ def test_prediction_counts_embedding_head_and_update_on_their_stages():
     assert schedule_prediction.predict(run, update, update).bubble == pytest.approx(0)
     # With recomputation, the first stage embeds twice, and the last one runs its forward only as
     # part of the backward.
-    parts = schedule_prediction.parts_of_step(make_runs("1f1b")["1f1b", "full"])
+    parts = schedule_prediction.parts_of_step(make_runs("1f1b")["1f1b", "stage"])
     counts = {name: [n for n, _ in parts].count(name) for name in {n for n, _ in parts}}
     assert counts == {
         "evaluate": 3 * 8,
@@ -82,15 +82,15 @@ def test_head_with_several_losses_is_measured():
     overrides = [*OVERRIDES, "model.mlp_dim=16", "data.sequence_length=24"]
     config = str(ROOT / "configs" / "bert.py")
     runs = pipeline.make_runs(config, overrides, ["1f1b"], num_stages=2, num_microbatches=2)
-    parts = StageParts(runs["1f1b", "full"], jax.devices()[:1])
+    parts = StageParts(runs["1f1b", "stage"], jax.devices()[:1])
     parts.step_of(("head_gradient", 0))()
     assert parts.flops(("head_gradient", 0))
 
 
 @pytest.mark.thorough
 def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch):
-    # "full" alone covers every part, and halves the duration of this test.
-    monkeypatch.setattr(pipeline, "REMAT", ("full",))
+    # Recomputed stages alone cover every part, and halve the duration of this test.
+    monkeypatch.setattr(pipeline, "RECOMPUTES", (True,))
     args = ["--stages=2", "--microbatches=4", "--steps=1", "--rounds=2", "--json"]
     args += ["--schedules=1f1b,zero_bubble", "--config.model.num_layers=2"]
     assert pipeline.main([*ARGS, *args]) == 0
@@ -99,7 +99,7 @@ def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch
     assert figures["work"]["num_microbatches"] == 4 and figures["work"]["mesh"]["pipeline"] == 2
     assert figures["cores_are_shared"] and "jax" in figures["versions"]
     runs = {(run["schedule"], run["remat"]): run for run in figures["runs"]}
-    assert runs.keys() == {("1f1b", "full"), ("zero_bubble", "full")}
+    assert runs.keys() == {("1f1b", "stage"), ("zero_bubble", "stage")}
     # All schedules do the same work from the same parameters, but add float32 numbers in
     # different orders.
     losses = [run["first_loss"] for run in runs.values()]
@@ -122,7 +122,7 @@ def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch
     # stage were ever idle, it would run a forward and a backward in each of the 7 iterations.
     backward = flops["forward"] + flops["backward"]
     head = flops["head_gradient"]
-    run = runs["1f1b", "full"]
+    run = runs["1f1b", "stage"]
     first = 4 * (flops["evaluate"] + backward)
     assert run["matmul_flops_per_stage"] == [first, 4 * (backward + head)]
     # In the compiled step, XLA may share a product between the forward and the backward.
@@ -130,7 +130,7 @@ def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch
     assert 0.95 * never_idle < run["matmul_flops_if_never_idle"] <= never_idle
 
     text = report.pipelines_as_text(figures)
-    assert "zero_bubble full" in text and "n/a" in text and "bubble can be measured" in text
+    assert "zero_bubble stage" in text and "n/a" in text and "bubble can be measured" in text
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_json_is_complete_and_agrees_with_the_compiled_steps(capsys, monkeypatch
         (["--schedules="], "--schedules"),
         (["--rounds=0"], "--rounds=0"),
         (["--config.mesh.model=2"], "mesh.model=2"),
-        (["--config.pipeline.remat=full"], "pipeline.remat"),
+        (["--config.train.remat=stage,full"], "train.remat=stage,full"),
         (["--config.pipeline.share_vocab=True"], "share_vocab"),
         (["--config.model.num_head=2"], "model.num_heads"),
     ],

@@ -48,7 +48,12 @@ def test_estimate_is_close_to_the_compiled_memory(case):
 
 
 _LLAMA = ("precision.compute=bfloat16", "data.global_batch_size=8", "memory.zero_stage=3")
-_LONG = (*_LLAMA, "data.sequence_length=131072", "model.max_positions=131072", "train.remat=full")
+_LONG = (
+    *_LLAMA,
+    "data.sequence_length=131072",
+    "model.max_positions=131072",
+    "train.remat=stage,full",
+)
 _KEPT = ("data.sequence_length=32768", "model.max_positions=32768", "model.num_layers=8")
 #: Sequences of 131,072 or 32,768 tokens, which are split over `context`.
 SPLIT_SEQUENCES = {
@@ -57,7 +62,7 @@ SPLIT_SEQUENCES = {
     "context=8, all kept": (
         *_LLAMA,
         *_KEPT,
-        "train.remat=none",
+        "train.remat=stage",
         "mesh.context=8",
         "train.num_microbatches=8",
     ),

@@ -15,7 +15,7 @@ _SIZES = (
     "data.sequence_length=256",
     "data.global_batch_size=16",
     "model.mlp_dim=512",
-    "train.remat=none",
+    "train.remat=stage",
     "precision.compute=float8",
 )
 

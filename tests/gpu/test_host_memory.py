@@ -57,7 +57,7 @@ def test_state_is_in_host_memory(overrides):
 
 
 def test_activations_are_in_host_memory():
-    overrides = ("train.remat=full", *steps.BFLOAT16)
+    overrides = ("train.remat=stage,full", *steps.BFLOAT16)
     plain = steps.make_run("gpt2", overrides)
     moved = steps.make_run("gpt2", (*overrides, "memory.offload_activations=qkv,mlp"))
     assert host_bytes(plain) == 0

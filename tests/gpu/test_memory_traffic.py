@@ -67,7 +67,7 @@ def test_ticks_copy_no_buffers(schedule, chunks):
         "train.num_microbatches=4",
         f"pipeline.schedule={schedule}",
         f"pipeline.chunks={chunks}",
-        "pipeline.remat=none",
+        "train.remat=none",
     )
     run = steps.make_run("gpt2", (*_TEXT, *pipeline))
     (module,) = parse_modules(steps.text_of(run))

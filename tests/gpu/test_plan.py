@@ -34,7 +34,6 @@ FIXED = [
     "train.remat=none",
     "memory.zero_stage=0",
     "pipeline.schedule=1f1b",
-    "pipeline.remat=none",
     "pipeline.share_vocab=false",
 ]
 ARGUMENTS = [f"--config.{override}" for override in FIXED]
@@ -65,7 +64,7 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
         num_devices=2,
         fixed=overrides.keys,
         num_layers=4,
-        remats=("none",),
+        layer_remats=("none",),
         allows=lambda context, model: True,
         sees_whole_batch=False,
         can_share_vocab=True,
@@ -179,7 +178,7 @@ def test_plan_that_fits_only_as_compiled_is_found(capfd):
     assert plan.main([f"--config={CONFIG}", "--target=h100:1x4", "--json", *options]) == 0
     best = json.loads(capfd.readouterr().out)["plans"][0]
     assert best["settings"]["train.num_microbatches"] == 2
-    assert best["settings"]["train.remat"] == "full"
+    assert best["settings"]["train.remat"] == "stage,full"
     assert best["predicted"]["step_time_s"] < 0.013
     overrides += [f"{key}={value}" for key, value in best["settings"].items()]
     config = load_config(CONFIG, overrides)

@@ -37,7 +37,7 @@ _ADAPTERS = (
     "data.sequence_length=4096",
     "precision.compute=bfloat16",
     "precision.frozen=bfloat16",
-    "train.remat=full",
+    "train.remat=stage,full",
     "lora.rank=16",
 )
 _EIGHT = ("mesh.model=8", "train.num_microbatches=8")

@@ -17,7 +17,6 @@ FIXED = (
     "train.remat=none",
     "memory.zero_stage=0",
     "pipeline.schedule=1f1b",
-    "pipeline.remat=none",
     "mesh.model=2",
 )
 

@@ -152,7 +152,7 @@ CHUNKS = (
     "pipeline.schedule=zbv",
     "pipeline.chunks=2",
     "pipeline.share_vocab=true",
-    "pipeline.remat=none",
+    "train.remat=none",
 )
 
 

@@ -16,6 +16,7 @@ from convert.runs import CONFIG_FILE
 from fields.numbers import shown
 from fields.paths import check_local
 from train.config.defaults import default_config
+from train.config.old_keys import replace_old_keys
 from train.config.overrides import Overrides, store
 from untrusted.documents import read_yaml
 from untrusted.imports import (
@@ -113,6 +114,7 @@ def load_data(file: Path) -> dict[str, Any]:
     """
     tree = read_yaml(file)
     _check_sections(tree, str(file))
+    replace_old_keys(tree)
     return _tuples(tree)
 
 
@@ -209,7 +211,10 @@ def _load_python(file: str, argument: str) -> ConfigDict:
         )
     is_whole = isinstance(config, ConfigDict)
     _check_sections(config.to_dict() if is_whole else config, f"--config={file}: get_config()")
-    return config if is_whole else complete(config)
+    config = config if is_whole else complete(config)
+    with config.unlocked(), config.ignore_type():
+        replace_old_keys(config)
+    return config
 
 
 @contextlib.contextmanager

@@ -16,9 +16,10 @@ from ml_collections import ConfigDict
 from ml_collections.config_dict import placeholder
 
 from fields.keys import nearest
-from fields.numbers import number_problem
+from fields.types import split_at_commas
 from models.registry import find_model
 from models.section import ModelSettings
+from train.config.old_keys import NEW_KEYS, replace_old_keys
 from untrusted.imports import allow_imports_in, is_import_path
 
 _PREFIX = "--config."
@@ -40,6 +41,9 @@ class Override(NamedTuple):
             ValueError: the key is unknown.
         """
         section, _, name = self.key.partition(".")
+        if self.key in NEW_KEYS:
+            store(config[section], name, self.text)
+            return
         if self.key == "init_from":
             config.init_from = self.text
             return
@@ -57,11 +61,8 @@ class Override(NamedTuple):
             current_value = _default_of(fields[name])
         value = self.text if isinstance(current_value, str) else self.value
         if isinstance(current_value, tuple):
-            parts = self.text.split(",") if isinstance(value, str) else value
-            parts = parts if isinstance(parts, tuple | list) else (parts,)
-            value = tuple(part for part in parts if part != "")
-        elif isinstance(current_value, float) and type(value) is int:
-            value = value if number_problem(value, is_float=True) else float(value)
+            parts = self.text if isinstance(value, str) else value
+            value = split_at_commas(parts if isinstance(parts, str | tuple | list) else (parts,))
         store(config[section], name, value)
 
 
@@ -124,7 +125,7 @@ class Overrides:
     @property
     def command_line_keys(self) -> set[str]:
         """The keys that the command line sets."""
-        return {override.key for override in self.command_line}
+        return {NEW_KEYS.get(override.key, override.key) for override in self.command_line}
 
     @property
     def keys(self) -> set[str]:
@@ -147,6 +148,8 @@ class Overrides:
         names = [o for o in overrides if o.key.endswith(".name") or is_import_path(o.text)]
         for override in [*names, *(o for o in overrides if o not in names)]:
             override.set_in(config)
+        with config.unlocked(), config.ignore_type():
+            replace_old_keys(config)
 
 
 def store(section: ConfigDict, key: str, value: Any) -> None:

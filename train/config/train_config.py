@@ -4,7 +4,7 @@ import dataclasses
 
 from fields.field import field
 from fields.section import Section
-from models.stack import REMAT_POLICIES, saved_names
+from train.config.remat import Remat
 from train.optim import ema
 
 
@@ -84,22 +84,19 @@ class TrainConfig(Section, section="train"):
         choices=ema.SCHEDULES,
     )
     remat: str = field(
-        "none",
-        "Rematerialization: activations that a block keeps for its backward pass, which recomputes "
+        "stage",
+        "Rematerialization: activations that a layer keeps for its backward pass, which recomputes "
         "all others. `none`: recompute only norms and activation functions. `full`: recompute "
         "everything. `dots`: keep only matrix products outside attention. A list of names, such as "
-        "`qkv,mlp`: keep only these activations. If `pipeline.remat=full`, the backward pass of a "
-        "stage also runs the whole forward pass of its layers again, whatever this setting.",
+        "`qkv,mlp`: keep only these activations. With `stage` before it, as in `stage,dots`: until "
+        "the backward pass of a microbatch, a pipeline stage keeps only its input; its backward "
+        "pass then runs the forward pass of its layers again. `stage` alone: `stage,none`.",
         required=True,
     )
 
     def __post_init__(self):
         super().__post_init__()
-        if not all(saved_names(self.remat)):
-            raise ValueError(
-                f"train.remat={self.remat!r} contains an empty name; choose "
-                f"{', '.join(REMAT_POLICIES)}, or names of activations separated by commas"
-            )
+        self._set("remat", str(Remat.parse(self.remat)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

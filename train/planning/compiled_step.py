@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from pipeline.runtime.executor import tick_program_of
 from predict.machines.datasheets import peak_flops_per_s
 from predict.machines.machine import Machine
 from predict.program.memory import Memory, memory
@@ -173,7 +172,7 @@ def _ticks(run: Run) -> Ticks | None:
     """Return the work of each pipeline stage in each tick; None without a pipeline."""
     if run.schedule.num_stages == 1 and run.schedule.num_microbatches == 1:
         return None
-    return Ticks.of_program(tick_program_of(run.schedule, run.config.pipeline), run.layouts)
+    return Ticks.of_program(run.tick_program(), run.layouts)
 
 
 def _known_bytes(num_bytes: float) -> int | None:

@@ -182,4 +182,4 @@ def _schedule(plan: ParallelPlan) -> tuple[object, ...]:
     """Return all settings by which stages run their microbatches."""
     if plan.mesh.pipeline == 1:
         return ()
-    return plan.schedule, plan.chunks, plan.pipeline_remat, plan.share_vocab
+    return plan.schedule, plan.chunks, plan.remat.recomputes_stages, plan.share_vocab

@@ -76,7 +76,7 @@ class FittingRuns:
                 return
             if shapes[plan.shape] == selection.of_each_shape or plan in self.excluded:
                 continue
-            kind = plan.schedule, plan.pipeline_remat, plan.remat, plan.zero_stage
+            kind = plan.schedule, plan.remat, plan.zero_stage
             known = self._corrections.get(kind, 0.0) * cost.memory_bytes
             if selection.trusts_composed and known > _SURE_EXCESS * budget.device_bytes:
                 continue

@@ -31,7 +31,7 @@ class ReplicaStep:
         context: size of the mesh axis `context`.
         model: size of the mesh axis `model`.
         batch: examples of a microbatch.
-        remat: value of `train.remat`.
+        remat: value of `train.remat`, without `stage`.
     """
 
     context: int
@@ -111,7 +111,6 @@ class CompiledReplica:
             "pipeline.schedule": "1f1b",
             "pipeline.chunks": 1,
             "pipeline.layers_per_stage": (),
-            "pipeline.remat": "none",
         }
         run = self._devices.assemble_part(with_values(self._config, values), part.num_devices)
         return dataclasses.replace(run, device_budget=math.inf)

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import BALANCED
 from pipeline.schedule import SCHEDULES
 from sharding.mesh import AXES, MeshConfig
+from train.config.remat import Remat
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. The other axes are `fsdp`,
@@ -45,7 +46,6 @@ SETTINGS = (
     "memory.placement",
     "pipeline.schedule",
     "pipeline.chunks",
-    "pipeline.remat",
     "pipeline.layers_per_stage",
     "pipeline.share_vocab",
 )
@@ -96,8 +96,7 @@ class ParallelPlan:
     chunks: int
     layers_per_stage: tuple[str, ...]  # () or BALANCED
     share_vocab: bool
-    pipeline_remat: str
-    remat: str
+    remat: Remat
     zero_stage: int
     placement: str
 
@@ -131,7 +130,7 @@ class ParallelPlan:
         values: dict[str, Any] = {f"mesh.{axis}": n for axis, n in self.mesh.sizes.items()}
         values |= {
             "train.num_microbatches": self.num_microbatches,
-            "train.remat": self.remat,
+            "train.remat": str(self.remat),
             "memory.zero_stage": self.zero_stage,
             "memory.placement": self.placement,
         }
@@ -141,7 +140,6 @@ class ParallelPlan:
                 "pipeline.chunks": self.chunks,
                 "pipeline.layers_per_stage": self.layers_per_stage,
                 "pipeline.share_vocab": self.share_vocab,
-                "pipeline.remat": self.pipeline_remat,
             }
         return values
 
@@ -156,10 +154,11 @@ class ParallelPlan:
             parts.append(f"{self.schedule}{chunks}")
             parts += ["balanced stages"] * (self.layers_per_stage == BALANCED)
             parts += ["shared vocab"] * self.share_vocab
-            parts += ["recomputed stages"] * (self.pipeline_remat == "full")
         parts.append(f"{self.num_microbatches} microbatches")
         parts += [f"ZeRO {self.zero_stage}"] * (self.zero_stage > 0)
-        parts += [f"remat {self.remat}"] * (self.remat != "none")
+        # With one stage, there is next to nothing between the two passes of a microbatch.
+        remat = str(self.remat) if self.mesh.pipeline > 1 else self.remat.layers
+        parts += [f"remat {remat}"] * (remat != "none")
         parts += ["state in host memory"] * (self.placement == "host")
         return ", ".join(parts)
 
@@ -186,7 +185,7 @@ class PlanSpace:
         num_devices: number of devices; a plan uses all of them.
         fixed: keys of the config that stay as they are, such as "mesh.model".
         num_layers: number of layers of the model.
-        remats: values of `train.remat` to try.
+        layer_remats: values of `train.remat` to try, with and without `stage` before them.
         allows: whether the model can be split over this many devices along (context, model).
         sees_whole_batch: whether all examples of a replica must be in one microbatch.
         can_share_vocab: whether stages can divide embedding and head among them.
@@ -199,7 +198,7 @@ class PlanSpace:
     num_devices: int
     fixed: Collection[str]
     num_layers: int
-    remats: tuple[str, ...]
+    layer_remats: tuple[str, ...]
     allows: Callable[[int, int], bool]
     sees_whole_batch: bool
     can_share_vocab: bool
@@ -318,20 +317,24 @@ class PlanSpace:
         self, mesh: MeshConfig, count: int, pipeline: Mapping[str, Any]
     ) -> Iterator[ParallelPlan]:
         config = self.config
-        has_stages = mesh.pipeline > 1
-        open_stages = has_stages and "pipeline.remat" not in self.fixed
-        stage_remats = ("none", "full") if open_stages else (config.pipeline.remat,)
-        remats = (config.train.remat,) if "train.remat" in self.fixed else self.remats
+        configured_remat = Remat.parse(config.train.remat)
+        remats = [configured_remat]
+        if "train.remat" not in self.fixed:
+            has_stages = mesh.pipeline > 1
+            flags = (False, True) if has_stages else (configured_remat.recomputes_stages,)
+            remats = [
+                Remat(recomputes_stages=recomputes, layers=layers)
+                for recomputes, layers in itertools.product(flags, self.layer_remats)
+            ]
         is_open = config.memory.shard_parameters_fraction == 1  # others require zero_stage=3
         is_open &= "memory.zero_stage" not in self.fixed
         can_split = mesh.data * mesh.fsdp * mesh.context > 1 and is_open
         stages = (0, 1, 2, 3) if can_split else (config.memory.zero_stage,)
-        for stage_remat, remat, zero_stage in itertools.product(stage_remats, remats, stages):
+        for remat, zero_stage in itertools.product(remats, stages):
             yield ParallelPlan(
                 mesh=mesh,
                 num_microbatches=count,
                 **pipeline,
-                pipeline_remat=stage_remat,
                 remat=remat,
                 zero_stage=zero_stage,
                 placement=config.memory.placement,

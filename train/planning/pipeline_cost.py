@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.config import PipelineConfig
-from pipeline.runtime.executor import tick_program_of
+from pipeline.runtime.tick_program import make_tick_program
 from pipeline.schedule import make_schedule
 from pipeline.schedules.table import (
     BACKWARD,
@@ -61,9 +60,8 @@ def pipeline_s(
         machine: rates of the devices.
     """
     num_stages = plan.mesh.pipeline
-    ticks = _ticks(
-        num_stages, plan.num_microbatches, plan.schedule, plan.chunks, plan.pipeline_remat
-    )
+    recomputes = plan.remat.recomputes_stages
+    ticks = _ticks(num_stages, plan.num_microbatches, plan.schedule, plan.chunks, recomputes)
     tick_s = _TICK_KERNELS * machine.kernel_s + _TICK_SENDS * machine.collective_latency_s
     other_s = tick_s * ticks.counts.sum()
     if machine.shares_cores:  # a stage that waits leaves its cores to the others
@@ -124,9 +122,9 @@ class _TickWork(NamedTuple):
 
 @cache
 def _ticks(
-    num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
+    num_stages: int, num_microbatches: int, name: str, num_chunks: int, recomputes: bool
 ) -> _TickWork:
-    counts = _tick_counts(num_stages, num_microbatches, name, num_chunks, remat)
+    counts = _tick_counts(num_stages, num_microbatches, name, num_chunks, recomputes)
     splits = _schedule(name, 2, 2, num_chunks).splits_backward()
     width = max(map(len, counts))
     work = np.zeros((len(counts), width, 4))
@@ -146,7 +144,7 @@ def _ticks(
 
 @cache
 def _tick_counts(
-    num_stages: int, num_microbatches: int, name: str, num_chunks: int, remat: str
+    num_stages: int, num_microbatches: int, name: str, num_chunks: int, recomputes: bool
 ) -> dict[frozenset[Operations], float]:
     """Return how many ticks have the same set of operations among their stages.
 
@@ -156,7 +154,7 @@ def _tick_counts(
     few = 2 * num_stages + 1 + (num_microbatches - 1) % num_stages
     if num_microbatches > few + num_stages:
         counts = [
-            _tick_counts(num_stages, count, name, num_chunks, remat)
+            _tick_counts(num_stages, count, name, num_chunks, recomputes)
             for count in (few, few + num_stages)
         ]
         times = (num_microbatches - few) / num_stages
@@ -165,6 +163,5 @@ def _tick_counts(
             for stages, number in counts[1].items()
         }
     schedule = _schedule(name, num_stages, num_microbatches, num_chunks)
-    config = PipelineConfig(schedule=name, chunks=num_chunks, remat=remat)
-    ticks = Ticks.of_program(tick_program_of(schedule, config))
+    ticks = Ticks.of_program(make_tick_program(schedule, recomputes=recomputes))
     return dict(collections.Counter(frozenset(stages) for stages in ticks.stages))

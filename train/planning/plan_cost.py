@@ -122,7 +122,7 @@ class PlanCosts:
             context=plan.mesh.context,
             model=plan.mesh.model,
             batch=plan.microbatch_size(self._config.data.global_batch_size),
-            remat=plan.remat,
+            remat=plan.remat.layers,
         )
 
     def _params(self, plan: ParallelPlan) -> float:
@@ -165,7 +165,7 @@ class PlanCosts:
             backward_s += num_stages * sums_s
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
-        backward_s += times.forward_s * (plan.pipeline_remat == "full")
+        backward_s += times.forward_s * plan.remat.recomputes_stages
         return pipeline_s(
             plan,
             self._shares(plan, of_time=True),
@@ -301,7 +301,7 @@ class PlanCosts:
         saved, waiting = in_flight(
             plan.mesh.pipeline, plan.num_microbatches, plan.schedule, plan.chunks
         )
-        activations = part_memory.activations * (saved if plan.pipeline_remat == "none" else 1)
+        activations = part_memory.activations * (1 if plan.remat.recomputes_stages else saved)
         if waiting:
             whole = self._layers.memory(dataclasses.replace(part, remat="none")).activations
             recomputed = whole - part_memory.activations

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from models.functions import can_share_vocab
+from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
 from train.planning.fitting import (
@@ -91,7 +92,7 @@ class PlanSearch:
             devices,
             context=max(1, config.mesh.context),
             model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
-            remat=config.train.remat if "train.remat" in fixed else "none",
+            remat=Remat.parse(config.train.remat).layers if "train.remat" in fixed else "none",
         )
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
@@ -231,7 +232,7 @@ class PlanSearch:
             num_devices=num_devices,
             fixed=self._fixed,
             num_layers=sum(base.functions.num_layers.values()),
-            remats=self._remats(base),
+            layer_remats=self._layer_remats(base),
             allows=self._allows,
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
             can_share_vocab=can_share_vocab(base.model),
@@ -316,8 +317,8 @@ class PlanSearch:
                 self._legal[key] = False
         return self._legal[key]
 
-    def _remats(self, run: Run) -> tuple[str, ...]:
-        configured_remat = self._config.train.remat
+    def _layer_remats(self, run: Run) -> tuple[str, ...]:
+        configured_remat = Remat.parse(self._config.train.remat).layers
         if "train.remat" in self._fixed:
             return (configured_remat,)
         names = [name for name in ("mlp", "attention") if name in run.traces.activation_names]

@@ -61,7 +61,7 @@ class ScaledTimes:
         devices: devices of the whole run.
         context: size of the mesh axis `context` in the base.
         model: size of the mesh axis `model` in the base.
-        remat: value of `train.remat` in the base.
+        remat: value of `train.remat` in the base, without `stage`.
     """
 
     def __init__(

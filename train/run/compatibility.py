@@ -17,6 +17,7 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
+from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
 from train.run.model_traces import ModelTraces
@@ -102,7 +103,7 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
     """Reject names of activations that the model's blocks do not have."""
     remat = config.train.remat
     offload = config.memory.offload_activations
-    remat_names = saved_names(remat)
+    remat_names = saved_names(Remat.parse(remat).layers)
     if not remat_names and not offload:
         return
     known = traces.activation_names

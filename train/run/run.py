@@ -18,6 +18,7 @@ from models.functions import ModelFunctions
 from models.layers.attention import SelectedKernel
 from models.preference import REFERENCE_LOG_PROBS
 from pipeline.runtime.gather import ParamSharding
+from pipeline.runtime.tick_program import TickProgram, make_tick_program
 from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
 from predict.machines.targets import Target
@@ -30,6 +31,7 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
 from sharding.ops.sequence import SequenceSplit
+from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
@@ -301,8 +303,9 @@ class Run:
 
     def _step_config(self) -> StepConfig:
         return StepConfig(
-            pipeline=self.config.pipeline,
             schedule=self.schedule,
+            recomputes_stages=Remat.parse(self.config.train.remat).recomputes_stages,
+            shares_vocab=self.config.pipeline.shares_vocab(self.schedule.num_stages),
             layouts=self.layouts,
             precision=self.config.precision,
             seed=self.config.train.seed,
@@ -310,6 +313,13 @@ class Run:
             hardware=self.hardware,
             attention=self.config.model.attention,
             sequence=self.sequence,
+        )
+
+    def tick_program(self) -> TickProgram:
+        """Return the pipeline schedule of the training step as the program that executes it."""
+        config = self._step_config()
+        return make_tick_program(
+            config.schedule, recomputes=config.recomputes_stages, shares_vocab=config.shares_vocab
         )
 
     def _param_sharding(self) -> ParamSharding:

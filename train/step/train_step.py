@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import optax
 
 from models.functions import ModelFunctions
-from pipeline.config import PipelineConfig
 from pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
 from pipeline.runtime.gather import ParamSharding
 from pipeline.schedule import forward_only
@@ -64,8 +63,9 @@ Batch = dict[str, jax.Array]
 class StepConfig:
     """The settings that both the training step and the evaluation step are built from."""
 
-    pipeline: PipelineConfig
     schedule: Schedule  # pipeline schedule, verified
+    recomputes_stages: bool  # whether backwards run the forward of their chunk again
+    shares_vocab: bool  # whether all stages compute embedding and head together
     layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
     precision: PrecisionConfig
     seed: int  # for dropout
@@ -155,7 +155,9 @@ def make_eval_step(
         rules: sharding rules.
     """
     forwards = _forwards(config.schedule)
-    evaluate = make_evaluate(functions, forwards, config.layouts, param_sharding, config.pipeline)
+    evaluate = make_evaluate(
+        functions, forwards, config.layouts, param_sharding, shares_vocab=config.shares_vocab
+    )
     teach = make_teacher(functions, config, param_sharding)
 
     def eval_step(params: Tree, teacher: Tree | None, batch: Batch) -> dict[str, Tree]:
@@ -178,7 +180,12 @@ def _make_loss_and_grad(
         param_sharding = with_scaling_specs(param_sharding, functions)
         functions = with_scaled_blocks(functions)
     return make_loss_and_grad(
-        functions, config.schedule, config.layouts, param_sharding, config.pipeline
+        functions,
+        config.schedule,
+        config.layouts,
+        param_sharding,
+        recomputes=config.recomputes_stages,
+        shares_vocab=config.shares_vocab,
     )
 
 
@@ -212,7 +219,9 @@ def make_teacher(
     if functions.teach is None:
         return None
     forwards = _forwards(config.schedule)
-    teach = make_teach(functions, forwards, config.layouts, param_sharding, config.pipeline)
+    teach = make_teach(
+        functions, forwards, config.layouts, param_sharding, shares_vocab=config.shares_vocab
+    )
     return lambda params, microbatches: teach(functions.split(params), microbatches)
 
 

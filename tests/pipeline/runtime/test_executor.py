@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pipeline.config import PipelineConfig
 from pipeline.runtime.executor import make_evaluate, make_loss_and_grad, make_teach
 from pipeline.schedule import forward_only, make_schedule
 from pipeline.schedules.table import Op, Schedule, verify
@@ -55,9 +54,9 @@ def check(
     net: Net,
     table: Schedule,
     mesh,
-    config: PipelineConfig,
     counts=(),
     zero: MemoryConfig = NO_ZERO,
+    remat: str = "stage",
 ):
     """Compare sums, gradients and the sums of evaluation with plain differentiation."""
     params, data = inputs(net, table.num_microbatches)
@@ -65,10 +64,11 @@ def check(
     differentiate = jax.value_and_grad(lambda p: plain_sums(net, p, data), has_aux=True)
     (_, expected_sums), expected = differentiate(params)
     param_sharding = param_sharding_of(net, params, mesh, zero)
-    run = make_loss_and_grad(net, table, layouts, param_sharding, config)
+    recomputes = remat == "stage"
+    run = make_loss_and_grad(net, table, layouts, param_sharding, recomputes=recomputes)
     shape = table.num_stages, table.num_microbatches, table.num_chunks
     forwards = forward_only(*shape, placement=table.placement)
-    evaluate = make_evaluate(net, forwards, layouts, param_sharding, config)
+    evaluate = make_evaluate(net, forwards, layouts, param_sharding)
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data, zero)
         sums, grads = jax.jit(run)(*placed)
@@ -84,11 +84,11 @@ def check(
     jax.tree.map(close, evaluated, expected_sums)
 
 
-@pytest.mark.thorough(but=["fewer-full-gpipe-one device"])
+@pytest.mark.thorough(but=["fewer-stage-gpipe-one device"])
 @pytest.mark.drawn(20)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", ["stage", "none"])
 @pytest.mark.parametrize("amount", ["fewer", "equal", "more"])
 def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
     """Fewer microbatches than stages, as many, and more."""
@@ -100,12 +100,11 @@ def test_gradients_equal_plain_differentiation(mesh, schedule, remat, amount):
         table = make_schedule(schedule, num_stages, num_microbatches, num_chunks)
         # With more microbatches than stages, also use uneven layers and ZeRO stage 3.
         is_uneven = amount == "more"
-        config = PipelineConfig(remat=remat)
         num_parts = num_stages * num_chunks
         counts = (0, 9 - num_parts, *[1] * (num_parts - 2)) if is_uneven and num_parts > 1 else ()
         counts = counts and (*counts[:-1], counts[-1] + 8 - sum(counts))
-        stage = {"fewer": 2, "equal": 0 if remat == "full" else 1, "more": 3}[amount]
-        check(Net(), table, devices, config, counts, MemoryConfig(zero_stage=stage))
+        stage = {"fewer": 2, "equal": 0 if remat == "stage" else 1, "more": 3}[amount]
+        check(Net(), table, devices, counts, MemoryConfig(zero_stage=stage), remat)
 
 
 @pytest.mark.thorough(but=["zbv-one device-False", "zbv-one device-True"])
@@ -124,9 +123,9 @@ def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
         params, data = inputs(net, 5)
         layouts = cut(net.num_layers, table.placement)
         param_sharding = param_sharding_of(net, params, devices)
-        config = PipelineConfig(share_vocab=share_vocab)
         with jax.set_mesh(devices):
-            teach = jax.jit(make_teach(net, forwards, layouts, param_sharding, config))
+            teach = make_teach(net, forwards, layouts, param_sharding, shares_vocab=share_vocab)
+            teach = jax.jit(teach)
             teacher_outputs = teach(*place(net, layouts, devices, params, data))
         assert teacher_outputs["total"].sharding.is_equivalent_to(
             jax.NamedSharding(devices, PartitionSpec(None, ("data", "fsdp"))), ndim=2
@@ -137,9 +136,9 @@ def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
             np.testing.assert_allclose(teacher_outputs["total"][index], expected, rtol=1e-13)
 
 
-@pytest.mark.thorough(but=["EncoderDecoder-1f1b-1-{}-full", "EncoderDecoder-1f1b-1-{}-none"])
+@pytest.mark.thorough(but=["EncoderDecoder-1f1b-1-{}-stage", "EncoderDecoder-1f1b-1-{}-none"])
 @pytest.mark.drawn(6)
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", ["stage", "none"])
 @pytest.mark.parametrize(
     "schedule, chunks, sizes",
     [
@@ -157,7 +156,7 @@ def test_several_stacks_run_in_one_pipeline(net, schedule, chunks, sizes, remat)
         mesh = make_mesh(MeshConfig(**sizes), jax.devices())
         table = make_schedule(schedule, mesh.shape["pipeline"], 5, chunks)
         zero = MemoryConfig(zero_stage=3, shard_parameters_fraction=0.6)
-        check(net, table, mesh, PipelineConfig(remat=remat), zero=zero)
+        check(net, table, mesh, zero=zero, remat=remat)
 
 
 @pytest.mark.thorough
@@ -166,7 +165,7 @@ def test_stack_may_span_two_stages_or_fit_on_one():
         mesh = make_mesh(MeshConfig(pipeline=4), jax.devices())
         table = make_schedule("1f1b", 4, 5, 1)
         for counts in ((8, 0, 0, 0), (1, 6, 0, 1), (0, 3, 3, 2), (2, 4, 2, 0)):
-            check(Pyramid(), table, mesh, PipelineConfig(), counts)
+            check(Pyramid(), table, mesh, counts)
 
 
 def test_buffers_of_a_custom_table_do_not_collide():
@@ -181,17 +180,12 @@ def test_buffers_of_a_custom_table_do_not_collide():
     table = dataclasses.replace(base, ticks=ticks)
     verify(table)
     with jax.enable_x64(True):
-        for remat in ("full", "none"):
-            check(
-                Net(),
-                table,
-                make_mesh(MeshConfig(pipeline=2), jax.devices()),
-                PipelineConfig(remat=remat),
-            )
+        for remat in ("stage", "none"):
+            check(Net(), table, make_mesh(MeshConfig(pipeline=2), jax.devices()), remat=remat)
 
 
 def compiled(
-    schedule: str, num_microbatches: int, sizes: dict[str, Any], remat="full", **shape: int
+    schedule: str, num_microbatches: int, sizes: dict[str, Any], remat="stage", **shape: int
 ):
     net = Net()
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
@@ -199,17 +193,17 @@ def compiled(
     chunks = SCHEDULES[schedule]
     table = make_schedule(schedule, mesh.shape["pipeline"], num_microbatches, chunks)
     layouts = cut(net.num_layers, table.placement)
-    config = PipelineConfig(remat=remat)
     param_sharding = param_sharding_of(net, params, mesh)
-    run = make_loss_and_grad(net, table, layouts, param_sharding, config)
+    recomputes = remat == "stage"
+    run = make_loss_and_grad(net, table, layouts, param_sharding, recomputes=recomputes)
     with jax.set_mesh(mesh):
         placed = place(net, layouts, mesh, params, data)
         return jax.jit(run).lower(*placed).compile(), mesh
 
 
-@pytest.mark.thorough(but=["gpipe-2-full", "zbv-4-none"])
+@pytest.mark.thorough(but=["gpipe-2-stage", "zbv-4-none"])
 @pytest.mark.drawn(3)
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", ["stage", "none"])
 @pytest.mark.parametrize(
     "schedule, num_permutes", [("gpipe", 2), ("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 4)]
 )
@@ -229,9 +223,9 @@ def test_only_the_tables_permutes_cross_stages_in_the_loop(schedule, num_permute
     assert reduced and all(c.kind == "all-reduce" for c in reduced)
 
 
-@pytest.mark.thorough(but=["gpipe-full"])
+@pytest.mark.thorough(but=["gpipe-stage"])
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", ["stage", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_memory_does_not_grow_with_microbatches_but_for_gpipe(schedule, remat):
     def temporaries(num_microbatches):

@@ -17,7 +17,7 @@ def tasks_of(schedule: str, remat: str) -> tuple[Task, Task, dict[str, Task]]:
 
 
 @pytest.mark.thorough(but=["none"])
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", ["stage", "none"])
 def test_sends_hide_behind_the_backward_and_the_next_forward(remat):
     y_send, dx_send, works = tasks_of("1f1b", remat)
     # The output of the last forward is sent at once. B does not wait for it, the next F does.
@@ -31,7 +31,7 @@ def test_sends_hide_behind_the_backward_and_the_next_forward(remat):
 
 
 @pytest.mark.thorough(but=["none"])
-@pytest.mark.parametrize("remat", ["full", "none"])
+@pytest.mark.parametrize("remat", ["stage", "none"])
 def test_sends_of_split_backwards_hide_behind_the_work_of_their_tick(remat):
     y_send, dx_send, works = tasks_of("zero_bubble", remat)
     sent = {y_send.name, dx_send.name}

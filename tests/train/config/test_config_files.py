@@ -12,7 +12,7 @@ from tests.runs import CONFIG
 from tests.train.config.loading import load, run_of
 from train.config.config_files import as_yaml, default_workdir, differences, shorten
 from train.config.overrides import Overrides
-from train.config.schema import RunConfig, validate_config
+from train.config.schema import RunConfig, checked_value, validate_config
 from train.main import main
 
 
@@ -113,9 +113,7 @@ def test_replayed_yaml_takes_overrides_too(tmp_path):
     ],
 )
 def test_override_is_converted_to_the_type_of_its_key(override, expected):
-    key = override.partition("=")[0]
-    section, name = key.split(".")
-    value = load(CONFIG, [override])[section][name]
+    value = checked_value(load(CONFIG, [override]), override.partition("=")[0])
     assert value == expected and type(value) is type(expected)
 
 

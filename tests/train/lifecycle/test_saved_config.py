@@ -12,6 +12,7 @@ from checkpoint.__main__ import main as checkpoint
 from convert import to_hf
 from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
+from train.config import old_keys
 from train.main import main
 
 
@@ -118,6 +119,23 @@ def test_run_resumes_from_checkpoints_without_configs(copy, capsys):
     assert "data.objective" in error
     assert main(arguments(workdir, overrides)) == 0
     assert "step 4 of train.num_steps=5" in capsys.readouterr().err
+
+
+def test_run_of_an_earlier_version_resumes_without_a_changed_config(copy, capsys):
+    """Its stored configs have `pipeline.remat`, which is a part of `train.remat` now."""
+    workdir, overrides = copy
+    drop_checksums_of_configs(workdir)
+    for file in (workdir / "config.yaml", *workdir.glob("checkpoints/*/config.yaml")):
+        saved = yaml.safe_load(file.read_text())
+        saved["pipeline"]["remat"] = "full"
+        saved["train"]["remat"] = "dots"
+        file.write_text(yaml.safe_dump(saved, sort_keys=False))
+    old_keys._warn.cache_clear()
+    assert main(arguments(workdir, (*overrides, "train.remat=stage,dots"))) == 0
+    log = capsys.readouterr().err
+    assert "step 4 of train.num_steps=5" in log
+    assert log.count("pipeline.remat=full is now a part of train.remat; write train.remat=st") == 1
+    assert re.findall(r"^  (\S+): .* -> ", log, re.MULTILINE) == ["train.num_steps"]
 
 
 def test_contents_of_files_can_be_verified_from_a_later_start_on(copy, capsys):

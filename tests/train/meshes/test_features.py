@@ -36,7 +36,7 @@ MESHES = {
         "pipeline.schedule=zbv",
         "pipeline.chunks=2",
         "pipeline.share_vocab=true",
-        "pipeline.remat=none",
+        "train.remat=none",
     ),
     "host": ("memory.placement=host",),
     "host, 2x2x2, uneven, ZeRO 3": (*UNEVEN, *HOSTED),

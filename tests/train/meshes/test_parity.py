@@ -35,14 +35,14 @@ MESHES = {
     ),
     "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
     "context 2x2x2": ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2"),
-    "remat": ("train.remat=full", "mesh.pipeline=2"),
+    "remat": ("train.remat=stage,full", "mesh.pipeline=2"),
     "whole tokens 2x2x2": (
         "mesh.pipeline=2",
         "mesh.data=2",
         "mesh.model=2",
         "train.num_microbatches=4",
         "rules.act_tokens=none",
-        "pipeline.remat=none",
+        "train.remat=none",
     ),
 }
 #: Meshes that CI also trains in float32, which cover every axis; `-m slow` adds the others.

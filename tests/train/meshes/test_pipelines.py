@@ -28,7 +28,7 @@ SCHEDULES = {
     "zero_bubble": (),
     "zbv": ("pipeline.chunks=2",),
 }
-REMAT = ("full", "none")
+REMAT = ("stage", "none")
 MESHES = {
     "pipeline=4": ("mesh.pipeline=4",),
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
@@ -47,7 +47,7 @@ SOME = [
 def overrides_of(schedule: str, remat: str, mesh: str, which: int) -> tuple[str, ...]:
     chosen = (
         f"pipeline.schedule={schedule}",
-        f"pipeline.remat={remat}",
+        f"train.remat={remat}",
         f"train.num_microbatches={MICROBATCHES[mesh][which]}",
         # One of the three uses ZeRO stage 3, and shares embedding and head among all stages.
         *(("memory.zero_stage=3", "pipeline.share_vocab=true") if which == 1 else ()),
@@ -71,13 +71,13 @@ def check(case, corpus_overrides, *, x64: bool) -> None:
 
 @pytest.mark.slow(
     only=[
-        "('gpipe', 'full', 'pipeline=4', 0)",
-        "('1f1b', 'full', '2x2x2', 1)",
+        "('gpipe', 'stage', 'pipeline=4', 0)",
+        "('1f1b', 'stage', '2x2x2', 1)",
         "('interleaved_1f1b', 'none', '2x2x2', 0)",
         "('zbv', 'none', 'pipeline=4', 2)",
     ]
 )
-@pytest.mark.thorough(but=["('zero_bubble', 'full', 'pipeline=4', 0)"])
+@pytest.mark.thorough(but=["('zero_bubble', 'stage', 'pipeline=4', 0)"])
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_losses_equal_one_device(case, corpus_overrides):
@@ -97,7 +97,7 @@ def microbatches(count: int) -> tuple[str, ...]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule, remat", [("1f1b", "none"), ("zero_bubble", "full")])
+@pytest.mark.parametrize("schedule, remat", [("1f1b", "none"), ("zero_bubble", "stage")])
 def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_overrides):
     def temporaries(count):
         overrides = (
@@ -106,7 +106,7 @@ def test_memory_does_not_grow_with_microbatches(schedule, remat, corpus_override
             *microbatches(count),
             "mesh.pipeline=4",
             f"pipeline.schedule={schedule}",
-            f"pipeline.remat={remat}",
+            f"train.remat={remat}",
             "model.embed_dim=64",
         )
         temp_bytes = memory(make_run(overrides)[0].compile_train_step()).temp_bytes
@@ -123,16 +123,16 @@ def test_remat_adds_one_forward_pass_of_the_stage_per_tick(
 ):
     def compiled(remat):
         overrides = (*TINY, *corpus_overrides, *microbatches(8), "mesh.pipeline=4")
-        pipeline = (f"pipeline.schedule={schedule}", f"pipeline.remat={remat}")
+        pipeline = (f"pipeline.schedule={schedule}", f"train.remat={remat}")
         return make_run((*overrides, *pipeline, "model.num_layers=8"))[0]
 
-    full = compiled("full")
+    stage = compiled("stage")
     none = compiled("none")
     products = {
-        "full": matmul_flops(full.compile_train_step()),
+        "stage": matmul_flops(stage.compile_train_step()),
         "none": matmul_flops(none.compile_train_step()),
     }
-    assert products["full"] is not None and products["none"] is not None
+    assert products["stage"] is not None and products["none"] is not None
     # A stage has two layers, a microbatch has 2 sequences, and all branches count as taken.
     batch = 2
     length = 16
@@ -143,8 +143,8 @@ def test_remat_adds_one_forward_pass_of_the_stage_per_tick(
     scores = attention_flops(length, num_heads, embed // num_heads, is_causal=False)
     forward = 2 * batch * length * (kernels + scores)
     # The loop of 1F1B is skewed: it runs the backwards of a tick in the next iteration.
-    iterations = len(full.schedule.ticks) + extra_iterations
-    assert products["full"] - products["none"] == iterations * forward
+    iterations = len(stage.schedule.ticks) + extra_iterations
+    assert products["stage"] - products["none"] == iterations * forward
 
 
 @pytest.mark.thorough
@@ -153,7 +153,7 @@ def test_program_size_does_not_grow_with_the_layers(corpus_overrides):
 
     def instructions(num_layers):
         overrides = (*TINY, *corpus_overrides, "mesh.pipeline=4", f"model.num_layers={num_layers}")
-        run, _ = make_run((*overrides, "train.num_microbatches=4", "pipeline.remat=none"))
+        run, _ = make_run((*overrides, "train.num_microbatches=4", "train.remat=none"))
         return len(
             re.findall(r"^\s+\S+ = ", str(run.compile_train_step().as_text()), flags=re.MULTILINE)
         )

@@ -18,7 +18,7 @@ SAVED = {
     | {"expert": 1},
     "train": {"num_microbatches": 2, "remat": "full", "seed": 3},
     "memory": {"zero_stage": 1},
-    "pipeline": {"schedule": "1f1b", "chunks": 1, "remat": "none", "layers_per_stage": []},
+    "pipeline": {"schedule": "1f1b", "chunks": 1, "layers_per_stage": []},
 }
 NEW = {"mesh.data": 8, "mesh.model": 1, "train.num_microbatches": 1}
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.train.planning.test_plan_cost import COSTS, plan
+from train.config.remat import Remat
 from train.planning import finalists
 from train.planning.finalists import Finalists
 from train.planning.fitting import Selection
@@ -129,7 +130,9 @@ def test_plans_whose_times_are_only_assumed_come_last():
 
 
 def test_a_plan_that_does_not_fit_as_compiled_makes_way_for_a_leaner_one_of_its_shape():
-    fast, lean = (dataclasses.replace(SPLIT[0], remat=remat) for remat in ("none", "full"))
+    fast, lean = (
+        dataclasses.replace(SPLIT[0], remat=Remat.parse(remat)) for remat in ("none", "full")
+    )
     found = compiler({fast: 1.0, lean: 1.5}, too_large=(fast,))
     chosen = found.compile_promising([(fast, cost(1.0)), (lean, cost(1.5))])
     assert [choice.plan for choice in chosen] == [lean]

@@ -29,7 +29,7 @@ def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) 
         config=config_of(*overrides),
         num_devices=num_devices,
         fixed={override.partition("=")[0] for override in overrides},
-        remats=("none", "full"),
+        layer_remats=("none", "full"),
         allows=lambda context, model: model <= most_model,
         **(given | values),
     )
@@ -76,13 +76,13 @@ def test_every_plan_is_a_valid_config_with_all_devices():
         assert size * plan.num_microbatches * plan.num_replicas == 16
 
 
-def test_fixed_values_are_the_same_in_every_plan():
-    overrides = ("train.num_microbatches=4", "memory.zero_stage=1", "train.remat=full")
-    plans = [*space(8, *overrides, "pipeline.schedule=1f1b", "pipeline.remat=none")]
+@pytest.mark.parametrize("remat", ["full", "stage", "stage,mlp"])
+def test_fixed_values_are_the_same_in_every_plan(remat):
+    overrides = ("train.num_microbatches=4", "memory.zero_stage=1", "pipeline.schedule=1f1b")
+    plans = [*space(8, *overrides, f"train.remat={remat}")]
     assert plans
     for plan in plans:
-        assert (plan.num_microbatches, plan.remat) == (4, "full")
-        assert plan.mesh.pipeline == 1 or (plan.schedule, plan.pipeline_remat) == ("1f1b", "none")
+        assert (plan.num_microbatches, str(plan.remat), plan.schedule) == (4, remat, "1f1b")
         assert plan.zero_stage == 1
 
 

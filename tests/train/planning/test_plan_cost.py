@@ -16,6 +16,7 @@ from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.transfer import group_over, transfer_s
 from tests.train.planning.test_parallel_plan import config_of
+from train.config.remat import Remat
 from train.planning.fitting import distinct, promising, with_leaner
 from train.planning.layer_times import ReplicaMemory, ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
@@ -68,7 +69,7 @@ def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> Paralle
     mesh = {axis: values.pop(axis) for axis in ("pipeline", "data", "model") if axis in values}
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
-    whole = {"schedule": "1f1b", "chunks": 1, "pipeline_remat": "none", "remat": "none"}
+    whole = {"schedule": "1f1b", "chunks": 1, "remat": Remat.parse("none")}
     whole |= {"layers_per_stage": (), "share_vocab": False, "placement": "device"} | values
     return ParallelPlan(
         mesh=dataclasses.replace(given, **sizes),
@@ -176,7 +177,7 @@ def test_simulated_devices_allocate_activations_and_gradients_in_every_step():
 
 def test_recomputed_stages_take_another_forward_and_keep_less():
     kept = COSTS.cost(plan(16, pipeline=2))
-    recomputed = COSTS.cost(plan(16, pipeline=2, pipeline_remat="full"))
+    recomputed = COSTS.cost(plan(16, pipeline=2, remat=Remat.parse("stage")))
     assert recomputed.step_s > kept.step_s
     assert recomputed.memory_bytes < kept.memory_bytes
 
@@ -197,8 +198,8 @@ def test_gradients_are_reduced_after_the_last_microbatch_unless_layers_are_scatt
 def test_split_backwards_keep_gradients_and_what_they_recompute():
     """The weight gradient reads values that the input gradient has computed."""
 
-    def memory_bytes(schedule: str, remat: str = "none", pipeline_remat: str = "none") -> float:
-        split = plan(16, pipeline=2, schedule=schedule, remat=remat, pipeline_remat=pipeline_remat)
+    def memory_bytes(schedule: str, remat: str = "none") -> float:
+        split = plan(16, pipeline=2, schedule=schedule, remat=Remat.parse(remat))
         return COSTS.cost(split).memory_bytes
 
     # A stage keeps 3 microbatches for their backwards, of half of the layers, and 2 for weights.
@@ -209,8 +210,8 @@ def test_split_backwards_keep_gradients_and_what_they_recompute():
     recomputed = 0.9 * 3 / 4 * activations
     assert memory_bytes("zero_bubble") - whole == pytest.approx(kept)
     assert memory_bytes("zero_bubble", "full") - less == pytest.approx(kept + recomputed)
-    lean = memory_bytes("1f1b", pipeline_remat="full")
-    assert memory_bytes("zero_bubble", pipeline_remat="full") - lean == pytest.approx(kept)
+    lean = memory_bytes("1f1b", "stage")
+    assert memory_bytes("zero_bubble", "stage") - lean == pytest.approx(kept)
 
 
 def test_higher_zero_stages_take_less_memory():
@@ -308,7 +309,7 @@ def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
         cost = dataclasses.replace(
             COSTS.cost(plan()), layers_s=step_s, exposed_s=0.0, update_s=0.0, memory_bytes=num_bytes
         )
-        return dataclasses.replace(plan(num_microbatches, data=2), remat=remat), cost
+        return dataclasses.replace(plan(num_microbatches, data=2), remat=Remat.parse(remat)), cost
 
     ranked = [
         costed(1.0, 1, "none", 12),
@@ -320,7 +321,7 @@ def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
     ]
 
     def names(found):
-        return [(each.num_microbatches, each.remat) for each, _ in found]
+        return [(each.num_microbatches, str(each.remat)) for each, _ in found]
 
     in_turn = with_leaner(ranked, sure_bytes=10)
     assert names(in_turn) == [(1, "none"), (1, "mlp"), (2, "none"), (1, "full"), (2, "mlp")]

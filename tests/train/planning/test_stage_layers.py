@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from pipeline.runtime.executor import tick_program_of
 from predict.time.ticks import Ticks, is_idle, num_layers
 from sharding.ops.update_if import AT_MOST_ONCE
 from tests.runs import ROOT, make_run, write_corpus
@@ -27,7 +26,7 @@ def test_stages_of_a_compiled_t5_skip_layers_that_they_do_not_have(tmp_path):
     run, _ = make_run((*T5, *write_corpus(tmp_path)), config=str(ROOT / "configs" / "t5.py"))
     text = run.compile_train_step().as_text() or ""
     paths = re.findall(r' while\(.*op_name="([^"]*)"', text)
-    ticks = Ticks.of_program(tick_program_of(run.schedule, run.config.pipeline), run.layouts)
+    ticks = Ticks.of_program(run.tick_program(), run.layouts)
     first, last = (frozenset().union(*stage) for stage in zip(*ticks.stages, strict=True))
 
     # The last stage computes its forwards as part of its backwards.

@@ -32,9 +32,9 @@ MESHES = {
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
 }
 LEVELS = {
-    "nothing kept": ("train.remat=full",),
-    "names kept and moved": ("train.remat=attention_out", "memory.offload_activations=mlp"),
-    "everything kept": ("train.remat=none",),
+    "nothing kept": ("train.remat=stage,full",),
+    "names kept and moved": ("train.remat=stage,attention_out", "memory.offload_activations=mlp"),
+    "everything kept": ("train.remat=stage",),
 }
 #: Cases that CI runs; `-m slow` adds the others.
 CHOSEN = {

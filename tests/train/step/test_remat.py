@@ -11,29 +11,31 @@ from sharding.memory import HOST
 from tests.runs import FLOAT64, ROOT, TINY, losses, make_run, reference_losses
 
 NAMES = "qkv,attention,attention_out,mlp"
+#: What layers keep, and further overrides.
 LEVELS = {
-    "nothing": ("train.remat=full",),
-    "one": ("train.remat=attention_out",),
-    "some": ("train.remat=qkv,attention",),
-    "all names": (f"train.remat={NAMES}",),
-    "products": ("train.remat=dots",),
-    "everything": ("train.remat=none",),
-    "nothing, names on the host": ("train.remat=full", f"memory.offload_activations={NAMES}"),
-    "some, some on the host": ("train.remat=qkv", "memory.offload_activations=mlp"),
-    "everything, some on the host": ("train.remat=none", "memory.offload_activations=qkv,mlp"),
+    "nothing": ("full",),
+    "one": ("attention_out",),
+    "some": ("qkv,attention",),
+    "all names": (NAMES,),
+    "products": ("dots",),
+    "everything": ("none",),
+    "nothing, names on the host": ("full", f"memory.offload_activations={NAMES}"),
+    "some, some on the host": ("qkv", "memory.offload_activations=mlp"),
+    "everything, some on the host": ("none", "memory.offload_activations=qkv,mlp"),
 }
 MESHES = {
-    "one device": ("pipeline.remat=none",),
+    "one device": (),
     "data=4, ZeRO 3": ("mesh.data=4", "memory.zero_stage=3"),
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
     "2x2x2, nothing recomputed by the pipeline": (
         "mesh.pipeline=2",
         "mesh.data=2",
         "mesh.model=2",
-        "pipeline.remat=none",
     ),
-    "zero bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble", "pipeline.remat=none"),
+    "zero bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble"),
 }
+#: The meshes on which stages are recomputed.
+RECOMPUTES = {"data=4, ZeRO 3", "2x2x2"}
 
 
 #: Cases that CI runs; `-m slow` adds the others.
@@ -67,7 +69,10 @@ def combinations():
 def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
     with jax.enable_x64(True):
         base = (*TINY, *corpus_overrides, *FLOAT64)
-        found = losses(*make_run((*base, *MESHES[mesh], *LEVELS[level])), 4)
+        remat, *others = LEVELS[level]
+        stage = "stage," if mesh in RECOMPUTES else ""
+        overrides = (*base, *MESHES[mesh], f"train.remat={stage}{remat}", *others)
+        found = losses(*make_run(overrides), 4)
         # Rounding errors in float64 are about 1e-16 per sum; bugs cause far larger differences.
         np.testing.assert_allclose(found, reference_losses(base, 4), rtol=1e-9, atol=0)
 
@@ -84,7 +89,7 @@ def buffers(run) -> dict[bool, set[tuple]]:
 
 
 def test_named_activations_are_in_the_configured_memory(corpus_overrides):
-    base = (*TINY, *corpus_overrides, "pipeline.remat=none", "train.remat=full")
+    base = (*TINY, *corpus_overrides, "train.remat=full")
     # [slots of the buffer, layers, batch, sequence, mlp]; two microbatches of 8.
     mlp = (1, 4, 8, 16, 128)
     block_input = (1, 4, 8, 16, 32)
@@ -100,7 +105,7 @@ def test_named_activations_are_in_the_configured_memory(corpus_overrides):
 @pytest.mark.thorough
 def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
     """Measured as FLOPs of the compiled step; its memory changes the other way round."""
-    base = (*TINY, *corpus_overrides, "pipeline.remat=none", "model.dropout=0.0")
+    base = (*TINY, *corpus_overrides, "model.dropout=0.0")
     found = []
     for remat in ("full", "attention_out", "qkv,attention_out", NAMES):
         run, _ = make_run((*base, f"train.remat={remat}"))

@@ -13,7 +13,7 @@ lever:
     level 4                                                            host, 1.0 and 1.0
 
 Here the candidate (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the
-device.
+device. If the configured `train.remat` begins with `stage`, so do all of its levels.
 
 Memory and step time of a candidate are estimated from a trace of the step. Only chosen candidates
 are compiled; see train/planning/memory/fitter.py.
@@ -29,6 +29,7 @@ from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
 from predict.time.traced_work import traced_work_s
 from sharding.memory import AUTO
+from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.planning.memory.budget import Budget, fits, needs_of
 from train.planning.parallel_plan import with_values
@@ -210,9 +211,10 @@ class MemorySearch:
         run = self.base.run
         names = sorted(run.traces.activation_names - {"mlp"})
         levels = ["none", "dots", *([",".join(names)] if names else []), "full"]
-        now = self._config.train.remat
-        first = levels.index(now) + 1 if now in levels else len(levels) - 1
-        return [{"train.remat": level} for level in levels[first:]]
+        now = Remat.parse(self._config.train.remat)
+        first = levels.index(now.layers) + 1 if now.layers in levels else len(levels) - 1
+        remats = [dataclasses.replace(now, layers=level) for level in levels[first:]]
+        return [{"train.remat": str(remat)} for remat in remats]
 
     def _placements(self) -> list[Setting]:
         memory = self._config.memory

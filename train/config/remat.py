@@ -1,0 +1,57 @@
+"""The value of `train.remat`: which activations stay in memory until the backward pass.
+
+    stage,dots  between the passes of a microbatch, a pipeline stage keeps only its input; while its
+                backward pass runs, each layer keeps its matrix products
+    dots        each layer keeps its matrix products as long as the microbatch is in flight
+
+`stage` alone stands for `stage,none`.
+"""
+
+import dataclasses
+
+from models.stack import REMAT_POLICIES
+
+_STAGE = "stage"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remat:
+    """A parsed value of `train.remat`; `str` returns the value.
+
+    Attributes:
+        recomputes_stages: whether the backward pass of a stage first runs its forward pass again.
+        layers: activations that a layer keeps: a key of REMAT_POLICIES, or names of activations,
+            separated by commas.
+    """
+
+    recomputes_stages: bool
+    layers: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Remat":
+        """Parse a value of `train.remat`.
+
+        Raises:
+            ValueError: a word is empty or repeated, or `stage` is not the first word.
+        """
+        first, *others = words = text.split(",")
+        problem = None
+        if not all(words):
+            problem = "contains an empty name"
+        elif _STAGE in others:
+            problem = f"must contain {_STAGE!r} only as its first word"
+        elif len({*words}) < len(words):
+            problem = "contains a word twice"
+        if problem:
+            raise ValueError(
+                f"train.remat={text!r} {problem}; choose {', '.join(REMAT_POLICIES)}, or names of "
+                f"activations separated by commas, with or without {_STAGE!r} before them"
+            )
+        if first != _STAGE:
+            return cls(recomputes_stages=False, layers=text)
+        return cls(recomputes_stages=True, layers=",".join(others) or "none")
+
+    def __str__(self) -> str:
+        if not self.recomputes_stages:
+            return self.layers
+        return _STAGE if self.layers == "none" else f"{_STAGE},{self.layers}"
