@@ -135,20 +135,12 @@ class MemorySearch:
 
     def _eased(self, levels: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the fastest fitting candidate that eases one lever; None if none is faster."""
-        options = {levels: cast(Candidate, self._at(levels)).step_time_s}
+        options = [levels]
         for i, level in enumerate(levels):
-
-            def at(level, i=i):
-                return (*levels[:i], level, *levels[i + 1 :])
-
-            def fits(level, at=at):
-                return self._fits(self._at(at(level)))
-
-            first = bisect.bisect_left(range(level), True, key=fits)
-            candidate = self._at(at(first))
-            if first < level and candidate is not None:
-                options[at(first)] = candidate.step_time_s
-        best = min(options, key=lambda levels: (options[levels], levels))
+            eased = [(*levels[:i], lower, *levels[i + 1 :]) for lower in range(level)]
+            first = bisect.bisect_left(eased, True, key=lambda at: self._fits(self._at(at)))
+            options += eased[first : first + 1]
+        best = min(options, key=lambda at: (cast(Candidate, self._at(at)).step_time_s, at))
         return None if best == levels else best
 
     def _fits(self, candidate: Candidate | None) -> bool:
