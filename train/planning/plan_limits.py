@@ -57,7 +57,9 @@ class Request:
     cost: Callable[[ParallelPlan], PlanCost]
     needs_with: Callable[[ParallelPlan, int, Mapping[str, Any]], Needs | None]
 
-    def fits(self, plan: ParallelPlan, num_devices: int, values: Mapping[str, Any]) -> bool | None:
+    def fits_with(
+        self, plan: ParallelPlan, num_devices: int, values: Mapping[str, Any]
+    ) -> bool | None:
         """Return whether a plan fits; None if its memory cannot be estimated.
 
         A plan that a check of the whole run refuses does not fit.
@@ -267,7 +269,7 @@ def no_memory(request: Request, found: DoesNotFit) -> str:
     if config.optimizer.is_elementwise and fraction < 1:
         on_host: dict[str, Any] = {"memory.placement": "host"}
         for values in (on_host, on_host | {"memory.offload_parameters_fraction": 1.0}):
-            if request.fits(leanest.plan, request.num_devices, values):
+            if request.fits_with(leanest.plan, request.num_devices, values):
                 remedies.append(" with ".join(f"{key}={value}" for key, value in values.items()))
                 break
     return (
@@ -290,7 +292,7 @@ def _more_devices(request: Request, correction: float) -> str:
         composed = ((correction * request.cost(plan).memory_bytes, plan) for plan in plans)
         near = [pair for pair in composed if pair[0] <= _NEAR_BUDGET * budget_bytes]
         for num_bytes, plan in heapq.nsmallest(_NUM_ESTIMATED, near, key=lambda pair: pair[0]):
-            is_fitting = request.fits(plan, count, {})
+            is_fitting = request.fits_with(plan, count, {})
             if is_fitting or (is_fitting is None and num_bytes <= budget_bytes):
                 about = "about " * (is_fitting is None)
                 return f"{about}{count} devices like these, or "
