@@ -130,7 +130,7 @@ def rank(costs: PlanCosts, plans: Sequence[ParallelPlan]) -> list[Costed]:
         pairs.append(Costed(plans[i], costs.cost(plans[i])))
         if len(pairs) % _NUM_RANKED == 0:
             pairs = sorted(pairs, key=step_s)[:_NUM_RANKED]
-            slowest_s = pairs[-1][1].step_s
+            slowest_s = pairs[-1].cost.step_s
     return sorted(pairs, key=step_s)
 
 
