@@ -5,7 +5,6 @@ several files. It imports the model and exports it again, each in a separate pro
 every bit. Peak memory must stay below the largest tensor + 1 GiB for models of any size.
 """
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from benchmarks.harness import report
 from convert.keys import read
 from convert.model_on_disk import shapes_of
 from convert.registry import architectures
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     figures = {
         "command": command_line("benchmarks.convert", argv),
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine()},
-        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": report.versions("orbax-checkpoint", "tensorstore"),
         "config": CONFIG | {"num_hidden_layers": args.layers},
         "num_parameters": sum(num_bytes for _, num_bytes in tensors) // 2,
         "model_bytes": sum(num_bytes for _, num_bytes in tensors),
@@ -82,9 +82,6 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(figures, indent=1) if args.json else as_text(figures))
     is_bounded = all(run["peak_rss_bytes"] <= bound for run in runs.values())
     return 0 if is_bounded and figures["same_bits"] else 1
-
-
-_PACKAGES = ("jax", "flax", "orbax-checkpoint", "tensorstore", "numpy")
 
 
 def make(directory: Path, config: dict[str, Any]) -> list[tuple[str, int]]:

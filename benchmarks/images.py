@@ -12,12 +12,10 @@ Only reading is measured. On a machine whose CPU also computes the steps, readin
 import argparse
 import io
 import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,6 @@ from untrusted.commands import command_line, command_parser, refuses_bad_input, 
 _SIZES = ((500, 375), (500, 375), (375, 500), (500, 333), (500, 500), (400, 300), (1024, 768))
 # JPEG quality with which files are about as large as ImageNet's, 110 KB on average.
 _QUALITY = 92
-_PACKAGES = ("numpy", "pillow", "grain")
 _NUM_ALONE = 200
 
 
@@ -114,8 +111,7 @@ def measure(directory: Path, workers: list[int], args: argparse.Namespace) -> di
         for n in workers
     ]
     return {
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in _PACKAGES},
+        "versions": report.versions("pillow", "grain"),
         "hardware": {"cpu": report.cpu_name(), "num_cores": report.num_cores()},
         "work": {
             "files": args.files,

@@ -30,7 +30,7 @@ import jax
 from benchmarks.harness import report
 from benchmarks.harness.batches import random_batch
 from benchmarks.harness.schedule_prediction import parts_of_op, parts_of_step, predict
-from benchmarks.harness.stage_parts import ReplicaStep, StageParts
+from benchmarks.harness.stage_parts import StagePart, StageParts
 from benchmarks.harness.timing import Contender, StepTimes, interleave, ratios
 from benchmarks.step import contender_of, make_run
 from distributed import startup
@@ -221,8 +221,8 @@ def _figures(
     run: Run,
     times: StepTimes,
     contender: Contender,
-    costs: Sequence[tuple[Mapping[ReplicaStep, float], ...]],
-    flops: Mapping[ReplicaStep, float | None],
+    costs: Sequence[tuple[Mapping[StagePart, float], ...]],
+    flops: Mapping[StagePart, float | None],
 ) -> dict[str, Any]:
     """Return the figures of one run.
 

@@ -6,13 +6,13 @@ benchmarks/pipeline.py explains the two predictions, *synchronous* and *work-bou
 import dataclasses
 from collections.abc import Mapping
 
-from benchmarks.harness.stage_parts import ReplicaStep
+from benchmarks.harness.stage_parts import StagePart
 from pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op
 from train.config.remat import Remat
 from train.run.run import Run
 
 
-def parts_of_op(run: Run, op: Op, stage: int) -> list[ReplicaStep]:
+def parts_of_op(run: Run, op: Op, stage: int) -> list[StagePart]:
     """Return the parts that one operation of a run's table computes.
 
     They mirror pipeline/runtime/executor.py. If stages are recomputed, a forward saves no
@@ -51,7 +51,7 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[ReplicaStep]:
     return [(name, num_layers) for name in names if num_layers] + [(name, 0) for name in end_parts]
 
 
-def parts_of_step(run: Run) -> list[ReplicaStep]:
+def parts_of_step(run: Run) -> list[StagePart]:
     """Return the parts that all stages together compute in a step, with repetitions."""
     parts = [
         part
@@ -80,7 +80,7 @@ class SchedulePrediction:
 
 
 def predict(
-    run: Run, alone: Mapping[ReplicaStep, float], together: Mapping[ReplicaStep, float]
+    run: Run, alone: Mapping[StagePart, float], together: Mapping[StagePart, float]
 ) -> SchedulePrediction:
     """Predict the time of a run's step from the times of its parts.
 
@@ -116,7 +116,7 @@ def predict(
     )
 
 
-def update_of(run: Run) -> ReplicaStep:
+def update_of(run: Run) -> StagePart:
     """Return the optimizer update of a stage's parameters, as a part."""
     (layout,) = run.layouts.values()
     return "update", len(layout.layer_of_slot) // run.schedule.num_stages

@@ -41,7 +41,7 @@ from train.run.run import Run
 Tree = Any
 
 #: (name, number of layers); the number is 0 for embedding and head.
-ReplicaStep = tuple[str, int]
+StagePart = tuple[str, int]
 
 
 class StageParts:
@@ -74,13 +74,13 @@ class StageParts:
         self._non_stack_params = self._copied(non_stack_params)
         self._params: dict[int, Tree] = {}  # number of layers -> their parameters
         self._compiled: dict[tuple, Any] = {}
-        self._flops: dict[ReplicaStep, float | None] = {}
+        self._flops: dict[StagePart, float | None] = {}
 
-    def repeats(self, part: ReplicaStep) -> int:
+    def repeats(self, part: StagePart) -> int:
         """Return how often a step of the part computes it."""
         return 1 if part[0] == "update" else self._num_microbatches
 
-    def flops(self, part: ReplicaStep) -> float | None:
+    def flops(self, part: StagePart) -> float | None:
         """Return the FLOPs of a part's matrix products on one device, or None if unknown.
 
         They are per microbatch, or per step for the update. `step_of` must have been called.
@@ -88,7 +88,7 @@ class StageParts:
         total = self._flops[part]
         return None if total is None else total / self.repeats(part)
 
-    def step_of(self, part: ReplicaStep) -> Callable[[], None]:
+    def step_of(self, part: StagePart) -> Callable[[], None]:
         """Return a step of the part, which has warmed up.
 
         It computes the part for all microbatches in sequence, on all devices at the same time.

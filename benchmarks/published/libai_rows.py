@@ -14,6 +14,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 COLUMNS = ("section", "model", "config_dxmxp", "libai_samples_s", "megatron_samples_s")
 #: Name in the column `model` -> config file and size: 24 layers, 16 heads, embed dim 1,024. The
@@ -25,7 +26,10 @@ GPU = "v100"
 NETWORK_GBIT_PER_S = 100 / 8
 
 _NAME = re.compile(
-    r"nl(\d+)_fp16_(\d+)x(\d+)x(\d+)_(ac_)?mb(\d+)_gb(\d+)_(\d+)n(\d+)g", flags=re.ASCII
+    r"nl(?P<num_layers>\d+)_fp16_(?P<data>\d+)x(?P<tensor>\d+)x(?P<pipeline>\d+)_(?P<ac>ac_)?"
+    r"mb(?P<micro_batch_size>\d+)_gb(?P<global_batch_size>\d+)_"
+    r"(?P<num_hosts>\d+)n(?P<gpus_per_host>\d+)g",
+    flags=re.ASCII,
 )
 
 
@@ -181,22 +185,15 @@ def _row(number: int, cells: list[str]) -> Row:
         raise ValueError(
             f"line {number}: {name!r} must have the form nl24_fp16_4x2x1_ac_mb128_gb4096_1n8g"
         )
-    layers, data, tensor, pipeline, recomputes, micro, batch, hosts, gpus = match.groups()
+    sizes: dict[str, Any] = {key: int(x) for key, x in match.groupdict().items() if key != "ac"}
     return Row(
         section=section,
         model=model,
         name=name,
         libai_samples_per_s=_speed(number, libai),
         megatron_samples_per_s=_speed(number, megatron),
-        num_layers=int(layers),
-        data=int(data),
-        tensor=int(tensor),
-        pipeline=int(pipeline),
-        recomputes=recomputes is not None,
-        micro_batch_size=int(micro),
-        global_batch_size=int(batch),
-        num_hosts=int(hosts),
-        gpus_per_host=int(gpus),
+        recomputes=match["ac"] is not None,
+        **sizes,
     )
 
 

@@ -26,24 +26,10 @@ _MOST_EVENTS = 100_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Placed:
-    """An event on a lane, with times relative to the start of the step.
+class _Summary(Event):
+    """The event that stands for the iterations of a loop that are not written out."""
 
-    Attributes:
-        lane: lane that it is drawn on.
-        category: category that selects its colour.
-        name: name that is displayed.
-        start_s: start, since the step began.
-        duration_s: time that it takes.
-        count: number of iterations of a loop that it summarizes; 1 for a single event.
-    """
-
-    lane: str
-    category: str
-    name: str
-    start_s: float
-    duration_s: float
-    count: int = 1
+    iterations: int
 
 
 def write_trace(prediction: Prediction, path: str | Path) -> None:
@@ -80,18 +66,18 @@ def trace(prediction: Prediction) -> dict[str, Any]:
             "ts": round(1e6 * item.start_s, 3),
             "dur": round(1e6 * item.duration_s, 3),
         }
-        if item.count > 1:
-            event["args"] = {"iterations": item.count}
+        if isinstance(item, _Summary) and item.iterations > 1:
+            event["args"] = {"iterations": item.iterations}
         events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _write_out(
     run: Execution, start_s: float, spelled_out: int, max_events: int
-) -> Iterator[_Placed]:
+) -> Iterator[Event]:
     """Yield the events of an execution, writing out `spelled_out` iterations of each loop.
 
-    Stops soon after `max_events` events.
+    They start relative to the start of the step. Stops soon after `max_events` events.
     """
     num = 0
     for item in run.items:
@@ -104,15 +90,9 @@ def _write_out(
 
 def _spelled_item(
     item: Event | Repeat, start_s: float, spelled_out: int, max_events: int
-) -> Iterator[_Placed]:
+) -> Iterator[Event]:
     if isinstance(item, Event):
-        yield _Placed(
-            lane=item.lane,
-            category=item.category,
-            name=item.name,
-            start_s=start_s,
-            duration_s=item.duration_s,
-        )
+        yield dataclasses.replace(item, start_s=start_s)
         return
     count = item.count if not item.label else min(item.count, spelled_out)
     for _ in range(count):
@@ -122,14 +102,14 @@ def _spelled_item(
         yield from _summed_up(item, start_s, item.count - count)
 
 
-def _summed_up(item: Repeat, start_s: float, count: int) -> Iterator[_Placed]:
+def _summed_up(item: Repeat, start_s: float, count: int) -> Iterator[Event]:
     """Yield one event per lane for iterations that are not written out."""
     for lane in lanes_of(item.run):
-        yield _Placed(
+        yield _Summary(
             lane=lane,
             category="loop",
             name=f"{item.label or 'loop'} × {count}",
             start_s=start_s,
             duration_s=count * item.run.duration_s,
-            count=count,
+            iterations=count,
         )

@@ -10,15 +10,12 @@ import jax.numpy as jnp
 
 from predict.machines.machine import Machine
 from predict.memory.step_cost import StepCost
-
-#: Share of the peak that matrix products of large models reach; see docs/benchmarks.md.
-_REACHED = 0.5
+from predict.time.transfer import LINK_EFFICIENCY
 
 
 def traced_work_s(work: StepCost, machine: Machine, dtype: Any) -> float:
     """Return the time of the work in seconds, without any overlap.
 
-    A matrix product takes as long as its FLOPs or its memory traffic, whichever is longer.
     Element-wise operations and collectives that the compiler inserts are not counted. This is good
     enough to rank settings of a run, not to forecast.
 
@@ -28,10 +25,9 @@ def traced_work_s(work: StepCost, machine: Machine, dtype: Any) -> float:
         dtype: dtype of the matrix products; types that the machine does not list count as float32.
     """
     name = {"bfloat16": "bf16", "float16": "f16"}.get(jnp.dtype(dtype).name, "f32")
-    flops_per_s = _REACHED * machine.peak_flops_per_s(name)
     products_s = sum(
-        times * max(flops / flops_per_s, num_bytes / machine.memory_bytes_per_s)
+        times * machine.product_s(name, flops, num_bytes)
         for (flops, num_bytes), times in work.products.items()
     )
-    moved_s = work.host_bytes / machine.host_bytes_per_s
-    return products_s + moved_s + work.network_bytes / machine.link_bytes_per_s
+    links_s = work.network_bytes / (LINK_EFFICIENCY * machine.link_bytes_per_s)
+    return products_s + machine.host_copy_s(work.host_bytes) + links_s

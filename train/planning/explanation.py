@@ -4,7 +4,7 @@ The sentences come from the predicted steps of both plans.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from predict.program.collective_table import align
@@ -159,9 +159,14 @@ def _why_not(tried: NotCompiled, best: Choice, budget_bytes: float) -> str:
             "its composed time is not longer; it was not compiled because its estimated memory "
             "does not fit, or because plans that are as fast were compiled"
         )
-    increases = {part: getattr(tried.cost, part) - getattr(of_best, part) for part in names}
-    part = max(increases, key=lambda part: increases[part])
-    return f"+{more_s / best_s:.1%}; {names[part]} {_ms(increases[part])} more, of {_ms(more_s)}"
+    part, part_s = _largest_increase(names, of_best, tried.cost)
+    return f"+{more_s / best_s:.1%}; {names[part]} {_ms(part_s)} more, of {_ms(more_s)}"
+
+
+def _largest_increase(parts: Iterable[str], best: Any, other: Any) -> tuple[str, float]:
+    """Return the part of which a step has more seconds than the best one, and how many more."""
+    increases = {part: getattr(other, part) - getattr(best, part) for part in parts}
+    return max(increases.items(), key=lambda each: each[1])
 
 
 def plans_as_json(choices: Sequence[Choice], gpus_per_host: int) -> list[dict[str, Any]]:
@@ -207,9 +212,8 @@ def why_slower(
     more_s = other.step_s - best.step_s
     if more_s <= 0:
         return ""
-    increases = {part: getattr(other, part) - getattr(best, part) for part in _PARTS}
-    part = max(increases, key=lambda part: increases[part])
-    reason = f"{_PARTS[part]} +{_ms(increases[part])}, of +{_ms(more_s)}"
+    part, part_s = _largest_increase(_PARTS, best, other)
+    reason = f"{_PARTS[part]} +{_ms(part_s)}, of +{_ms(more_s)}"
     if part != "exposed_communication_s" or not other.collectives:
         return reason
     known = {(each.kind, each.axes, each.loop): each.exposed_s for each in best.collectives}

@@ -137,7 +137,7 @@ class Finalists:
             if plan.shape not in shapes and plan not in compiled:
                 seconds = max(latest.get(plan.shape, 0.0), self.factor(plan) * cost.step_s)
                 latest[plan.shape] = seconds
-                expected.append((bool(cost.unknown), seconds, (plan, cost)))
+                expected.append((bool(cost.unknown), seconds, Costed(plan, cost)))
         expected.sort(key=lambda each: each[:2])  # those whose times are only assumed come last
         return [pair for _, seconds, pair in expected if seconds < bound_s]
 
@@ -156,7 +156,7 @@ class Finalists:
             needs = Needs(device={"compiled": choice.step.memory.in_all or 0}, host={})
             least = error.needs.device_bytes if isinstance(error, DoesNotFit) else math.inf
             if needs.device_bytes < least:
-                error = DoesNotFit((choice.plan, choice.cost), needs, is_compiled=True)
+                error = DoesNotFit(Costed(choice.plan, choice.cost), needs, is_compiled=True)
         return error
 
     def factor(self, plan: ParallelPlan) -> float:

@@ -99,7 +99,7 @@ class FittingRuns:
                 self.excluded.add(plan)
                 least = None if self._leanest is None else self._leanest.needs.device_bytes
                 if least is None or needs.device_bytes < least:
-                    self._leanest = DoesNotFit((plan, cost), needs)
+                    self._leanest = DoesNotFit(Costed(plan, cost), needs)
 
     def learn(self, plan: ParallelPlan, compiled_bytes: float) -> None:
         """Note the memory of a plan of `first` that has been compiled.
@@ -127,17 +127,17 @@ def rank(costs: PlanCosts, plans: Sequence[ParallelPlan]) -> list[Costed]:
     for least_s, i in bounds:
         if least_s > slowest_s:
             break  # so are all that follow
-        pairs.append((plans[i], costs.cost(plans[i])))
+        pairs.append(Costed(plans[i], costs.cost(plans[i])))
         if len(pairs) % _NUM_RANKED == 0:
             pairs = sorted(pairs, key=step_s)[:_NUM_RANKED]
-            slowest_s = pairs[-1][1].step_s
+            slowest_s = pairs[-1].cost.step_s
     return sorted(pairs, key=step_s)
 
 
 def leanest(costs: PlanCosts, plans: Sequence[ParallelPlan]) -> list[Costed]:
     """Return the plans that take the least memory, in order, as many as are built at most."""
     leanest_plans = heapq.nsmallest(_MAX_TRIES, plans, key=costs.memory_bytes)
-    return [(plan, costs.cost(plan)) for plan in leanest_plans]
+    return [Costed(plan, costs.cost(plan)) for plan in leanest_plans]
 
 
 def may_fit(costs: PlanCosts, plan: ParallelPlan, most_bytes: float) -> bool:
@@ -148,7 +148,7 @@ def may_fit(costs: PlanCosts, plan: ParallelPlan, most_bytes: float) -> bool:
 
 def step_s(pair: Costed) -> float:
     """Return the composed time of a plan, to sort by."""
-    return pair[1].step_s
+    return pair.cost.step_s
 
 
 def distinct(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
@@ -162,16 +162,16 @@ def distinct(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
         sure_bytes: composed memory with which a plan surely fits.
     """
     fastest: dict[Any, Costed] = {}
-    pairs_by_shape: dict[Any, Costed] = {}
-    for plan, cost in ranked:
-        key = plan.shape
-        first, least = fastest.setdefault(key, (plan, cost))
-        is_near = cost.step_s <= _NEAR * least.step_s and cost.memory_bytes <= sure_bytes
-        is_lower = plan.zero_stage < pairs_by_shape.get(key, (first, least))[0].zero_stage
-        same = dataclasses.replace(plan, zero_stage=first.zero_stage) == first
-        if key not in pairs_by_shape or (is_near and is_lower and same):
-            pairs_by_shape[key] = (plan, cost)
-    return [*pairs_by_shape.values()]
+    chosen: dict[Any, Costed] = {}
+    for pair in ranked:
+        plan, cost = pair
+        first = fastest.setdefault(plan.shape, pair)
+        is_near = cost.step_s <= _NEAR * first.cost.step_s and cost.memory_bytes <= sure_bytes
+        is_lower = plan.zero_stage < chosen.setdefault(plan.shape, first).plan.zero_stage
+        is_same = dataclasses.replace(plan, zero_stage=first.plan.zero_stage) == first.plan
+        if is_near and is_lower and is_same:
+            chosen[plan.shape] = pair
+    return [*chosen.values()]
 
 
 def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
@@ -179,9 +179,9 @@ def promising(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
 
     Arguments as for `distinct`.
     """
-    sure = [pair for pair in ranked if pair[1].memory_bytes <= sure_bytes]
+    sure = [pair for pair in ranked if pair.cost.memory_bytes <= sure_bytes]
     chosen = dict([*distinct(ranked, sure_bytes), *distinct(sure, sure_bytes)])
-    return [pair for pair in ranked if pair[0] in chosen]
+    return [pair for pair in ranked if pair.plan in chosen]
 
 
 def with_leaner(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
@@ -189,11 +189,11 @@ def with_leaner(ranked: list[Costed], sure_bytes: float) -> list[Costed]:
 
     Arguments as for `distinct`.
     """
-    firsts = {pair[0].shape: pair for pair in distinct(ranked, sure_bytes)}
-    costs = {}
+    firsts = {pair.plan.shape: pair for pair in distinct(ranked, sure_bytes)}
+    costs: dict[ParallelPlan, PlanCost] = {}
     for plan, cost in ranked:
         first, its_cost = firsts[plan.shape]
         costs.setdefault(first, its_cost)
         if cost.memory_bytes < its_cost.memory_bytes:
             costs.setdefault(plan, cost)
-    return [*costs.items()]
+    return [Costed(plan, cost) for plan, cost in costs.items()]

@@ -10,7 +10,7 @@ These composed costs only decide which plans are compiled.
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -71,8 +71,11 @@ class PlanCost:
         )
 
 
-#: A plan and its composed cost.
-Costed = tuple[ParallelPlan, PlanCost]
+class Costed(NamedTuple):
+    """A plan and its composed cost."""
+
+    plan: ParallelPlan
+    cost: PlanCost
 
 
 class PlanCosts:

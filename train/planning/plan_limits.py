@@ -57,7 +57,9 @@ class Request:
     cost: Callable[[ParallelPlan], PlanCost]
     needs_with: Callable[[ParallelPlan, int, Mapping[str, Any]], Needs | None]
 
-    def fits(self, plan: ParallelPlan, num_devices: int, values: Mapping[str, Any]) -> bool | None:
+    def fits_with(
+        self, plan: ParallelPlan, num_devices: int, values: Mapping[str, Any]
+    ) -> bool | None:
         """Return whether a plan fits; None if its memory cannot be estimated.
 
         A plan that a check of the whole run refuses does not fit.
@@ -106,12 +108,12 @@ def first_tried(
         meshes.append(MeshConfig(data=num_devices // model, model=model))
     not_compiled = []
     for mesh in meshes:
-        costed = [(plan, cost(plan)) for plan in plans if plan.mesh == mesh]
-        fitting = [pair for pair in costed if pair[1].memory_bytes <= budget_bytes]
+        costed = [Costed(plan, cost(plan)) for plan in plans if plan.mesh == mesh]
+        fitting = [pair for pair in costed if pair.cost.memory_bytes <= budget_bytes]
         if fitting:
-            plan, least = min(fitting, key=lambda pair: pair[1].step_s)
+            plan, least = min(fitting, key=lambda pair: pair.cost.step_s)
         elif costed:
-            plan, least = min(costed, key=lambda pair: pair[1].memory_bytes)
+            plan, least = min(costed, key=lambda pair: pair.cost.memory_bytes)
         else:
             plan = least = None
         not_compiled.append(NotCompiled(mesh=mesh, plan=plan, cost=least))
@@ -224,7 +226,7 @@ class DoesNotFit(Exception):
     """
 
     def __init__(self, leanest: Costed, needs: Needs, *, is_compiled: bool = False):
-        super().__init__(str(leanest[0]))
+        super().__init__(str(leanest.plan))
         self.leanest = leanest
         self.needs = needs
         self.is_compiled = is_compiled
@@ -251,27 +253,27 @@ def no_memory(request: Request, found: DoesNotFit) -> str:
     budget_bytes = budget.device_bytes
     if leanest_bytes <= budget_bytes:
         return (
-            f"no plan fits into {size(budget.host_bytes)} a host; the leanest, {leanest[0]}, takes "
-            f"{size(needs.host_bytes)}; what would fit: hosts with "
+            f"no plan fits into {size(budget.host_bytes)} a host; the leanest, {leanest.plan}, "
+            f"takes {size(needs.host_bytes)}; what would fit: hosts with "
             f"{at_least(needs.host_bytes)} for a step, more hosts, or a smaller model; "
             "memory.host_budget sets the budget"
         )
     # Composed memory is corrected by the one plan whose memory has been estimated.
-    more = _more_devices(request, correction=leanest_bytes / leanest[1].memory_bytes)
+    more = _more_devices(request, correction=leanest_bytes / leanest.cost.memory_bytes)
     enough_bytes = leanest_bytes if found.is_compiled else COMPILED * leanest_bytes
     remedies = [f"{more}devices with {at_least(enough_bytes)} for a step"]
     # With one example at a time, a smaller batch keeps no fewer activations.
-    is_one = leanest[0].microbatch_size(config.data.global_batch_size) == 1
+    is_one = leanest.plan.microbatch_size(config.data.global_batch_size) == 1
     remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
     fraction = config.memory.offload_parameters_fraction
     if config.optimizer.is_elementwise and fraction < 1:
         on_host: dict[str, Any] = {"memory.placement": "host"}
         for values in (on_host, on_host | {"memory.offload_parameters_fraction": 1.0}):
-            if request.fits(leanest[0], request.num_devices, values):
+            if request.fits_with(leanest.plan, request.num_devices, values):
                 remedies.append(" with ".join(f"{key}={value}" for key, value in values.items()))
                 break
     return (
-        f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest[0]}, takes "
+        f"no plan fits into {size(budget_bytes)} a device; the leanest, {leanest.plan}, takes "
         f"{size(leanest_bytes)}; what would fit: {', or '.join(remedies)}; memory.device_budget "
         "sets the budget"
     )
@@ -290,7 +292,7 @@ def _more_devices(request: Request, correction: float) -> str:
         composed = ((correction * request.cost(plan).memory_bytes, plan) for plan in plans)
         near = [pair for pair in composed if pair[0] <= _NEAR_BUDGET * budget_bytes]
         for num_bytes, plan in heapq.nsmallest(_NUM_ESTIMATED, near, key=lambda pair: pair[0]):
-            is_fitting = request.fits(plan, count, {})
+            is_fitting = request.fits_with(plan, count, {})
             if is_fitting or (is_fitting is None and num_bytes <= budget_bytes):
                 about = "about " * (is_fitting is None)
                 return f"{about}{count} devices like these, or "

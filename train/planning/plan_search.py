@@ -153,7 +153,7 @@ class PlanSearch:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""
         others = {dataclasses.replace(best.plan, zero_stage=stage) for stage in range(4)}
         ranked = rank(self._costs, [plan for plan in self.plans if plan in others - {best.plan}])
-        return [pair for pair in ranked if pair[1].step_s < _LEAST_GAIN * best.cost.step_s]
+        return [pair for pair in ranked if pair.cost.step_s < _LEAST_GAIN * best.cost.step_s]
 
     def _place_in_host_memory(self) -> None:
         """Continue with the same plans, but with optimizer state in host memory."""
@@ -183,8 +183,8 @@ class PlanSearch:
         pairs_by_shape: dict[Any, Costed] = {}
         for plan, _ in self._pairs:
             if plan.shape not in compiled and plan not in self._runs.excluded:
-                pairs_by_shape.setdefault(plan.shape, (plan, self.cost(plan)))
-        others = [pair for pair in pairs_by_shape.values() if pair[1].step_s >= least_s]
+                pairs_by_shape.setdefault(plan.shape, Costed(plan, self.cost(plan)))
+        others = [pair for pair in pairs_by_shape.values() if pair.cost.step_s >= least_s]
         others.sort(key=step_s)
         return [
             NotCompiled(mesh=plan.mesh, plan=plan, cost=cost)
@@ -264,11 +264,11 @@ class PlanSearch:
                     pending[self._submit(part)] = part
                     num_parts += 1
             if 0 < len(pending) < _NUM_THREADS:  # a thread is idle
-                known = [pair for pair in best if not pair[1].unknown]
+                known = [pair for pair in best if not pair.cost.unknown]
                 self._compiled.start(known[: not num_early], Selection(count=1))
                 num_early += 1
             if not pending:  # a plan whose times are only assumed comes last
-                return sorted(ranked, key=lambda pair: len(pair[1].unknown) > 0)
+                return sorted(ranked, key=lambda pair: len(pair.cost.unknown) > 0)
             for done in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
                 done.result()
                 self._layers.measure([pending.pop(done)])

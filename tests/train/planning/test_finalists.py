@@ -12,7 +12,7 @@ from train.planning import finalists
 from train.planning.finalists import Finalists
 from train.planning.fitting import Selection
 from train.planning.parallel_plan import ParallelPlan
-from train.planning.plan_cost import PlanCost
+from train.planning.plan_cost import Costed, PlanCost
 from train.planning.plan_devices import Compilations
 from train.planning.plan_limits import DoesNotFit
 
@@ -74,8 +74,8 @@ def compiler(
 SPLIT = [plan(count, pipeline=2, schedule="zero_bubble") for count in range(1, 10)]
 WHOLE = [plan(count, pipeline=2) for count in (16, 32)]
 TIMES = {each: 2.0 + 0.02 * i for i, each in enumerate(SPLIT)} | {WHOLE[0]: 1.2, WHOLE[1]: 1.9}
-PAIRS = [(each, cost(1.0 + 0.01 * i)) for i, each in enumerate(SPLIT)]
-PAIRS += [(WHOLE[0], cost(1.2)), (WHOLE[1], cost(1.9))]
+PAIRS = [Costed(each, cost(1.0 + 0.01 * i)) for i, each in enumerate(SPLIT)]
+PAIRS += [Costed(WHOLE[0], cost(1.2)), Costed(WHOLE[1], cost(1.9))]
 
 
 def test_an_error_that_plans_share_is_learned():
@@ -94,19 +94,19 @@ def test_an_error_that_plans_share_is_learned():
 
 
 def test_no_plan_is_tried_that_is_surely_slower():
-    pairs = [(each, cost(1.0 + i)) for i, each in enumerate(SPLIT)]
+    pairs = [Costed(each, cost(1.0 + i)) for i, each in enumerate(SPLIT)]
     found = compiler({each: 1.0 + i for i, each in enumerate(SPLIT)})
     assert [choice.plan for choice in found.compile_promising(pairs)] == SPLIT[:2]
 
 
 def test_each_compiled_plan_is_reported():
     said.clear()
-    compiler({SPLIT[0]: 1.2345678}).compile_promising([(SPLIT[0], cost(1.0))])
+    compiler({SPLIT[0]: 1.2345678}).compile_promising([Costed(SPLIT[0], cost(1.0))])
     assert said == [f"1,235 ms with {SPLIT[0]}"]
 
 
 def test_the_number_of_plans_is_limited():
-    pairs = [(each, cost(1.0)) for each in SPLIT]
+    pairs = [Costed(each, cost(1.0)) for each in SPLIT]
     found = compiler(dict.fromkeys(SPLIT, 1.0))
     assert len(found.compile_promising(pairs)) == finalists._MOST_PLANS < len(SPLIT)
 
@@ -115,7 +115,7 @@ def test_plans_that_take_too_much_memory_are_reported_and_not_tried_again():
     said.clear()
     many = [plan(count, pipeline=2) for count in range(1, 30)]
     found = compiler(dict.fromkeys(many, 1.0), too_large=tuple(many))
-    assert found.compile_promising([(each, cost(1.0)) for each in many]) == []
+    assert found.compile_promising([Costed(each, cost(1.0)) for each in many]) == []
     assert len(said) == finalists._MOST_COMPILED == len(found._runs.excluded)
     assert said[0] == f"1,000 ms with {many[0]}, which takes too much memory"
     assert isinstance(found.error(), DoesNotFit)
@@ -123,7 +123,8 @@ def test_plans_that_take_too_much_memory_are_reported_and_not_tried_again():
 
 def test_plans_whose_times_are_only_assumed_come_last():
     unknown = (COSTS.part(plan()),)
-    pairs = [(SPLIT[0], cost(0.5, unknown=unknown)), *((each, cost(1.0)) for each in SPLIT[1:3])]
+    pairs = [Costed(SPLIT[0], cost(0.5, unknown=unknown))]
+    pairs += [Costed(each, cost(1.0)) for each in SPLIT[1:3]]
     found = compiler(dict.fromkeys(SPLIT, 1.0))
     found.compile(found._promising(pairs), Selection(count=2))
     assert {choice.plan for choice in found.sorted()} == {*SPLIT[1:3]}
@@ -134,10 +135,10 @@ def test_a_plan_that_does_not_fit_as_compiled_makes_way_for_a_leaner_one_of_its_
         dataclasses.replace(SPLIT[0], remat=Remat.parse(remat)) for remat in ("none", "full")
     )
     found = compiler({fast: 1.0, lean: 1.5}, too_large=(fast,))
-    chosen = found.compile_promising([(fast, cost(1.0)), (lean, cost(1.5))])
+    chosen = found.compile_promising([Costed(fast, cost(1.0)), Costed(lean, cost(1.5))])
     assert [choice.plan for choice in chosen] == [lean]
     found = compiler({fast: 1.0, lean: 1.5}, too_large=(fast, lean))
-    assert found.compile_promising([(fast, cost(1.0)), (lean, cost(1.5))]) == []
+    assert found.compile_promising([Costed(fast, cost(1.0)), Costed(lean, cost(1.5))]) == []
     error = found.error()
     assert isinstance(error, DoesNotFit) and error.needs.device_bytes == 2.0
     assert str(compiler({}).error()) == "nothing is legal"
@@ -147,7 +148,7 @@ def test_a_plan_that_does_not_fit_as_compiled_makes_way_for_a_leaner_one_of_its_
 def test_plans_that_cannot_be_built_do_not_end_the_search(num_illegal, num_found):
     illegal = tuple(plan(count, pipeline=2) for count in range(100, 100 + num_illegal))
     found = compiler({SPLIT[0]: 1.0}, illegal=illegal)
-    pairs = [*((each, cost(0.5)) for each in illegal), (SPLIT[0], cost(1.0))]
+    pairs = [*(Costed(each, cost(0.5)) for each in illegal), Costed(SPLIT[0], cost(1.0))]
     assert len(found.compile_promising(pairs)) == num_found
 
 

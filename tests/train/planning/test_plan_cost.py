@@ -21,7 +21,7 @@ from train.planning.fitting import distinct, promising, with_leaner
 from train.planning.layer_times import ReplicaMemory, ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
-from train.planning.plan_cost import PlanCosts
+from train.planning.plan_cost import Costed, PlanCosts
 from train.planning.scaled_times import LayerTimes
 
 MACHINE = machine_of(parse_target("h100:1x8"))
@@ -290,7 +290,7 @@ def test_the_lowest_zero_stage_that_takes_hardly_longer_stands_for_a_mesh():
         cost = dataclasses.replace(
             COSTS.cost(plan()), layers_s=step_s, exposed_s=0.0, update_s=0.0, memory_bytes=num_bytes
         )
-        return plan(num_microbatches, data=2, zero_stage=zero_stage), cost
+        return Costed(plan(num_microbatches, data=2, zero_stage=zero_stage), cost)
 
     ranked = [
         costed(1.00, 2),
@@ -309,7 +309,8 @@ def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
         cost = dataclasses.replace(
             COSTS.cost(plan()), layers_s=step_s, exposed_s=0.0, update_s=0.0, memory_bytes=num_bytes
         )
-        return dataclasses.replace(plan(num_microbatches, data=2), remat=Remat.parse(remat)), cost
+        stored = dataclasses.replace(plan(num_microbatches, data=2), remat=Remat.parse(remat))
+        return Costed(stored, cost)
 
     ranked = [
         costed(1.0, 1, "none", 12),

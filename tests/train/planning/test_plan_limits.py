@@ -11,7 +11,7 @@ from tests.train.planning.test_parallel_plan import config_of, space
 from train.planning.explanation import first_tried_as_json, not_compiled_as_text
 from train.planning.memory.budget import Budget, Needs
 from train.planning.parallel_plan import ParallelPlan, PlanSpace
-from train.planning.plan_cost import PlanCost
+from train.planning.plan_cost import Costed, PlanCost
 from train.planning.plan_limits import (
     DoesNotFit,
     NotCompiled,
@@ -38,6 +38,10 @@ def cost(plan) -> PlanCost:
         memory_bytes=2**30 * 64 / split / replicas,
         unknown=(),
     )
+
+
+def costed(plan) -> Costed:
+    return Costed(plan, cost(plan))
 
 
 def unknown(plan, num_devices, values) -> Needs | None:
@@ -139,7 +143,7 @@ def test_limit_of_microbatches_that_no_plan_can_keep_is_refused():
 
 def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
     plans = [*space()]
-    leanest = min(((plan, cost(plan)) for plan in plans), key=lambda pair: pair[1].memory_bytes)
+    leanest = min((costed(plan) for plan in plans), key=lambda pair: pair.cost.memory_bytes)
     # 8 GiB on 8 devices by composed memory, 10 GiB by the estimate: 4 GiB need 20, so 32 devices.
     message = no_memory(request(), DoesNotFit(leanest, NEEDS))
     assert message.startswith("no plan fits into 4.00 GiB a device; the leanest, ")
@@ -148,7 +152,7 @@ def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():
 
 
 def test_memory_on_more_devices_is_estimated_if_they_are_described():
-    leanest = min(((p, cost(p)) for p in space()), key=lambda pair: pair[1].memory_bytes)
+    leanest = min((costed(plan) for plan in space()), key=lambda pair: pair.cost.memory_bytes)
     tried = []
 
     def needs_with(plan: ParallelPlan, num_devices: int, values) -> Needs:
@@ -174,7 +178,7 @@ def test_memory_on_more_devices_is_estimated_if_they_are_described():
 def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
     plan = next(iter(space()))
     budget = dataclasses.replace(BUDGET, device_bytes=2**40, host_bytes=2**34)
-    found = DoesNotFit((plan, cost(plan)), NEEDS)
+    found = DoesNotFit(costed(plan), NEEDS)
     message = no_memory(request(budget=budget), found)
     assert message.startswith(f"no plan fits into 16.00 GiB a host; the leanest, {plan}, takes 80")
 
@@ -182,7 +186,7 @@ def test_model_that_fits_only_on_its_devices_says_what_a_host_needs():
 def test_devices_with_the_memory_of_a_compiled_step_are_enough():
     plan = next(iter(space()))
     needs = Needs(device={"compiled": 10 * 2**30 + 1}, host={})
-    found = DoesNotFit((plan, cost(plan)), needs, is_compiled=True)
+    found = DoesNotFit(costed(plan), needs, is_compiled=True)
     message = no_memory(request(), found)
     assert "takes 10.00 GiB;" in message
     assert "or devices with 10.01 GiB for a step" in message

@@ -21,9 +21,10 @@ are compiled; see train/planning/memory/fitter.py.
 
 import bisect
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
@@ -115,42 +116,47 @@ class MemorySearch:
         return sorted(candidates, key=lambda c: c.step_time_s)
 
     def fitting(self) -> Iterator[Candidate]:
-        """Yield candidates that fit, first the base candidate if it does.
+        """Yield candidates that fit: the base candidate, if it does, and then the fastest first.
 
-        The search starts from the leanest candidate, or, if that exceeds host memory, from the
-        leanest one with less in host memory. Then it repeatedly lowers the level of one lever as
-        far as memory allows, each time of the lever that makes the step fastest. If the caller
-        increases `correction` after compiling a candidate, the next candidate is leaner.
+        Each level costs time, so candidates are tried in the order of their step times: the fastest
+        so far, and if it does not fit, those with one more level on one lever. Levels with which
+        even the leanest other levels do not fit are left out. If the caller increases `correction`
+        after compiling a candidate, the next candidate is leaner.
         """
         if self._fits(self.base):
             yield self.base
-        while True:
-            *leanest, placement = (len(lever) for lever in self.levers)
-            starts = ((*leanest, level) for level in range(placement, -1, -1))
-            levels = next((start for start in starts if self._fits(self._at(start))), None)
-            if levels is None:
-                return
-            while (eased := self._eased(levels)) is not None:
-                levels = eased
-            yield cast(Candidate, self._at(levels))
+        # Levers on their last levels, unless that exceeds host memory.
+        *last, placement = (len(lever) for lever in self.levers)
+        leanest = ((*last, level) for level in range(placement, -1, -1))
+        stop = next((levels for levels in leanest if self._fits(self._at(levels))), None)
+        if stop is None:
+            return
+        start = tuple(self._first_that_fits(stop, lever) for lever in range(len(stop)))
+        queue = [(0.0, start)]
+        queued = {start}
+        while queue and self._fits(self._at(stop)):
+            step_time_s, levels = heapq.heappop(queue)
+            candidate = self._at(levels)
+            if candidate is not None and self._fits(candidate):
+                yield candidate
+            for i, level in enumerate(levels):
+                leaner = (*levels[:i], level + 1, *levels[i + 1 :])
+                if level < stop[i] and leaner not in queued:
+                    queued.add(leaner)
+                    candidate = self._at(leaner)
+                    time_s = step_time_s if candidate is None else candidate.step_time_s
+                    heapq.heappush(queue, (time_s, leaner))
 
-    def _eased(self, levels: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the fastest fitting candidate that eases one lever; None if none is faster."""
-        options = {levels: cast(Candidate, self._at(levels)).step_time_s}
-        for i, level in enumerate(levels):
+    def _first_that_fits(self, leanest: tuple[int, ...], lever: int) -> int:
+        """Return the first level of a lever that fits, if the other levers are as in `leanest`."""
 
-            def at(level, i=i):
-                return (*levels[:i], level, *levels[i + 1 :])
+        def has_fitting(level: int) -> bool:
+            *levels, placement = (*leanest[:lever], level, *leanest[lever + 1 :])
+            candidates = (self._at((*levels, n)) for n in range(placement, -1, -1))
+            # Not every ZeRO stage can be combined with every placement.
+            return self._fits(next((each for each in candidates if each is not None), None))
 
-            def fits(level, at=at):
-                return self._fits(self._at(at(level)))
-
-            first = bisect.bisect_left(range(level), True, key=fits)
-            candidate = self._at(at(first))
-            if first < level and candidate is not None:
-                options[at(first)] = candidate.step_time_s
-        best = min(options, key=lambda levels: (options[levels], levels))
-        return None if best == levels else best
+        return bisect.bisect_left(range(leanest[lever]), True, key=has_fitting)
 
     def _fits(self, candidate: Candidate | None) -> bool:
         return candidate is not None and fits(candidate.needs, self._budget, ratio=self.correction)
