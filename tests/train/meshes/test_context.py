@@ -40,7 +40,7 @@ COMPANIONS = {
     "zero_bubble, ZeRO 2": (
         "mesh.pipeline=2",
         "pipeline.schedule=zero_bubble",
-        
+        "train.remat=none",
         "memory.zero_stage=2",
     ),
 }
