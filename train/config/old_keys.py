@@ -1,7 +1,9 @@
 """Translates keys that configs had in earlier versions, wherever a config is read.
 
-pipeline.remat=full with train.remat=dots  ->  train.remat=stage,dots
-pipeline.remat=none with train.remat=dots  ->  train.remat=dots
+    pipeline.remat=full with train.remat=dots  ->  train.remat=stage,dots
+    pipeline.remat=none with train.remat=dots  ->  train.remat=dots
+
+Every config that an earlier version stored has both keys.
 """
 
 import functools

@@ -41,7 +41,7 @@ class Override(NamedTuple):
             ValueError: the key is unknown.
         """
         section, _, name = self.key.partition(".")
-        if self.key in NEW_KEYS:
+        if self.key in NEW_KEYS and section in config:
             store(config[section], name, self.text)
             return
         if self.key == "init_from":
