@@ -16,7 +16,6 @@ class BatchLayout:
     """How the arrays of a batch are split over a mesh: by examples, and some also by tokens.
 
     Attributes:
-        mesh: mesh.
         sequence: how sequences are divided over `context`.
     """
 

@@ -140,39 +140,17 @@ def backward(
     *,
     can_pack: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q, k, v and bias for one block of keys; arguments as for `forward`.
+    """Return the gradients of q, k, v and bias for one block of keys.
 
-    Args:
-        q_BTNH: as for `forward`.
-        k_BSKH: as for `forward`.
-        v_BSKH: as for `forward`.
-        bias_BNTS: as for `forward`.
-        segments: as for `forward`.
-        mask: as for `forward`.
-        scale: as for `forward`.
-        stats_BNT: log-sum-exp over all blocks.
-        y_BTNH: output over all blocks.
-        dy_BTNH: cotangent of the output.
-        can_pack: as for `forward`.
+    The arguments are those of `forward` and, over all blocks, the log-sum-exp `stats_BNT`, the
+    output `y_BTNH` and its cotangent.
     """
     if mask.offset:
         triangle = _Triangle.of(mask, q_BTNH.shape[1], segments)
-        dq, dk, dv, _ = backward(
-            triangle.queries(q_BTNH),
-            triangle.keys(k_BSKH),
-            triangle.keys(v_BSKH),
-            None,
-            triangle.segments,
-            _CAUSAL,
-            scale,
-            # Queries of other segments get weights of 0 by a large log-sum-exp.
-            triangle.queries(triangle.only_members(stats_BNT, 2.0**100, dim=2), dim=2),
-            triangle.queries(y_BTNH),
-            triangle.queries(triangle.only_members(dy_BTNH)),
-            can_pack=can_pack,
+        of_keys = k_BSKH, v_BSKH
+        return _triangle_backward(
+            triangle, q_BTNH, *of_keys, scale, stats_BNT, y_BTNH, dy_BTNH, can_pack=can_pack
         )
-        dq = triangle.from_queries(dq, hidden=0)
-        return dq, triangle.from_keys(dk), triangle.from_keys(dv), None
     options = Options(
         scale=scale,
         is_causal=mask.is_causal,
@@ -328,6 +306,28 @@ class _Triangle:
             return x
         others = tuple(d for d in range(1, x.ndim) if d != dim)
         return jnp.where(jnp.expand_dims(self.is_member_BT, others), x, hidden)
+
+
+def _triangle_backward(
+    triangle: "_Triangle", q_BTNH, k_BSKH, v_BSKH, scale, stats_BNT, y_BTNH, dy_BTNH, *, can_pack
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    """Return the gradients for a block that a window cuts a triangle out of."""
+    dq, dk, dv, _ = backward(
+        triangle.queries(q_BTNH),
+        triangle.keys(k_BSKH),
+        triangle.keys(v_BSKH),
+        None,
+        triangle.segments,
+        _CAUSAL,
+        scale,
+        # Queries of other segments get weights of 0 by a large log-sum-exp.
+        triangle.queries(triangle.only_members(stats_BNT, 2.0**100, dim=2), dim=2),
+        triangle.queries(y_BTNH),
+        triangle.queries(triangle.only_members(dy_BTNH)),
+        can_pack=can_pack,
+    )
+    dq = triangle.from_queries(dq, hidden=0)
+    return dq, triangle.from_keys(dk), triangle.from_keys(dv), None
 
 
 def _pad(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:

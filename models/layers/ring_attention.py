@@ -121,7 +121,7 @@ class _Call:
     Attributes:
         q_chunk: number of the chunk among those of the device, int or int32[]; None: all chunks.
         k_chunk: the same for the keys.
-        masks: the masks that the call may need.
+        masks: those that the call may need.
         which: int32[], 1 + the index of the mask, or 0 if no query sees a key; None: always the
             first mask.
     """

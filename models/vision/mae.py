@@ -37,7 +37,13 @@ from models.vision.vit import (
     position_embedding,
     positions_on,
 )
-from sharding.ops.sequence import counted_once, local_tokens, sum_over_tokens, whole_rows
+from sharding.ops.sequence import (
+    counted_once,
+    local_tokens,
+    split_here,
+    sum_over_tokens,
+    whole_rows,
+)
 
 #: Added to the variance of a patch's pixels.
 _EPSILON = 1e-6
@@ -150,7 +156,7 @@ class MAE(ImageEncoder):
 
         The loss of an image is the mean squared error over the pixels of its hidden patches.
         """
-        predictions_BTF = self._predictions(x_BTD)
+        predictions_BTF = self._predictions(x_BTD[:, 1:] if split_here() is None else x_BTD)
         targets_BTF = self._patches(batch["images"])
         if self.config.normalise_targets:
             mean, deviation = _statistics(targets_BTF)
@@ -195,7 +201,7 @@ class MAE(ImageEncoder):
         batch = {"images": images, **(mask if noise is None else {"noise": noise})}
         x_BTD = self.encoder(self.embed(batch), batch)
         x_BTD = self.decoder(self.before_decoder(x_BTD, batch), batch)
-        return self._predictions(x_BTD)[:, 1:], self._is_hidden(batch)
+        return self._predictions(x_BTD[:, 1:]), self._is_hidden(batch)
 
     def reconstructions(
         self, images: jax.Array, noise: jax.Array | None = None
@@ -260,16 +266,17 @@ class MAE(ImageEncoder):
         return cut.reshape(len(images), cut.shape[1] * cut.shape[2], -1)
 
     def _predictions(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the predictions for all tokens; the class token has one that nobody reads."""
         predictions = self.prediction(self.decoder_norm(x_BTD))
         return predictions.astype(jnp.promote_types(predictions.dtype, jnp.float32))
 
 
 def _of_tokens(x: jax.Array) -> jax.Array:
-    """Return the part of an array of patches that belongs to this device's tokens, from 1 on.
+    """Return the part of an array of patches that belongs to this device's tokens.
 
-    The class token, which is before all patches, has zeros.
+    The class token, which is before all patches on the first device, has zeros.
     """
+    if split_here() is None:
+        return x
     return local_tokens(jnp.pad(x, [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]))
 
 

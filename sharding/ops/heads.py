@@ -100,7 +100,6 @@ def heads_on_one_device(
         num_heads: N.
         num_kv_heads: K.
         axes: automatic mesh axes of the heads.
-        mesh: mesh.
     """
     split, repeats = _split_heads(num_heads, num_kv_heads, axes, mesh)
     count = math.prod(mesh.shape[axis] for axis in split)
