@@ -53,7 +53,7 @@ ROWS = {
     "Mistral": {"window": (), "window, documents": DOCUMENTS},
     "Qwen 2": {"whole": (), "documents": DOCUMENTS},
     "Qwen 3": {"whole": (), "documents": DOCUMENTS},
-    "BERT": {"whole": (), "documents": DOCUMENTS},
+    "BERT": {"pairs": ()},
     "BERT, classifier": {"padding": ()},
     "RoBERTa": {"whole": (), "documents": DOCUMENTS},
     "T5 1.0": {"spans": ("data.target_length=8",)},
