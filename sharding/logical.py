@@ -241,7 +241,7 @@ def first_example(size: int) -> jax.Array | int:
 def sum_over_batch(x: jax.Array) -> jax.Array:
     """Sum `x` over all devices' examples; every device gets the gradient of the whole batch."""
     axes = manual_mesh_axes(BATCH_AXES)
-    return _sum_of_examples(axes, x) if axes else x
+    return sum_of_parts(axes, x) if axes else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -254,14 +254,15 @@ _sum.defvjp(lambda axes, x: (_sum(axes, x), None), lambda axes, _, dy: (dy,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_of_examples(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+def sum_of_parts(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Sum `x` over mesh axes whose devices each have a part of the loss; so is its gradient."""
     return psum(x, axes)
 
 
-# Each device has the loss of its own examples only, and all of these losses depend on the sum, so
-# their cotangents are summed.
-_sum_of_examples.defvjp(
-    lambda axes, x: (_sum_of_examples(axes, x), None), lambda axes, _, dy: (psum(dy, axes),)
+# Each device has the loss of its own examples or tokens only, and all of these losses depend on the
+# sum, so their cotangents are summed.
+sum_of_parts.defvjp(
+    lambda axes, x: (sum_of_parts(axes, x), None), lambda axes, _, dy: (psum(dy, axes),)
 )
 
 

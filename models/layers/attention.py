@@ -25,8 +25,8 @@ from typing import Any, Literal
 import jax
 
 from models.layers import blocked_attention, cudnn_attention
-from models.layers.kv_cache import Segments, attend_to_cache
-from models.layers.masks import Mask
+from models.layers.kv_cache import attend_to_cache
+from models.layers.masks import Mask, Segments
 from models.layers.relative_bias import RelativeBias
 from models.layers.ring_attention import BlockKernel, RingOptions, attend_on_ring
 from sharding import hardware
@@ -97,18 +97,16 @@ def use(setting: str) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """What one attention computes, on all devices together.
+    """The heads and the mask of one attention, before devices divide its heads.
 
     Attributes:
         num_heads: N.
         num_kv_heads: K.
-        head_dim: H.
         is_causal: whether a position only sees earlier ones.
     """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
     is_causal: bool
 
 
@@ -173,12 +171,8 @@ def attend(
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
     if (calls := _calls.get()) is not None:
-        _, _, num_heads, head_dim = q_BTNH.shape
         call = AttentionCall(
-            num_heads=num_heads,
-            num_kv_heads=k_BSKH.shape[2],
-            head_dim=head_dim,
-            is_causal=is_causal,
+            num_heads=q_BTNH.shape[2], num_kv_heads=k_BSKH.shape[2], is_causal=is_causal
         )
         calls[call] = None
     options: dict[str, Any] = {"is_causal": is_causal, "window": window, "scale": scale}

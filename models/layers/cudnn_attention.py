@@ -142,14 +142,14 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k, v and bias for one block of keys.
 
-    The arguments are those of `forward` and, over all blocks, the log-sum-exp `stats_BNT`, the
-    output `y_BTNH` and its cotangent.
+    In addition to the arguments of `forward`, it takes the log-sum-exp `stats_BNT` and the output
+    `y_BTNH` over all blocks, and the output's cotangent.
     """
     if mask.offset:
         triangle = _Triangle.of(mask, q_BTNH.shape[1], segments)
-        of_keys = k_BSKH, v_BSKH
+        qkv = q_BTNH, k_BSKH, v_BSKH
         return _triangle_backward(
-            triangle, q_BTNH, *of_keys, scale, stats_BNT, y_BTNH, dy_BTNH, can_pack=can_pack
+            triangle, qkv, scale, stats_BNT, y_BTNH, dy_BTNH, can_pack=can_pack
         )
     options = Options(
         scale=scale,
@@ -309,9 +309,10 @@ class _Triangle:
 
 
 def _triangle_backward(
-    triangle: "_Triangle", q_BTNH, k_BSKH, v_BSKH, scale, stats_BNT, y_BTNH, dy_BTNH, *, can_pack
+    triangle: _Triangle, qkv, scale, stats_BNT, y_BTNH, dy_BTNH, *, can_pack: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     """Return the gradients for a block that a window cuts a triangle out of."""
+    q_BTNH, k_BSKH, v_BSKH = qkv
     dq, dk, dv, _ = backward(
         triangle.queries(q_BTNH),
         triangle.keys(k_BSKH),

@@ -30,9 +30,8 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
+from models.layers.masks import Segments
 from sharding.logical import constrain
-
-Segments = tuple[jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass

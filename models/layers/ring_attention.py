@@ -119,7 +119,7 @@ class _Call:
     """One call of the kernel: chunks of queries and of keys, and the mask between them.
 
     Attributes:
-        q_chunk: number of the chunk among those of the device, int or int32[]; None: all chunks.
+        q_chunk: which of the device's chunks of queries, int or int32[]; None: all of them.
         k_chunk: the same for the keys.
         masks: those that the call may need.
         which: int32[], 1 + the index of the mask, or 0 if no query sees a key; None: always the
@@ -197,11 +197,11 @@ def _hops(options: RingOptions, chunk_length: int) -> list[int]:
     window = options.mask.window
     if window is None:
         return list(range(1, split.ring_size))
-    most = _window_chunks(window, chunk_length)
+    max_distance = _window_chunks(window, chunk_length)
 
     def is_needed(hop: int) -> bool:
         return any(
-            0 <= q - k <= most
+            0 <= q - k <= max_distance
             for index in range(split.ring_size)
             for q in split.chunk_numbers(index)
             for k in split.chunk_numbers((index - hop) % split.ring_size)
@@ -233,8 +233,8 @@ class _Block:
     """The arrays of a call: chunks of the device's queries, and of the keys that have arrived.
 
     Attributes:
-        q_chunk: chunk of the queries; None: all of them.
-        k_chunk: chunk of the keys; None: all of them.
+        call: which chunks they are.
+        num_chunks: number of chunks of a device.
     """
 
     call: _Call

@@ -11,8 +11,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.activations import ACTIVATIONS
-from models.layers.attention import Segments, attend
+from models.layers.attention import attend
 from models.layers.basic import Linear, recomputed
+from models.layers.masks import Segments
 from sharding.logical import constrain, gather_tokens, scatter_tokens
 
 Norm = Callable[[jax.Array], jax.Array]

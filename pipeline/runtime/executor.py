@@ -78,7 +78,7 @@ from pipeline.runtime.training import TrainingStage
 from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
 from sharding.mesh import BATCH_AXES
-from sharding.ops.sequence import batch_spec
+from sharding.ops import sequence
 
 Tree = Any
 Params = dict[str, Tree]
@@ -206,7 +206,9 @@ def _on_mesh(run_on_device, program: TickProgram, param_sharding: ParamSharding,
     params_specs = manual_specs(param_sharding.specs)
 
     def run(params: Params, microbatches: Tree) -> Any:
-        in_specs = (params_specs, {name: batch_spec(name, (None,)) for name in microbatches})
+        split = sequence.current()
+        batch_specs = {name: split.batch_spec(name, (None,)) for name in microbatches}
+        in_specs = (params_specs, batch_specs)
         on_mesh = on_shards(run_on_device, param_sharding.mesh, in_specs, out_specs)
         return on_mesh(params, microbatches)
 

@@ -31,8 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from sharding.collectives import psum
-from sharding.logical import manual_mesh_axes
+from sharding.logical import manual_mesh_axes, sum_of_parts
 from sharding.mesh import BATCH_AXES
 
 AXIS = "context"
@@ -55,12 +54,12 @@ class SequenceSplit:
     arrays: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        heads = f"groups of {self.group_size} devices exchange tokens for heads"
-        order = "zigzag" if self.num_chunks > 1 else "contiguous"
+        heads = f"{self.group_size} devices exchange tokens for heads"
         if self.ring_size == 1:
-            return f"{self.group_size} devices exchange tokens for heads"
+            return heads
+        order = "zigzag" if self.num_chunks > 1 else "contiguous"
         ring = f"a ring of {self.ring_size} in {order} order"
-        return f"{heads}, {ring}" if self.group_size > 1 else ring
+        return f"groups of {heads}, {ring}" if self.group_size > 1 else ring
 
     @property
     def group_size(self) -> int:
@@ -80,7 +79,7 @@ class SequenceSplit:
 
     @property
     def num_parts(self) -> int:
-        """What the number of tokens of a row must be a multiple of."""
+        """Number of equal parts that a row is cut into; it divides the number of tokens."""
         return math.lcm(self.num_devices, self.num_chunks * self.ring_size)
 
     def chunk_numbers(self, group: Any) -> tuple[Any, ...]:
@@ -114,7 +113,12 @@ class SequenceSplit:
         return jax.lax.dynamic_slice_in_dim(of_group, start, length)
 
     def batch_spec(self, name: str, leading: tuple[None, ...] = ()) -> PartitionSpec:
-        """Return how an array of a batch is split over the mesh; see the function `batch_spec`."""
+        """Return how an array of a batch is split over the mesh.
+
+        Args:
+            name: its name in the batch.
+            leading: dims before the one that counts examples, which are not split.
+        """
         tokens = (AXIS,) if name in self.arrays and self.num_devices > 1 else ()
         return PartitionSpec(*leading, BATCH_AXES, *tokens)
 
@@ -129,16 +133,6 @@ class SequenceSplit:
         """Return int32[length], the positions of all tokens of a row, device by device."""
         per_device = length // self.num_devices
         return np.concatenate([self.positions(i, per_device) for i in range(self.num_devices)])
-
-
-def batch_spec(name: str, leading: tuple[None, ...] = ()) -> PartitionSpec:
-    """Return how an array of a batch is split over the mesh in the current step.
-
-    Args:
-        name: its name in the batch.
-        leading: dims before the one that counts examples, which are not split.
-    """
-    return current().batch_spec(name, leading)
 
 
 #: Sequences that are not divided.
@@ -189,17 +183,17 @@ def local_tokens(x: jax.Array, dim: int = 1) -> jax.Array:
     return jnp.take(x, positions(x.shape[dim] // split.num_devices), axis=dim)
 
 
-def whole_rows(x: jax.Array, dim: int = 1) -> jax.Array:
-    """Gather an array of this device's tokens over `context`; the result is in the order of rows.
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Gather this device's tokens `[B, T, ...]` over `context`; the result is in order.
 
     The gradient of a whole row is summed over all devices.
     """
     split = split_here()
     if split is None:
         return x
-    gathered = jax.lax.all_gather(x, AXIS, axis=dim, tiled=True)
-    places = np.argsort(split.order(gathered.shape[dim])).astype(np.int32)
-    return jnp.take(gathered, places, axis=dim)
+    gathered = jax.lax.all_gather(x, AXIS, axis=1, tiled=True)
+    places = np.argsort(split.order(gathered.shape[1])).astype(np.int32)
+    return jnp.take(gathered, places, axis=1)
 
 
 def counted_once(weights: jax.Array) -> jax.Array:
@@ -215,16 +209,7 @@ def counted_once(weights: jax.Array) -> jax.Array:
 
 def sum_over_tokens(x: jax.Array) -> jax.Array:
     """Sum `x` over the tokens of all devices; every device gets the gradient of all of them."""
-    return x if split_here() is None else _sum(x)
-
-
-@jax.custom_vjp
-def _sum(x: jax.Array) -> jax.Array:
-    return psum(x, (AXIS,))
-
-
-# Every device's loss depends on the sum, so the cotangents are summed too.
-_sum.defvjp(lambda x: (_sum(x), None), lambda _, dy: (psum(dy, (AXIS,)),))
+    return x if split_here() is None else sum_of_parts((AXIS,), x)
 
 
 def draw_tokens(draw: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness import gpu_estimates
 from predict.machines.datasheets import machine_of
-from predict.program.communication import Collective, collectives
+from predict.program.communication import collectives
 from predict.time.prediction import predict
 from tests.gpu import steps
 from tests.gpu.test_estimates import SPLIT_SEQUENCES
@@ -38,11 +38,10 @@ _OF_QUERIES = _LENGTH // 4 * _HEADS * _HEAD_DIM * _BFLOAT16_BYTES
 
 
 def sent(*overrides: str) -> dict[str, int]:
-    """Return kind of collective over `context` -> bytes in a step; those of the state left out."""
+    """Return kind of collective -> bytes in a step, for the collectives of activations."""
     run = steps.make_run("llama", (*_SIZES, "mesh.context=4", *overrides))
-    found: list[Collective] = collectives(run.compile_train_step(), run.mesh)
     total = collections.Counter()
-    for each in found:
+    for each in collectives(run.compile_train_step(), run.mesh):
         assert each.axes in (("context",), ())
         assert each.trip_count is not None
         # All else gathers parameters or reduces gradients; no array of activations is as small.
