@@ -10,7 +10,7 @@ and cuts the layers so that the busiest virtual stage (pipeline/schedules/table.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -188,10 +188,7 @@ class ModelTraces:
     @cached_property
     def head_input_bytes(self) -> int:
         """The bytes of the head's input for a microbatch of one replica."""
-        with self._tracing():
-            parts = self.functions.split(self.params)
-            types = self.functions.activation_types(parts["non_stack"], self.microbatch)
-        (_, x) = [*types.values()][-1]
+        (_, x) = [*self._activation_types.values()][-1]
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
 
     @cached_property
@@ -212,10 +209,7 @@ class ModelTraces:
     @cached_property
     def row_lengths(self) -> set[int]:
         """The numbers of tokens of the sequences that the model's stacks work on."""
-        with self._tracing():
-            parts = self.functions.split(self.params)
-            types = self.functions.activation_types(parts["non_stack"], self.microbatch)
-        leaves = jax.tree.leaves([x for _, x in types.values()])
+        leaves = jax.tree.leaves([x for _, x in self._activation_types.values()])
         return {leaf.shape[1] for leaf in leaves if leaf.ndim == 3}
 
     def attention_kernels(
@@ -263,6 +257,13 @@ class ModelTraces:
                     "shorter sequence, or accept it with model.attention=plain"
                 )
         return tuple(kernels)
+
+    @cached_property
+    def _activation_types(self) -> Mapping[str, tuple[Tree, Tree]]:
+        """Types before and in each stack, as from `ModelFunctions.activation_types`."""
+        with self._tracing():
+            non_stack_params = self.functions.split(self.params)["non_stack"]
+            return self.functions.activation_types(non_stack_params, self.microbatch)
 
     def _tracing(self, sequence: SequenceSplit = WHOLE) -> AbstractContextManager[None]:
         return traced_for(self.hardware, self.config.model.attention, sequence)
