@@ -11,6 +11,8 @@ from predict.time.prediction import predict
 from tests.gpu import steps
 from tests.gpu.test_estimates import SPLIT_SEQUENCES
 
+pytestmark = pytest.mark.gpu_compiler
+
 _LENGTH = 8192
 _LAYERS = 3
 _EMBED = 256
