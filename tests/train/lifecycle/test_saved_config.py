@@ -14,6 +14,8 @@ from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
 from train.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -23,6 +25,7 @@ def trained(tmp_path_factory):
         *TINY,
         *write_corpus(directory),
         "train.num_steps=4",
+        "optimizer.schedule=constant",
         "checkpoint.every_steps=2",
         "data.tokenizer=bpe",
         "data.vocab_size=300",
