@@ -16,9 +16,12 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
+from data.config import cache_path
+from distributed.compilation_cache import use_compilation_cache
 from distributed.variables import CPU_XLA_FLAGS
 from tests.drawn import SEED, draw_cases
 from tests.runs import write_corpus
+from tests.shared_steps import assemble_with_shared_steps
 from untrusted import imports
 
 # Compiled code runs only briefly in tests, but generating optimized machine code took two thirds of
@@ -62,12 +65,14 @@ def corpus_overrides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...
 def compiled_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Caches compiled programs, so that tests that share a program compile it once.
 
-    Each process has its own cache, because jax may read a file that another is still writing.
-    Commands that use the default cache directory write to a temporary one.
+    Both workers and the commands that tests start use the same directory. That is safe because
+    files are written atomically, which jax's own cache does not do.
     """
-    directory = tmp_path_factory.mktemp("cache")
-    os.environ["XDG_CACHE_HOME"] = str(directory)
-    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # of all workers
+    os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
+    use_compilation_cache(cache_path() / "xla")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
@@ -82,6 +87,15 @@ def own_cache(monkeypatch, tmp_path):
     yield
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(scope="module")
+def shared_steps():
+    """Let the runs of a file share traced and compiled steps with those of other files."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("train.build", "tests.runs"):
+            patch.setattr(f"{module}.assemble_run", assemble_with_shared_steps)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +119,15 @@ def case_of(item: pytest.Item) -> str | None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec")
         else None
     )
+
+
+def pytest_runtest_logstart() -> None:
+    """Exclude the objects of earlier tests from garbage collection.
+
+    Modules and the programs that jax keeps are millions of objects, and each full collection, which
+    some of our code asks for, would scan them for seconds.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers

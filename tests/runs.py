@@ -2,8 +2,9 @@
 
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -88,14 +89,15 @@ def make_run(
 
 def losses(run: Run, corpus: Corpus, num_steps: int) -> list[float]:
     """Return the losses of the first steps."""
+    return list(itertools.islice(_each_loss(run, corpus), num_steps))
+
+
+def _each_loss(run: Run, corpus: Corpus) -> Iterator[float]:
+    """Train from the initial state; yield the loss of each step."""
     state = run.state_layout.initial()
-    values = []
-    batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
-    for _ in range(num_steps):
-        batch = run.place_batch(next(batches))
-        state, metrics = run.compile_train_step()(state, batch)
-        values.append(float(metrics["loss"]))
-    return values
+    for batch in train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed):
+        state, metrics = run.compile_train_step()(state, run.place_batch(batch))
+        yield float(metrics["loss"])
 
 
 def digest(params) -> str:
@@ -108,17 +110,31 @@ def digest(params) -> str:
 
 
 @functools.cache
-def reference_digest(overrides: tuple[str, ...]) -> str:
-    """Return the digest of the initial parameters on one device."""
-    return digest(make_run(overrides)[0].state_layout.initial().params)
+def _reference_run(overrides: tuple[str, ...]) -> tuple[Run, Corpus]:
+    """Return a run on one device and its corpus; assembled once per process."""
+    run, corpus = make_run(overrides)
+    assert run.mesh.size == 1
+    return run, corpus
 
 
 @functools.cache
+def reference_digest(overrides: tuple[str, ...]) -> str:
+    """Return the digest of the initial parameters on one device."""
+    run, _ = _reference_run(overrides)
+    return digest(run.state_layout.initial().params)
+
+
+@functools.cache
+def _reference_steps(overrides: tuple[str, ...]) -> tuple[Iterator[float], list[float]]:
+    """Return an iterator over the losses of a run on one device, and an empty list for them."""
+    return _each_loss(*_reference_run(overrides)), []
+
+
 def reference_losses(overrides: tuple[str, ...], num_steps: int) -> list[float]:
-    """Return the losses of a run on one device; computed once per process."""
-    run, corpus = make_run(overrides)
-    assert run.mesh.size == 1
-    return losses(run, corpus, num_steps)
+    """Return the losses of a run on one device; each step is computed once per process."""
+    steps, values = _reference_steps(overrides)
+    values.extend(itertools.islice(steps, max(0, num_steps - len(values))))
+    return values[:num_steps]
 
 
 def squared_error(logits, targets):

@@ -19,7 +19,7 @@ from untrusted.messages import sentence_of
 #: Inputs of a campaign, over all parsers.
 CAMPAIGN_INPUTS = 100_000
 #: Inputs of the quick test, for each parser.
-QUICK_INPUTS = 25
+QUICK_INPUTS = 10
 #: Hypothesis would refuse inputs that are large or slow to draw.
 CHECKS = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large)
 

@@ -48,6 +48,7 @@ def passes_of(num_tokens: int, num_drafts: int) -> int:
     return -(-(num_tokens - 1) // (num_drafts + 1))
 
 
+@pytest.mark.thorough(but=["gpt2"])
 @pytest.mark.drawn(2)
 def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     reference, directory = model
@@ -57,7 +58,7 @@ def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     assert 0 < generator.num_passes < (NEW - 1) * len(LENGTHS)  # some drafts were right
 
 
-@pytest.mark.thorough(but=["gpt2-greedy", "mistral-penalized"])
+@pytest.mark.thorough(but=["mistral-penalized"])
 @pytest.mark.drawn(3)
 @pytest.mark.slow(only=[f"{name}-{how}" for name in ("opt", "qwen3") for how in _SETTINGS])
 @pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
@@ -72,7 +73,7 @@ def test_all_drafts_of_the_model_itself_are_right(sampling, model):
     assert generator.num_passes == len(LENGTHS) * passes_of(NEW, 3)
 
 
-@pytest.mark.thorough(but=["model-penalized", "text-greedy"])
+@pytest.mark.thorough(but=["model-penalized"])
 @pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
 @pytest.mark.parametrize("takes_from_model", [True, False], ids=["model", "text"])
 def test_wrong_drafts_do_not_change_continuations(sampling, takes_from_model, llama, draft_model):
@@ -96,7 +97,8 @@ def test_streams_yield_each_token_once(llama):
     assert generator.num_passes == passes_of(NEW, 4)
 
 
-@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}],

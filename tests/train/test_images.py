@@ -19,6 +19,8 @@ from train.config.schema import validate_config
 from train.main import main
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 CONFIG = """
 from configs import common
 from ml_collections import ConfigDict
@@ -105,6 +107,7 @@ def test_run_of_a_model_without_published_files_can_be_loaded(config, tmp_path):
     assert isinstance(model, ResMLP) and model.config.num_labels == 10
 
 
+@pytest.mark.thorough
 def test_losses_do_not_depend_on_the_mesh(config):
     file, cache = config
     one = losses(*make_run(cache, file), 3)
@@ -162,6 +165,7 @@ def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
 
 def test_contents_of_images_can_be_verified_from_a_later_start_on(config, tmp_path, capsys):
     overrides, image = folder_of_images(tmp_path)
+    overrides = (*overrides, "optimizer.schedule=constant")
     times = (*overrides, "data.verify=times")
     full = (*overrides, "data.verify=full")
     assert run_main(tmp_path / "run", config, *times, "train.num_steps=2") == 0

@@ -12,7 +12,10 @@ import pytest
 from tests.runs import CONFIG, TINY, write_corpus
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
+from train.planning.memory.search import MemorySearch
 from train.reporting.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 
 def run_main(workdir, overrides, *flags, config=CONFIG) -> int:
@@ -56,6 +59,7 @@ def test_run_writes_metrics_config_checkpoints_and_tensorboard(trained):
     assert list((workdir / "tensorboard").iterdir())
 
 
+@pytest.mark.thorough(but=["overrides1-2"])
 @pytest.mark.parametrize("overrides, code", [((), 0), (("mesh.data=3",), 2)])
 def test_exit_code_does_not_depend_on_a_full_log(overrides, code, corpus_overrides, tmp_path):
     arguments = [
@@ -243,7 +247,12 @@ def test_bad_input_is_reported_in_one_sentence_without_traceback(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_run_that_exceeds_the_memory_of_the_machine_is_refused(corpus_overrides, tmp_path, capsys):
+def test_run_that_exceeds_the_memory_of_the_machine_is_refused(
+    corpus_overrides, tmp_path, capsys, monkeypatch
+):
+    # The search for settings that would fit traces many steps, and has tests of its own.
+    monkeypatch.setattr(MemorySearch, "single", lambda self: [])
+    monkeypatch.setattr(MemorySearch, "fitting", lambda self: iter(()))
     huge = ("model.embed_dim=65536", "model.num_layers=64")  # 13 TB of parameters
     assert run_main(tmp_path / "run", (*TINY, *corpus_overrides, *huge)) == REFUSED
     assert "memory" in error_line(capsys)

@@ -97,7 +97,7 @@ def test_low_precision_losses_follow_float32(compute, corpus_overrides):
     np.testing.assert_allclose(found, reference_losses(base, 8), rtol=tolerance)
 
 
-@pytest.mark.thorough(but=["data=4, ZeRO 3"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 def test_float16_losses_are_equal_on_every_mesh(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *FLOAT16)

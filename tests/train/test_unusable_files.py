@@ -10,6 +10,8 @@ from tests.train.refusals import refusal
 from train.lifecycle.exit_codes import FINISHED
 from train.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 #: Obstacle in place of a file or folder of the run -> the error message.
 OBSTACLES = {
     "metrics.jsonl/": "is not a regular file; replace it by one",

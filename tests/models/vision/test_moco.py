@@ -29,7 +29,8 @@ NUM_IMAGES = 5
 def functions():
     """Return a model, its activations for two views, and a batch whose third row is padding."""
     with jax.enable_x64(True):
-        model = MoCo(MoCoConfig(**SIZES), rngs=nnx.Rngs(0))
+        # One program compiles faster than each of its operations alone.
+        model = nnx.jit(lambda: MoCo(MoCoConfig(**SIZES), rngs=nnx.Rngs(0)))()
         graph, params = nnx.split(model)
         random = np.random.default_rng(0)
 
@@ -43,7 +44,7 @@ def functions():
         }
         keys = random.normal(size=(NUM_IMAGES, 2, 6))
         keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
-        x_BVTD = model.encoder(model.embed(batch), batch)
+        x_BVTD = jax.jit(lambda: model.encoder(model.embed(batch), batch))()
         yield model, x_BVTD, batch | {"keys": jnp.asarray(keys)}
 
 
@@ -63,7 +64,7 @@ def test_loss_equals_the_papers_over_weighted_images(functions):
     model, x_BVTD, batch = functions
     counts = np.asarray(batch["weights"]) > 0
     with jax.enable_x64(True):
-        loss, weight, metrics = model.head(x_BVTD, batch)
+        loss, weight, metrics = jax.jit(model.head)(x_BVTD, batch)
         features = np.asarray(model.final_norm(x_BVTD[:, :, 0]))[counts]
     keys = torch.tensor(np.asarray(batch["keys"])[counts])
     temperature = SIZES["temperature"]

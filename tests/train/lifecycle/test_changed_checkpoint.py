@@ -14,6 +14,8 @@ from tests.runs import TINY, arguments, write_corpus
 from tests.train.refusals import refusal
 from train.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 POSITION = "data_state/metadata"
 STRUCTURE = "state/_METADATA"
 
@@ -22,7 +24,8 @@ STRUCTURE = "state/_METADATA"
 def trained(tmp_path_factory):
     """A run with a checkpoint of step 2, and its overrides."""
     directory = tmp_path_factory.mktemp("trained")
-    overrides = (*TINY, *write_corpus(directory), "train.num_steps=2", "checkpoint.every_steps=2")
+    changes = ("train.num_steps=2", "optimizer.schedule=constant", "checkpoint.every_steps=2")
+    overrides = (*TINY, *write_corpus(directory), *changes)
     assert main(arguments(directory / "run", overrides)) == 0
     return directory / "run", (*overrides, "train.num_steps=3")
 

@@ -9,6 +9,8 @@ from tests.runs import TINY, arguments
 from train.lifecycle.config_history import write_config
 from train.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 A = {"init_from": "", "optimizer": {"learning_rate": 0.01, "betas": (0.9, 0.95)}}
 B = {"init_from": "", "optimizer": {"learning_rate": 1e-5, "betas": (0.9, 0.95)}}
 

@@ -15,6 +15,8 @@ from tests.train.refusals import refusal
 from train.config import old_keys
 from train.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -24,6 +26,7 @@ def trained(tmp_path_factory):
         *TINY,
         *write_corpus(directory),
         "train.num_steps=4",
+        "optimizer.schedule=constant",
         "checkpoint.every_steps=2",
         "data.tokenizer=bpe",
         "data.vocab_size=300",

@@ -10,14 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.runs import ROOT, TINY
-from tests.train.test_resume import CUBE, command, finish
-from train.lifecycle.exit_codes import HUNG, STOPPED
+from tests.runs import ROOT, TINY, arguments
+from tests.train.test_resume import CUBE, command
+from train.lifecycle.exit_codes import FINISHED, HUNG, STOPPED
 from train.lifecycle.stop_signals import StopSignals
+from train.main import main
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 STEPS = 60
-RUN = (*TINY, *CUBE, f"train.num_steps={STEPS}", "checkpoint.every_steps=20", "eval.every_steps=25")
+SMALL = (*TINY, f"train.num_steps={STEPS}", "checkpoint.every_steps=20", "eval.every_steps=25")
+RUN = (*SMALL, *CUBE)
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +31,9 @@ def overrides(corpus_overrides):
 
 @pytest.fixture(scope="module")
 def undisturbed(overrides, tmp_path_factory):
-    """The log of an undisturbed run in one process."""
+    """The log of an undisturbed run in this process."""
     workdir = tmp_path_factory.mktemp("undisturbed")
-    finish(workdir, overrides)
+    assert main(arguments(workdir, overrides)) == FINISHED
     return entries(workdir)
 
 
@@ -70,9 +74,14 @@ def processes(launcher: subprocess.Popen) -> list[int]:
     return [int(pid) for pid in children]
 
 
-def test_signals_save_once_and_the_next_start_resumes(overrides, undisturbed, tmp_path):
-    process = start(command(tmp_path, overrides))
-    wait_for_step(process, tmp_path, 5)
+def test_signals_save_once_and_the_next_start_resumes(corpus_overrides, tmp_path):
+    # A signal long before the first checkpoint, however late this process sends it.
+    overrides = (*SMALL, *corpus_overrides, "checkpoint.every_steps=40")
+    undisturbed = tmp_path / "undisturbed"
+    assert main(arguments(undisturbed, overrides)) == FINISHED
+    workdir = tmp_path / "run"
+    process = start(command(workdir, overrides))
+    wait_for_step(process, workdir, 5)
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline:  # until the process has ended
         process.send_signal(signal.SIGTERM)
@@ -81,15 +90,15 @@ def test_signals_save_once_and_the_next_start_resumes(overrides, undisturbed, tm
     output, _ = process.communicate(timeout=1)
     assert process.returncode == STOPPED, output
     assert "finishing this step, saving, and stopping" in output
-    (saved,) = (tmp_path / "checkpoints").iterdir()
-    last, *_ = entries(tmp_path)[-1]
-    assert int(saved.name) == last < 20
-    finish(tmp_path, overrides)
-    assert entries(tmp_path) == undisturbed
+    (saved,) = (workdir / "checkpoints").iterdir()
+    last, *_ = entries(workdir)[-1]
+    assert int(saved.name) == last < 40
+    assert main(arguments(workdir, overrides)) == FINISHED
+    assert entries(workdir) == entries(undisturbed)
 
 
-def test_signal_before_the_first_step_is_a_preemption(overrides, tmp_path):
-    process = start(command(tmp_path, overrides))
+def test_signal_before_the_first_step_is_a_preemption(corpus_overrides, tmp_path):
+    process = start(command(tmp_path, (*SMALL, *corpus_overrides)))
     assert process.stdout
     while "model   GPT2" not in process.stdout.readline():
         assert process.poll() is None

@@ -14,12 +14,15 @@ from tests.train.refusals import refusal
 from train.lifecycle.exit_codes import FAILED, FINISHED
 from train.main import main
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run with checkpoints of steps 2 and 4, and its overrides."""
     directory = tmp_path_factory.mktemp("trained")
-    overrides = (*TINY, *write_corpus(directory), "train.num_steps=4", "checkpoint.every_steps=2")
+    changes = ("train.num_steps=4", "optimizer.schedule=constant", "checkpoint.every_steps=2")
+    overrides = (*TINY, *write_corpus(directory), *changes)
     assert main(arguments(directory / "v[1]", overrides)) == FINISHED
     return directory / "v[1]", overrides
 

@@ -76,7 +76,8 @@ def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
     assert digest(run.state_layout.initial().params) == reference_digest(base)
 
 
-@pytest.mark.thorough(but=["vocab over fsdp"])
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "mesh",
     [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh not in IN_FLOAT32)) for mesh in MESHES],

@@ -77,7 +77,7 @@ def check(case, corpus_overrides, *, x64: bool) -> None:
         "('zbv', 'none', 'pipeline=4', 2)",
     ]
 )
-@pytest.mark.thorough(but=["('zero_bubble', 'stage', 'pipeline=4', 0)"])
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_losses_equal_one_device(case, corpus_overrides):

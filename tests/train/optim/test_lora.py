@@ -44,7 +44,6 @@ MESHES = {
     "data=4, from the host": ("mesh.data=4", "memory.zero_stage=3", *HOSTED),
     "2x2x2, from the host": (*CUBE, "memory.zero_stage=3", *HOSTED),
 }
-QUICK = ("LoRA", "2x2x2")
 
 
 @functools.cache
@@ -67,14 +66,12 @@ def expected(variant: str, corpus_overrides: tuple[str, ...]) -> list[float]:
 @pytest.mark.parametrize(
     ("variant", "mesh"),
     [
-        pytest.param(*case, marks=[] if case == QUICK else [pytest.mark.thorough])
-        for case in [
-            *(("LoRA", mesh) for mesh in MESHES),
-            *(("DoRA", mesh) for mesh in ("model=2", "fsdp=4", "2x2x2", "2x2x2, from the host")),
-            ("some layers, and norms", "2x2x2"),
-        ]
+        *(("LoRA", mesh) for mesh in MESHES),
+        *(("DoRA", mesh) for mesh in ("model=2", "fsdp=4", "2x2x2", "2x2x2, from the host")),
+        ("some layers, and norms", "2x2x2"),
     ],
 )
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 def test_losses_equal_one_device(variant, mesh, corpus_overrides):
     overrides = (*TINY, *FLOAT64, *corpus_overrides, *VARIANTS[variant], *MESHES[mesh])

@@ -30,6 +30,8 @@ from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 BERT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -63,6 +65,7 @@ def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_p
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
 
 
+@pytest.mark.thorough
 def test_run_starts_from_a_model_with_vocab_and_merges_like_from_one_with_a_tokenizer(
     opt, text, tmp_path
 ):

@@ -262,8 +262,9 @@ def test_pool_is_taken_with_the_classifier(pretrained, cache, tmp_path):
         run_from(tmp_path, VIT, cache, "model.pool=class_token")
 
 
-def test_checkpoint_without_the_models_encoder_is_rejected(pretrained, cache):
+def test_checkpoint_without_the_models_encoder_is_rejected(cache, tmp_path):
+    save(tmp_path, "ViTMAEForPreTraining", **TINY_VIT, decoder_hidden_size=16)
     with pytest.raises(
         ValueError, match=r"model\.name='swin', but init_from=.* contains a mae; use"
     ):
-        run_from(pretrained, SWIN, cache)
+        run_from(tmp_path, SWIN, cache)

@@ -55,6 +55,7 @@ def test_initial_parameters_in_host_memory_equal_one_device(mesh, placement, cor
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
+@pytest.mark.thorough(but=["uneven"])
 @pytest.mark.parametrize("mesh", ["one device", "2x2x2, fsdp", "uneven"])
 def test_given_parameters_are_moved_to_host_memory_unchanged(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *MESHES[mesh])

@@ -89,6 +89,7 @@ def as_restored(run, portable: TrainState) -> TrainState:
     )
 
 
+@pytest.mark.thorough(but=["even", "uneven"])
 @pytest.mark.parametrize("name", ["even", "uneven", "zbv"])
 def test_portable_round_trip_is_exact(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]

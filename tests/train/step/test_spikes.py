@@ -14,6 +14,8 @@ from train.lifecycle.exit_codes import FINISHED
 from train.state.train_state import Spikes
 from train.step.spikes import MAX_SPIKES, MIN_NORMS, SPIKE_MEAN_DECAY, detect_spike
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 
 

@@ -125,7 +125,8 @@ def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
     assert part["all-gather", data, False] == ends + 4 * (layer - in_loop)
 
 
-@pytest.mark.thorough(but=["data-memory.zero_stage=0"])
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("zero", ["memory.zero_stage=0", "memory.zero_stage=3"])
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_parameters_are_gathered_over_replicas_only(axis, zero, corpus_overrides):
