@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from predict.memory.kernels import IS_NEW_XLA, Kernels
-from predict.memory.operations import Loop, Operation, Program, Value
+from predict.memory.operations import STORED, Loop, Operation, Program, Value
 from predict.memory.passes.late_products import values_sent_on, with_late_products
 from predict.memory.primitives import KERNELS, REDUCTIONS, UNFUSED, VIEWS
 from predict.memory.step_cost import StepCost
@@ -69,6 +69,11 @@ class Interpreter(Kernels):
             outputs = self._loop(op, frame)
         elif op.name == "cond":
             outputs = self._cond(op, frame)
+        elif op.name == STORED:
+            for value in op.inputs:
+                self.make(value, frame)
+                self.done(frame, value)
+            outputs = []
         elif op.name in (*VIEWS, "device_put"):
             outputs = self.view(op, frame)
         elif op.name in (*UNFUSED, *REDUCTIONS) or op.name.startswith(KERNELS):

@@ -9,6 +9,8 @@ from sharding.spec import Axes
 
 #: Operations that return their inputs under new names.
 RENAMES = ("name", "once", "optimization_barrier")
+#: Name of an operation, added by a pass, whose inputs are stored as arrays by then.
+STORED = "stored"
 
 
 @dataclasses.dataclass(eq=False)

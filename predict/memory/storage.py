@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from predict.memory.operations import Loop, Operation, Program, Value
+from predict.memory.operations import STORED, Loop, Operation, Program, Value
 from predict.memory.primitives import REDUCTIONS, UNFUSED, VIEWS
 from sharding.labels import TEMPORARIES
 
@@ -62,7 +62,10 @@ class Frame:
         #: How often each value would be computed again if it was not stored. Reductions do not
         #: count: they compute their inputs in their own fusion.
         self.num_recomputations = collections.Counter(
-            v for op in program.operations if op.name not in REDUCTIONS for v in op.inputs
+            v
+            for op in program.operations
+            if op.name not in (*REDUCTIONS, STORED)
+            for v in op.inputs
         )
         self.num_recomputations.update(program.outputs)
         #: Values that reductions read directly.

@@ -11,15 +11,19 @@ the backward in the order of the trace, and in the order in which it is schedule
     traced    dw2 = a.T @ dy    da = dy @ w2.T    dh    dw1 = x.T @ dh    dx = dh @ w1.T
     run       da = dy @ w2.T    dh    dx = dh @ w1.T    dw2 = a.T @ dy    dw1 = x.T @ dh
 
-so a and dh are in memory together. In the body of a loop this holds for all such products.
+so a and dh are in memory together. With a gate, a = silu(g) · u, and one fusion with three outputs
+computes a, dg and du from g, u and da. So `a` is stored then, and until the end of the body three
+arrays are in memory rather than five. In the body of a loop this holds for all such products.
 Elsewhere it holds for gradients that are reduce-scattered, and for those whose parameters are
 copied to host memory: the scheduler delays their products until the transfer, which it overlaps
 with other work. Before copies to host memory, it also delays the sums that are the gradients of
 biases and scales. All of this was measured with the steps of docs/memory.md.
 """
 
-from predict.memory.operations import Operation, Program, Value
-from predict.memory.primitives import KERNELS, PRODUCTS, VIEWS
+import math
+
+from predict.memory.operations import STORED, Operation, Program, Value
+from predict.memory.primitives import KERNELS, MOVES, PRODUCTS, REDUCTIONS, UNFUSED, VIEWS
 
 
 def with_late_products(program: Program, *, is_body: bool) -> Program:
@@ -60,9 +64,42 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
             late.add(i)
             late |= readers.get(i, set())
     early = [op for i, op in enumerate(operations) if i not in late]
-    return Program(
-        program.inputs, [*early, *(operations[i] for i in sorted(late))], program.outputs
-    )
+    delayed = [operations[i] for i in sorted(late)]
+    if is_body:
+        early = _with_stored_operands(early, delayed)
+    return Program(program.inputs, [*early, *delayed], program.outputs)
+
+
+def _with_stored_operands(early: list[Operation], delayed: list[Operation]) -> list[Operation]:
+    """Return the early operations, and among them those that store operands of late products.
+
+    Only operands that are computed from several arrays are: storing them lets these arrays go. That
+    is done by the last fusion of operations that read one of these arrays.
+    """
+    operands = {value for op in delayed if op.name in PRODUCTS for value in op.inputs}
+    operands -= {value for op in early if op.name in PRODUCTS for value in op.inputs}
+    sources: dict[Value, frozenset[Value]] = {}  # an element-wise value -> its arrays
+    last: dict[Value, int] = {}  # an operand -> the last operation of its fusion
+    for i, op in enumerate(early):
+        if not _is_element_wise(op):
+            continue
+        (output,) = op.outputs
+        read = frozenset().union(*(sources.get(value, {value}) for value in op.inputs))
+        sources[output] = frozenset(value for value in read if _size(value) == _size(output))
+        for operand in operands & sources.keys():
+            shares_arrays = not sources[operand].isdisjoint(sources[output])
+            is_other = operand is not output and _size(operand) == _size(output)
+            if is_other and len(sources[operand]) > 1 and shares_arrays:
+                last[operand] = i
+    stored: dict[int, list[Value]] = {}
+    for operand, i in last.items():
+        stored.setdefault(i, []).append(operand)
+    operations = []
+    for i, op in enumerate(early):
+        operations.append(op)
+        if i in stored:
+            operations.append(Operation(STORED, stored[i], [], {}))
+    return operations
 
 
 def values_sent_on(body: Program) -> list[Value]:
@@ -94,6 +131,15 @@ def values_sent_on(body: Program) -> list[Value]:
         for op in body.operations
         if op.name == "reduce_scatter" and is_only_written(op.outputs[0])
     ]
+
+
+def _is_element_wise(op: Operation) -> bool:
+    is_kernel = op.name in (*UNFUSED, *REDUCTIONS, *MOVES) or op.name.startswith(KERNELS)
+    return not (is_kernel or op.bodies or op.name == "device_put") and len(op.outputs) == 1
+
+
+def _size(value: Value) -> int:
+    return math.prod(value.shape)
 
 
 def _has_product(op: Operation) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from predict.memory.operations import Operation, Program, Value
+from predict.memory.operations import STORED, Operation, Program, Value
 from predict.memory.passes.late_products import values_sent_on, with_late_products
 
 
@@ -119,3 +119,51 @@ def test_reduce_scatters_of_a_loop_end_in_the_next_iteration_if_nothing_else_rea
         del operations[3]
     body = Program([values[name] for name in names[:3]], operations, [values["updated"]])
     assert values_sent_on(body) == [values["gradient"]] * num_kept
+
+
+def test_output_of_a_gate_is_stored_with_the_gradients_of_what_it_is_computed_from():
+    """`a` is stored by the fusion that computes du and dg, so that `g` and `u` can go."""
+    names = (
+        "x",
+        "g",
+        "u",
+        "dy",
+        "w1",
+        "w2",
+        "w3",
+        "s",
+        "a",
+        "da",
+        "du",
+        "dg",
+        "dw2",
+        "dx1",
+        "dx2",
+        "dx",
+        "out",
+    )
+    values = {name: Value((8, 8), itemsize=4, on_host=False, axes=((), ())) for name in names}
+
+    def operation(kind: str, inputs: str, output: str) -> Operation:
+        return Operation(kind, [values[name] for name in inputs.split()], [values[output]], {})
+
+    operations = [
+        operation("logistic", "g", "s"),
+        operation("mul", "s u", "a"),
+        operation("dot_general", "a dy", "dw2"),
+        operation("dot_general", "dy w2", "da"),
+        operation("mul", "da s", "du"),
+        operation("mul", "da g", "dg"),
+        operation("dot_general", "du w1", "dx1"),
+        operation("dot_general", "dg w3", "dx2"),
+        operation("add", "dx1 dx2", "dx"),
+        operation("dot_general", "dx w1", "out"),  # of the layer below
+    ]
+    inputs = [values[name] for name in ("g", "u", "dy", "w1", "w2", "w3")]
+    program = Program(inputs, operations, [values["dw2"], values["out"]])
+    after = with_late_products(program, is_body=True).operations
+    (place,) = [i for i, op in enumerate(after) if op.name == STORED]
+    assert after[place].inputs == [values["a"]]
+    assert after[place - 1] is operations[5]  # dg, the last that reads g
+    assert after.index(operations[2]) > place
+    assert all(op.name != STORED for op in with_late_products(program, is_body=False).operations)
