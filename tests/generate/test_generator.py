@@ -96,8 +96,15 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}, {"data": 3}],
-    ids=["data=4", "model=2", "2x2x2", "data=3"],
+    [
+        {"data": 4},
+        {"model": 2},
+        {"pipeline": 2, "data": 2, "model": 2},
+        {"data": 3},
+        {"context": 4},
+        {"data": 2, "context": 2, "model": 2},
+    ],
+    ids=["data=4", "model=2", "2x2x2", "data=3", "context=4", "data=2, context=2, model=2"],
 )
 def test_continuations_are_the_same_on_every_mesh(sizes, llama):
     def continued() -> list[list[list[int]]]:

@@ -66,6 +66,19 @@ def test_an_exchange_of_heads_sends_queries_keys_values_and_outputs():
     assert sent("mesh.ulysses=4") == {"all-to-all": _LAYERS * 2 * forward}
 
 
+@pytest.mark.parametrize(("context", "length", "ring_size"), [(8, 8192, 8), (16, 65536, 8)])
+def test_more_devices_exchange_heads_if_the_ring_spans_hosts(context, length, ring_size):
+    """The fewest whose tokens × heads ÷ key-value heads are 2 · 989 TFLOP/s · 0.5 ÷ bandwidth.
+
+    That is 2,198 for the 450 GB/s of NVLink, and 19,780 for the 50 GB/s of a GPU's network adapter.
+    8,192 / 8 · 4 tokens are enough within a host; 65,536 / 16 · 4 are not between hosts.
+    """
+    sizes = (f"data.sequence_length={length}", f"model.max_positions={length}")
+    mesh = (f"mesh.context={context}", "data.global_batch_size=8", "train.num_microbatches=1")
+    run = steps.make_run("llama:3-8b", (*sizes, *mesh))
+    assert run.sequence.ring_size == ring_size
+
+
 @pytest.mark.parametrize("tokens", [131072, 262144])
 def test_llama_3_8b_with_long_sequences(tokens):
     """It fits on 8 H100s, and what is sent hides behind attention."""

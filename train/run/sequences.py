@@ -2,24 +2,30 @@
 
 import math
 
+import jax
+import numpy as np
 from flax import nnx
 
 from data.shapes import token_arrays
 from models.layers.attention import AttentionCall
-from sharding.mesh import AnyMesh
+from predict.machines.datasheets import datasheet_machine
 from sharding.ops.heads import heads_on_one_device
 from sharding.ops.sequence import WHOLE, SequenceSplit
 from sharding.rules import Rules
 from train.config.schema import RunConfig
 from train.run.model_traces import ModelTraces
 
-#: Fewest tokens of a device for whose attention the next keys arrive in time, for as many key-value
-#: heads as heads, on an H100 with NVLink: FLOP/s of products ÷ bandwidth of the links, twice.
-_HIDING_TOKENS = 2048
+#: Share of a GPU's peak in bfloat16 that attention reaches, about, with cuDNN's kernels.
+_ATTENTION_EFFICIENCY = 0.5
+_BFLOAT16_BYTES = 2
 
 
 def choose_sequence_split(
-    config: RunConfig, mesh: AnyMesh, model: nnx.Module, traces: ModelTraces, rules: Rules
+    config: RunConfig,
+    mesh: jax.sharding.Mesh,
+    model: nnx.Module,
+    traces: ModelTraces,
+    rules: Rules,
 ) -> SequenceSplit:
     """Return how sequences are divided over `context`.
 
@@ -53,7 +59,7 @@ def choose_sequence_split(
 
 def _group_size(
     config: RunConfig,
-    mesh: AnyMesh,
+    mesh: jax.sharding.Mesh,
     calls: tuple[AttentionCall, ...],
     traces: ModelTraces,
     rules: Rules,
@@ -79,11 +85,27 @@ def _group_size(
     # less, but nothing hides it.
     length = min(traces.row_lengths, default=1)
     shares = [call.num_kv_heads / call.num_heads for call in calls]
-    needed = _HIDING_TOKENS * max(shares, default=1.0)
+    needed = _hiding_tokens(mesh) * max(shares, default=1.0)
     for size in possible:
         if length * size // num_devices >= needed:
             return size
     return possible[-1]
+
+
+def _hiding_tokens(mesh: jax.sharding.Mesh) -> float:
+    """Return the fewest tokens of a device during whose attention the next keys arrive.
+
+    With as many key-value heads as heads, a hop sends 2·N·H·t numbers for the t tokens of a device,
+    and half of its products are behind the causal mask: 2·N·H·t² operations are left. A ring that
+    spans hosts waits for their network. Devices without a datasheet count as an A100.
+    """
+    hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    hosts = np.moveaxis(hosts, mesh.axis_names.index("context"), 0)
+    machine = datasheet_machine(mesh.devices.flat[0].device_kind, per_host=mesh.size)
+    is_on_one_host = bool((hosts == hosts[0]).all())
+    bytes_per_s = machine.link_bytes_per_s if is_on_one_host else machine.network_bytes_per_s
+    flops_per_s = _ATTENTION_EFFICIENCY * machine.peak_flops_per_s("bf16")
+    return _BFLOAT16_BYTES * flops_per_s / bytes_per_s
 
 
 def _wrong_length(config: RunConfig, split: SequenceSplit, model: nnx.Module, length: int) -> str:

@@ -5,6 +5,7 @@
 
 import functools
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -125,9 +126,9 @@ MODELS = {
     "MAE": ("mae", _MAE),
     "MoCo v3": ("moco", _MOCO),
 }
-#: Configs of image models, which have no vocab to share.
+#: Configs of image models: they have no vocab to share, and no number of tokens that 4 divides.
 _OF_IMAGES = ("vit", "swin", "resmlp", "mae", "moco")
-NO_VOCAB = "–"
+DOES_NOT_APPLY = "–"
 MESHES = {
     "data=4": ("mesh.data=4",),
     "fsdp=4": ("mesh.fsdp=4",),
@@ -135,6 +136,7 @@ MESHES = {
     "pipeline=2": ("mesh.pipeline=2",),
     "pipeline=2, vocab shared": ("mesh.pipeline=2", "pipeline.share_vocab=true"),
     "2×2×2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
+    "context=4": ("mesh.context=4",),
 }
 
 
@@ -186,7 +188,7 @@ def overrides_of_data(config: str, overrides: tuple[str, ...]) -> tuple[str, ...
 
 def applies(model: str, mesh: str) -> bool:
     """Return whether a model can run on a mesh."""
-    return MODELS[model][0] not in _OF_IMAGES or "vocab" not in mesh
+    return MODELS[model][0] not in _OF_IMAGES or not re.search("vocab|context", mesh)
 
 
 def deviation(model: str, mesh: str) -> float:
@@ -201,7 +203,7 @@ def table(deviations: dict[tuple[str, str], float]) -> str:
     rows = [f"| model | {' | '.join(MESHES)} |", "|---" * (1 + len(MESHES)) + "|"]
     for model in MODELS:
         found = (deviations.get((model, mesh)) for mesh in MESHES)
-        cells = (NO_VOCAB if value is None else f"{value:.0e}" for value in found)
+        cells = (DOES_NOT_APPLY if value is None else f"{value:.0e}" for value in found)
         rows.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(rows)
 
