@@ -16,7 +16,6 @@ import torch
 from benchmarks.harness import report, torch_peer
 from benchmarks.harness.timing import NUM_WARM_UP_STEPS, Contender
 from models.text.common import padded_vocab
-from train.config.remat import Remat
 from train.run.run import Run
 
 
@@ -56,7 +55,7 @@ def check(run: Run) -> None:
             f"--peer=torch does not support precision.compute={config.precision.compute}; "
             f"choose {', '.join(torch_peer.LOSS_TOLERANCE)}"
         )
-    if Remat.parse(config.train.remat).layers not in ("none", "full"):
+    if config.train.parsed_remat.layers not in ("none", "full"):
         raise ValueError(
             f"--peer=torch does not support train.remat={config.train.remat}; choose none or full"
         )

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from benchmarks.harness.stage_parts import StagePart
 from pipeline.schedules.table import BACKWARD, FORWARD, INPUT_GRADIENT, Op
-from train.config.remat import Remat
 from train.run.run import Run
 
 
@@ -34,7 +33,7 @@ def parts_of_op(run: Run, op: Op, stage: int) -> list[StagePart]:
     is_first = virtual == 0
     is_last = virtual == len(run.schedule.placement) - 1
     num_layers = layout.chunks[stage][op.chunk][1]
-    recomputes = Remat.parse(run.config.train.remat).recomputes_stages
+    recomputes = run.config.train.parsed_remat.recomputes_stages
     if op.kind == FORWARD:
         if recomputes and is_last:
             return []  # The backward computes the head, and recomputes these layers anyway.

@@ -24,7 +24,6 @@ from models.flops import attention_flops
 from models.text.gpt2 import GPT2Config
 from models.text.llama import LlamaConfig
 from models.vision.vit import ViTConfig
-from train.config.remat import Remat
 from train.run.run import Run
 
 #: Configs of the models that the peer can train.
@@ -50,7 +49,7 @@ class TorchPeer:
         self.device = "cuda" if run.mesh.devices.flat[0].platform == "gpu" else "cpu"
         self.model = _make_model(run, params)
         torch.nn.Module.to(self.model, self.device)
-        if Remat.parse(run.config.train.remat).layers == "full":
+        if run.config.train.parsed_remat.layers == "full":
             self.model.gradient_checkpointing_enable()
         self.optimizer = _make_optimizer(run, self.model)
         self.inputs = torch.as_tensor(_inputs(run, batch), device=self.device)

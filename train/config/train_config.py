@@ -96,7 +96,12 @@ class TrainConfig(Section, section="train"):
 
     def __post_init__(self):
         super().__post_init__()
-        self._set("remat", str(Remat.parse(self.remat)))
+        self._set("remat", str(self.parsed_remat))
+
+    @property
+    def parsed_remat(self) -> Remat:
+        """What stages and layers recompute."""
+        return Remat.parse(self.remat)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -317,7 +317,7 @@ class PlanSpace:
         self, mesh: MeshConfig, count: int, pipeline: Mapping[str, Any]
     ) -> Iterator[ParallelPlan]:
         config = self.config
-        configured_remat = Remat.parse(config.train.remat)
+        configured_remat = config.train.parsed_remat
         remats = [configured_remat]
         if "train.remat" not in self.fixed:
             has_stages = mesh.pipeline > 1

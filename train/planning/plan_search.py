@@ -18,7 +18,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from models.functions import can_share_vocab
-from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
 from train.planning.fitting import (
@@ -92,7 +91,7 @@ class PlanSearch:
             devices,
             context=max(1, config.mesh.context),
             model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
-            remat=Remat.parse(config.train.remat).layers if "train.remat" in fixed else "none",
+            remat=config.train.parsed_remat.layers if "train.remat" in fixed else "none",
         )
         self.plans: list[ParallelPlan] = []
         self._legal: dict[tuple[int, int], bool] = {}
@@ -318,7 +317,7 @@ class PlanSearch:
         return self._legal[key]
 
     def _layer_remats(self, run: Run) -> tuple[str, ...]:
-        configured_remat = Remat.parse(self._config.train.remat).layers
+        configured_remat = self._config.train.parsed_remat.layers
         if "train.remat" in self._fixed:
             return (configured_remat,)
         names = [name for name in ("mlp", "attention") if name in run.traces.activation_names]

@@ -25,7 +25,6 @@ from predict.machines.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.rules import make_rules
-from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params
@@ -141,7 +140,7 @@ def _abstract_model(
     offload = config.memory.offload_activations
     functions = functions_of(
         model,
-        remat=Remat.parse(config.train.remat).layers,
+        remat=config.train.parsed_remat.layers,
         offload=offload,
         in_float8=config.precision.in_float8,
     )

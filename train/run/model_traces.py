@@ -31,7 +31,6 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
 from sharding.mesh import AnyMesh, use_mesh
 from sharding.ops.sequence import AXIS, WHOLE, SequenceSplit
-from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.config.shapes import microbatch_shapes, param_shapes
 from train.optim.layer_decay import Depths, depths_of
@@ -181,7 +180,7 @@ class ModelTraces:
     @cached_property
     def work(self) -> LayerCosts:
         """The FLOPs of a microbatch of one replica."""
-        recomputes = Remat.parse(self.config.train.remat).recomputes_stages
+        recomputes = self.config.train.parsed_remat.recomputes_stages
         with self._tracing():
             return count_work(self.functions, self.params, self.microbatch, recomputes=recomputes)
 

@@ -31,7 +31,6 @@ from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh, use_mesh
 from sharding.ops.sequence import SequenceSplit
-from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.config.shapes import batch_shapes
 from train.optim.freeze import with_frozen_params
@@ -304,7 +303,7 @@ class Run:
     def _step_config(self) -> StepConfig:
         return StepConfig(
             schedule=self.schedule,
-            recomputes_stages=Remat.parse(self.config.train.remat).recomputes_stages,
+            recomputes_stages=self.config.train.parsed_remat.recomputes_stages,
             shares_vocab=self.config.pipeline.shares_vocab(self.schedule.num_stages),
             layouts=self.layouts,
             precision=self.config.precision,

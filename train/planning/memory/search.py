@@ -30,7 +30,6 @@ from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
 from predict.time.traced_work import traced_work_s
 from sharding.memory import AUTO
-from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.planning.memory.budget import Budget, fits, needs_of
 from train.planning.parallel_plan import with_values
@@ -217,7 +216,7 @@ class MemorySearch:
         run = self.base.run
         names = sorted(run.traces.activation_names - {"mlp"})
         levels = ["none", "dots", *([",".join(names)] if names else []), "full"]
-        now = Remat.parse(self._config.train.remat)
+        now = self._config.train.parsed_remat
         first = levels.index(now.layers) + 1 if now.layers in levels else len(levels) - 1
         remats = [dataclasses.replace(now, layers=level) for level in levels[first:]]
         return [{"train.remat": str(remat)} for remat in remats]
