@@ -12,6 +12,7 @@ Source: Devlin et al. 2018 (arXiv:1810.04805), sections 3 and A.2; Liu et al. 20
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from flax import nnx
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import ACTIVATIONS, check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
+from models.layers.block import Block
 from models.layers.dropout import dropout
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
@@ -89,42 +91,30 @@ class BertConfig:
         return self.head in ("pretraining", "sequence") or (self.head == "none" and self.use_pooler)
 
 
-class Block(nnx.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x))."""
-
-    can_split_tokens = True
-
+class _Block(Block):
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         stddev = config.init_stddev
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
-        self.attention = Attention(
-            embed,
-            config.num_heads,
-            embed // config.num_heads,
-            use_bias=True,
-            stddevs=(stddev, stddev, stddev),
-            rngs=rngs,
+        shared: dict[str, Any] = {"use_bias": True, "rngs": rngs}
+        heads = config.num_heads, embed // config.num_heads
+        super().__init__(
+            attention=Attention(embed, *heads, stddevs=(stddev, stddev, stddev), **shared),
+            attention_norm=LayerNorm(embed, **norm),
+            mlp=MLP(
+                embed,
+                config.mlp_dim,
+                activation=config.activation,
+                stddevs=(stddev, stddev),
+                **shared,
+            ),
+            mlp_norm=LayerNorm(embed, **norm),
+            norms="after_sum",
+            dropout=config.dropout,
         )
-        self.attention_norm = LayerNorm(embed, **norm)
-        self.mlp = MLP(
-            embed,
-            config.mlp_dim,
-            activation=config.activation,
-            use_bias=True,
-            stddevs=(stddev, stddev),
-            rngs=rngs,
-        )
-        self.mlp_norm = LayerNorm(embed, **norm)
-        self.dropout = config.dropout
 
-    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        branch = self.attention(x_BTD, is_causal=False, segments=segments(batch))
-        x_BTD = self.attention_norm(x_BTD + dropout(branch, self.dropout, keys, site=0))
-        branch = self.mlp(x_BTD)
-        x_BTD = self.mlp_norm(x_BTD + dropout(branch, self.dropout, keys, site=1))
-        return x_BTD
+    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return self.attention(x_BTD, is_causal=False, segments=segments(batch))
 
 
 class MaskedLMHead(nnx.Module):
@@ -164,7 +154,7 @@ class Bert(nnx.Module):
         self.position_embedding = param(normal, rngs, (rows, embed), (None, "embed"))
         self.type_embedding = param(normal, rngs, (types, embed), (None, "embed"))
         self.embedding_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
-        self.encoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        self.encoder = Stack(lambda rngs: _Block(config, rngs=rngs), config.num_layers, rngs=rngs)
 
         def linear(outputs: int) -> Linear:
             return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)

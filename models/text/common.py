@@ -140,21 +140,6 @@ def vocab_loss(
     return total, jnp.sum(batch["weights"], dtype=total.dtype)
 
 
-def next_token_loss(
-    config: Any, outputs: tuple[jax.Array, jax.Array], batch: dict
-) -> tuple[jax.Array, jax.Array, dict]:
-    """Return what `head` of a causal language model returns; it has no further metrics.
-
-    Args:
-        config: model's config, with `vocab_size`, `loss` and `head`.
-        outputs: as from the model's `outputs`; see models/stack.py.
-        batch: as for `vocab_loss`.
-    """
-    check_has_loss(config)
-    sums = vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss)
-    return *sums, {}
-
-
 def vocab_logits(
     x_BTD: jax.Array, table_VD: jax.Array, *, vocab_size: int, bias_V: jax.Array | None = None
 ) -> jax.Array:

@@ -15,21 +15,20 @@ from flax import nnx
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, lookup, param
+from models.layers.block import Block
 from models.layers.dropout import dropout
 from models.layers.transformer import MLP, FusedQKVAttention
 from models.losses import make_token_loss
 from models.stack import Stack
+from models.text.causal import CausalModel
 from models.text.common import (
     check_head,
     check_heads_divide,
     check_sizes,
     learned_positions,
-    next_token_loss,
     padded_vocab,
     positions_by_index,
     segments,
-    text_batch,
-    vocab_logits,
 )
 
 
@@ -59,48 +58,36 @@ class GPT2Config:
         check_head(self.head)
 
 
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    can_split_tokens = True
-
+class _Block(Block):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
+        embed = config.embed_dim
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
-        self.attention_norm = LayerNorm(config.embed_dim, **norm)
-        self.attention = FusedQKVAttention(
-            config.embed_dim,
-            config.num_heads,
-            config.embed_dim // config.num_heads,
-            stddevs=(config.init_stddev, _residual_stddev(config)),
-            rngs=rngs,
+        stddevs = config.init_stddev, _residual_stddev(config)
+        heads = config.num_heads, embed // config.num_heads
+        super().__init__(
+            attention_norm=LayerNorm(embed, **norm),
+            attention=FusedQKVAttention(embed, *heads, stddevs=stddevs, rngs=rngs),
+            mlp_norm=LayerNorm(embed, **norm),
+            mlp=MLP(
+                embed,
+                config.mlp_dim or 4 * embed,
+                activation=config.activation,
+                use_bias=True,
+                stddevs=stddevs,
+                rngs=rngs,
+            ),
+            dropout=config.dropout,
         )
-        self.mlp_norm = LayerNorm(config.embed_dim, **norm)
-        self.mlp = MLP(
-            config.embed_dim,
-            config.mlp_dim or 4 * config.embed_dim,
-            activation=config.activation,
-            use_bias=True,
-            stddevs=(config.init_stddev, _residual_stddev(config)),
-            rngs=rngs,
-        )
-        self.dropout = config.dropout
 
-    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-        branch = self.attention(self.attention_norm(x_BTD), segments(batch))
-        x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=0)
-        branch = self.mlp(self.mlp_norm(x_BTD))
-        x_BTD = x_BTD + dropout(branch, self.dropout, keys, site=1)
-        return x_BTD
+    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return self.attention(x_BTD, segments(batch))
 
 
-class GPT2(nnx.Module):
+class GPT2(CausalModel):
     """A causal language model."""
 
     Config = GPT2Config
     can_share_vocab = True
-    can_split_sequence = True
-    objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)
@@ -110,7 +97,7 @@ class GPT2(nnx.Module):
         self.position_embedding = param(
             normal, rngs, (config.max_positions, embed), (None, "embed")
         )
-        self.decoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        self.decoder = Stack(lambda rngs: _Block(config, rngs=rngs), config.num_layers, rngs=rngs)
         self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
         self.config = config
 
@@ -121,16 +108,8 @@ class GPT2(nnx.Module):
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return x_BTD
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        return next_token_loss(self.config, self.outputs(x_BTD), batch)
-
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the two factors of the logits, given the activations after the last block.
-
-        Returns:
-            Activations `[B, T, D]`, and the output embedding `[V, D]`.
-        """
+        """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
         return self.final_norm(x_BTD), self.token_embedding[...]
 
     def forward_flops(self, shapes: dict) -> int:
@@ -145,24 +124,6 @@ class GPT2(nnx.Module):
         scores = attention_flops(length, heads, head_dim, is_causal=True)
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * (kernels + scores) + head)
-
-    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Return logits, or activations for `head="none"`.
-
-        Args:
-            tokens: int32[B, T].
-            attention_mask: [B, T], 0 for padding; None for no padding.
-
-        Returns:
-            Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
-        """
-        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
-        x_BTD = self.decoder(self.embed(batch), batch)
-        return self.final_norm(x_BTD) if self.config.head == "none" else self.logits(x_BTD)
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits float32[B, T, V] for the activations after the last block."""
-        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)
 
 
 def _residual_stddev(config: GPT2Config) -> float:

@@ -19,19 +19,18 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.basic import RMSNorm, lookup, param
+from models.layers.block import Block
 from models.layers.rope import HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
+from models.text.causal import CausalModel
 from models.text.common import (
     check_head,
     check_sizes,
-    next_token_loss,
     padded_vocab,
     positions_by_index,
     segments,
-    text_batch,
-    vocab_logits,
 )
 from sharding.ops.sequence import whole_length
 
@@ -88,46 +87,43 @@ class LlamaConfig:
         check_head(self.head)
 
 
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    can_split_tokens = True
-
+class _Block(Block):
     def __init__(self, config: LlamaConfig, *, window: int | None, rngs: nnx.Rngs):
         embed = config.embed_dim
         stddev = config.init_stddev
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
-        self.attention_norm = RMSNorm(embed, **norm)
 
         def head_norms() -> tuple[nnx.Module, nnx.Module]:
             return RMSNorm(config.head_dim, **norm), RMSNorm(config.head_dim, **norm)
 
-        self.attention = Attention(
-            embed,
-            config.num_heads,
-            config.head_dim,
-            num_kv_heads=config.num_kv_heads,
-            use_bias=config.qkv_bias,
-            use_out_bias=config.out_bias,
-            stddevs=(stddev, stddev, stddev),
-            make_head_norms=head_norms if config.qk_norm else None,
-            rngs=rngs,
-        )
-        self.mlp_norm = RMSNorm(embed, **norm)
-        self.mlp = MLP(
-            embed,
-            config.mlp_dim,
-            activation="silu",
-            is_gated=True,
-            use_bias=config.mlp_bias,
-            stddevs=(stddev, stddev),
-            rngs=rngs,
+        super().__init__(
+            attention_norm=RMSNorm(embed, **norm),
+            attention=Attention(
+                embed,
+                config.num_heads,
+                config.head_dim,
+                num_kv_heads=config.num_kv_heads,
+                use_bias=config.qkv_bias,
+                use_out_bias=config.out_bias,
+                stddevs=(stddev, stddev, stddev),
+                make_head_norms=head_norms if config.qk_norm else None,
+                rngs=rngs,
+            ),
+            mlp_norm=RMSNorm(embed, **norm),
+            mlp=MLP(
+                embed,
+                config.mlp_dim,
+                activation="silu",
+                is_gated=True,
+                use_bias=config.mlp_bias,
+                stddevs=(stddev, stddev),
+                rngs=rngs,
+            ),
         )
         self.config = config
         self.window = window
 
-    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
+    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         config = self.config
         positions = positions_by_index(batch)
         frequencies, factor = rope_frequencies(
@@ -137,25 +133,21 @@ class Block(nnx.Module):
             num_positions=whole_length(x_BTD.shape[1]),
             max_positions=config.max_positions,
         )
-        x_BTD += self.attention(
-            self.attention_norm(x_BTD),
+        return self.attention(
+            x_BTD,
             rotate=partial(rotate, positions_BT=positions, frequencies=frequencies, factor=factor),
             is_causal=True,
             window=self.window,
             segments=segments(batch),
         )
-        x_BTD += self.mlp(self.mlp_norm(x_BTD))
-        return x_BTD
 
 
-class Llama(nnx.Module):
+class Llama(CausalModel):
     """A causal language model."""
 
     Config = LlamaConfig
     stacks = ("decoder", "windowed_decoder")
     can_share_vocab = True
-    can_split_sequence = True
-    objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -166,7 +158,7 @@ class Llama(nnx.Module):
 
         def stack(num_layers: int, window: int | None) -> Stack | None:
             def make(rngs):
-                return Block(config, window=window, rngs=rngs)
+                return _Block(config, window=window, rngs=rngs)
 
             return Stack(make, num_layers, rngs=rngs) if num_layers else None
 
@@ -184,16 +176,8 @@ class Llama(nnx.Module):
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         return x_BTD
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        return next_token_loss(self.config, self.outputs(x_BTD), batch)
-
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the two factors of the logits, given the activations after the last block.
-
-        Returns:
-            Activations `[B, T, D]`, and the output embedding `[V, D]`.
-        """
+        """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         return self.final_norm(x_BTD), table[...]
 
@@ -214,23 +198,3 @@ class Llama(nnx.Module):
         scores = num_full * full + (config.num_layers - num_full) * windowed
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * kernels + scores + head)
-
-    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Return logits, or activations for `head="none"`.
-
-        Args:
-            tokens: int32[B, T].
-            attention_mask: [B, T], 0 for padding; None for no padding.
-
-        Returns:
-            Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
-        """
-        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
-        x_BTD = self.embed(batch)
-        for stack in (self.decoder, self.windowed_decoder):
-            x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
-        return self.final_norm(x_BTD) if self.config.head == "none" else self.logits(x_BTD)
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits float32[B, T, V] for the activations after the last block."""
-        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)

@@ -9,6 +9,7 @@ Source: Zhang et al. 2022 (arXiv:2205.01068), table 1.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,21 +17,19 @@ from flax import nnx
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
-from models.layers.dropout import dropout
+from models.layers.block import Block
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
+from models.text.causal import CausalModel
 from models.text.common import (
     check_head,
     check_heads_divide,
     check_sizes,
     learned_positions,
-    next_token_loss,
     padded_vocab,
     positions_by_count,
     segments,
-    text_batch,
-    vocab_logits,
 )
 
 #: Row of position 0 in the table of positions; padding uses the row before it.
@@ -65,62 +64,37 @@ class OPTConfig:
         check_head(self.head)
 
 
-class Block(nnx.Module):
-    """Attention and MLP, each with a residual sum and a norm before or after it."""
-
-    can_split_tokens = True
-
+class _Block(Block):
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         stddev = config.init_stddev
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
-        self.attention_norm = LayerNorm(embed, **norm)
-        self.attention = Attention(
-            embed,
-            config.num_heads,
-            embed // config.num_heads,
-            use_bias=True,
-            stddevs=(stddev, stddev, stddev),
-            rngs=rngs,
+        shared: dict[str, Any] = {"use_bias": True, "rngs": rngs}
+        heads = config.num_heads, embed // config.num_heads
+        super().__init__(
+            attention_norm=LayerNorm(embed, **norm),
+            attention=Attention(embed, *heads, stddevs=(stddev, stddev, stddev), **shared),
+            mlp_norm=LayerNorm(embed, **norm),
+            mlp=MLP(
+                embed,
+                config.mlp_dim,
+                activation=config.activation,
+                stddevs=(stddev, stddev),
+                **shared,
+            ),
+            norms="before" if config.norm_first else "after_sum",
+            dropout=config.dropout,
         )
-        self.mlp_norm = LayerNorm(embed, **norm)
-        self.mlp = MLP(
-            embed,
-            config.mlp_dim,
-            activation=config.activation,
-            use_bias=True,
-            stddevs=(stddev, stddev),
-            rngs=rngs,
-        )
-        self.dropout = config.dropout
-        self.norm_first = config.norm_first
 
-    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
-
-        def attention(x_BTD):
-            branch = self.attention(x_BTD, is_causal=True, segments=segments(batch))
-            return dropout(branch, self.dropout, keys, site=0)
-
-        def mlp(x_BTD):
-            return dropout(self.mlp(x_BTD), self.dropout, keys, site=1)
-
-        if self.norm_first:
-            x_BTD += attention(self.attention_norm(x_BTD))
-            x_BTD += mlp(self.mlp_norm(x_BTD))
-        else:
-            x_BTD = self.attention_norm(x_BTD + attention(x_BTD))
-            x_BTD = self.mlp_norm(x_BTD + mlp(x_BTD))
-        return x_BTD
+    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        return self.attention(x_BTD, is_causal=True, segments=segments(batch))
 
 
-class OPT(nnx.Module):
+class OPT(CausalModel):
     """A causal language model."""
 
     Config = OPTConfig
     can_share_vocab = True
-    can_split_sequence = True
-    objectives = ("causal_lm", "chat", "preference")
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -139,7 +113,7 @@ class OPT(nnx.Module):
 
         self.project_in = project(narrow, embed)
         self.project_out = project(embed, narrow)
-        self.decoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        self.decoder = Stack(lambda rngs: _Block(config, rngs=rngs), config.num_layers, rngs=rngs)
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
         self.final_norm = LayerNorm(embed, **norm) if config.norm_first else None
 
@@ -153,16 +127,8 @@ class OPT(nnx.Module):
         )
         return x_BTD
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        return next_token_loss(self.config, self.outputs(x_BTD), batch)
-
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the two factors of the logits, given the activations after the last block.
-
-        Returns:
-            Activations `[B, T, E]`, E token embed, and the output embedding `[V, E]`.
-        """
+        """Return the two factors of the logits, `[B, T, E]` and `[V, E]`; E token embed."""
         x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         x_BTD = x_BTD if self.project_out is None else self.project_out(x_BTD)
         return x_BTD, self.token_embedding[...]
@@ -179,21 +145,3 @@ class OPT(nnx.Module):
         ends = dense_flops(narrow, config.vocab_size)
         ends += 0 if self.project_in is None else 2 * dense_flops(narrow, embed)
         return batch * length * (config.num_layers * (kernels + scores) + ends)
-
-    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Return logits, or activations for `head="none"`.
-
-        Args:
-            tokens: int32[B, T].
-            attention_mask: [B, T], 0 for padding; None for no padding.
-
-        Returns:
-            Logits float32[B, T, V], V without padding, or activations `[B, T, D]`.
-        """
-        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
-        x_BTD = self.decoder(self.embed(batch), batch)
-        return self.outputs(x_BTD)[0] if self.config.head == "none" else self.logits(x_BTD)
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """Return logits float32[B, T, V] for the activations after the last block."""
-        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)

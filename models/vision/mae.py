@@ -29,9 +29,9 @@ from models.stack import Stack
 from models.text.common import check_heads_divide
 from models.vision.common import patchify, unpatchify
 from models.vision.vit import (
-    Block,
     ImageEncoder,
     PreTrainingConfig,
+    ViTBlock,
     ViTConfig,
     encoder_flops,
     position_embedding,
@@ -125,7 +125,7 @@ class MAE(ImageEncoder):
         )
         self.mask_token = param(normal, rngs, (1, 1, embed), (None, None, "embed"))
         self.decoder_position_embedding = position_embedding(decoder, rngs=rngs)
-        self.decoder = Stack(lambda rngs: Block(decoder, layers, rngs=rngs), layers, rngs=rngs)
+        self.decoder = Stack(lambda rngs: ViTBlock(decoder, layers, rngs=rngs), layers, rngs=rngs)
         self.decoder_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
         values = config.patch_size**2 * config.num_channels
         stddev = config.kernel_stddev(embed, values)

@@ -26,7 +26,7 @@ from flax import nnx
 from models.flops import dense_flops
 from models.layers.basic import BatchNorm, Linear, unit_length
 from models.layers.dropout import dropout
-from models.vision.vit import Block, ImageEncoder, PreTrainingConfig, encoder_flops
+from models.vision.vit import ImageEncoder, PreTrainingConfig, ViTBlock, encoder_flops
 from sharding.logical import constrain_residual, first_example, gather_batch
 
 NUM_VIEWS = 2
@@ -50,7 +50,7 @@ class MoCoConfig(PreTrainingConfig):
             )
 
 
-class ViewsBlock(Block):
+class ViewsBlock(ViTBlock):
     """ViT's block applied to several views of each image, `[B, V, T, D]`."""
 
     def __call__(self, x_BVTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:

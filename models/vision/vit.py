@@ -21,6 +21,7 @@ from flax import nnx
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, param
+from models.layers.block import Block
 from models.layers.dropout import drop_path, dropout
 from models.layers.transformer import MLP, Attention
 from models.stack import Stack
@@ -138,8 +139,8 @@ class PreTrainingConfig(ImageEncoderConfig):
         return ViTConfig(head="none", **{name: getattr(self, name) for name in names})
 
 
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+class ViTBlock(Block):
+    """Attention and an MLP with norms before them, and stochastic depth.
 
     Args:
         config: sizes and regularization.
@@ -147,45 +148,47 @@ class Block(nnx.Module):
         rngs: random keys for the initialization.
     """
 
-    can_split_tokens = True
-
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         square = config.kernel_stddev(config.embed_dim, config.embed_dim)
         oblong = config.kernel_stddev(embed, config.mlp_dim)
         norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
-        self.attention_norm = LayerNorm(embed, **norm)
-        self.attention = Attention(
-            embed,
-            config.num_heads,
-            embed // config.num_heads,
-            use_bias=config.qkv_bias,
-            use_out_bias=True,
-            stddevs=(square, square, square),
-            rngs=rngs,
+        super().__init__(
+            attention_norm=LayerNorm(embed, **norm),
+            attention=Attention(
+                embed,
+                config.num_heads,
+                embed // config.num_heads,
+                use_bias=config.qkv_bias,
+                use_out_bias=True,
+                stddevs=(square, square, square),
+                rngs=rngs,
+            ),
+            mlp_norm=LayerNorm(embed, **norm),
+            mlp=MLP(
+                embed,
+                config.mlp_dim,
+                activation=config.activation,
+                use_bias=True,
+                stddevs=(oblong, oblong),
+                rngs=rngs,
+            ),
+            dropout=config.dropout,
         )
-        self.mlp_norm = LayerNorm(embed, **norm)
-        self.mlp = MLP(
-            embed,
-            config.mlp_dim,
-            activation=config.activation,
-            use_bias=True,
-            stddevs=(oblong, oblong),
-            rngs=rngs,
-        )
-        self.dropout = config.dropout
         self.drop_path = config.drop_path
         self.num_layers = num_layers
 
-    def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
-        """Apply the block to `x_BTD`; arguments as in models/stack.py."""
+    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Attend to all patches; see `Block`."""
+        return self.attention(x_BTD, is_causal=False)
+
+    def drop(
+        self, branch_BTD: jax.Array, batch: dict, keys: jax.Array | None, number: int
+    ) -> jax.Array:
+        """Drop single elements, then whole branches; see `Block`."""
         rate = drop_path_rate(self.drop_path, batch["layer"], self.num_layers)
-        branch = self.attention(self.attention_norm(x_BTD), is_causal=False)
-        branch = dropout(branch, self.dropout, keys, site=0)
-        x_BTD += drop_path(branch, rate, keys, site=1)
-        branch = dropout(self.mlp(self.mlp_norm(x_BTD)), self.dropout, keys, site=2)
-        x_BTD += drop_path(branch, rate, keys, site=3)
-        return x_BTD
+        branch_BTD = dropout(branch_BTD, self.dropout, keys, site=2 * number)
+        return drop_path(branch_BTD, rate, keys, site=2 * number + 1)
 
 
 class ImageEncoder(nnx.Module):
@@ -201,7 +204,9 @@ class ImageEncoder(nnx.Module):
 
     not_decayed = ("class_token", "position_embedding")  # as in published implementations
 
-    def __init__(self, config: ImageEncoderConfig, *, block: type[Block] = Block, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ImageEncoderConfig, *, block: type[ViTBlock] = ViTBlock, rngs: nnx.Rngs
+    ):
         embed = config.embed_dim
         layers = config.num_layers
         normal = jax.nn.initializers.normal(config.init_stddev)

@@ -55,7 +55,8 @@ def bias_of(table, q_positions, k_positions):
 
 def visible(mask: Mask, ids: jax.Array | None) -> jax.Array:
     """Return bool[B, 1, T, S], whether each query sees each key, by the definition of the mask."""
-    q, k = jnp.arange(LENGTH)[:, None], jnp.arange(LENGTH)[None]
+    q = jnp.arange(LENGTH)[:, None]
+    k = jnp.arange(LENGTH)[None]
     is_visible = jnp.ones((2, 1, LENGTH, LENGTH), bool)
     if mask.is_causal:
         is_visible &= k <= q

@@ -1,0 +1,63 @@
+"""What causal language models share: the pass over their stacks, the head, and its outputs.
+
+B batch, T seq, D embed, V vocab.
+"""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from models.text.common import check_has_loss, text_batch, vocab_logits, vocab_loss
+
+
+class CausalModel(nnx.Module):
+    """A model that predicts each token from those before it.
+
+    A subclass has a `config`, stacks, `embed` and `outputs`; see models/stack.py.
+    """
+
+    stacks: tuple[str, ...] = ("decoder",)
+    can_split_sequence = True
+    objectives = ("causal_lm", "chat", "preference")
+    config: Any
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
+        raise NotImplementedError
+
+    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the two factors of the logits, given the activations after the last block.
+
+        Returns:
+            Activations `[B, T, E]`, and the output embedding `[V, E]`; E is D for most models.
+        """
+        raise NotImplementedError
+
+    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
+        config = self.config
+        check_has_loss(config)
+        outputs = self.outputs(x_BTD)
+        return *vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss), {}
+
+    def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Return logits, or activations for `head="none"`.
+
+        Args:
+            tokens: int32[B, T].
+            attention_mask: [B, T], 0 for padding; None for no padding.
+
+        Returns:
+            Logits float32[B, T, V], V without padding, or activations `[B, T, E]`.
+        """
+        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
+        x_BTD = self.embed(batch)
+        for name in self.stacks:
+            stack = getattr(self, name)
+            x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
+        return self.outputs(x_BTD)[0] if self.config.head == "none" else self.logits(x_BTD)
+
+    def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits float32[B, T, V] for the activations after the last block."""
+        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)
