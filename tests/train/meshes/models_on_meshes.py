@@ -83,7 +83,14 @@ _MOCO = (
     "train.ema_decay=0.5",
 )
 _GQA = ("model.num_kv_heads=2", "model.head_dim=6", _MLP)
-_T5 = ("model.num_layers=2", "model.num_decoder_layers=2", "model.head_dim=6", _MLP, _DROPOUT)
+_T5 = (
+    "model.num_layers=2",
+    "model.num_decoder_layers=2",
+    "model.head_dim=6",
+    "data.target_length=8",  # so that 4 devices divide it
+    _MLP,
+    _DROPOUT,
+)
 
 #: name -> (config, overrides).
 MODELS = {
