@@ -10,9 +10,6 @@ from flax import nnx
 
 from models.layers.dropout import dropout
 
-#: Where the norm of a branch stands, as `Block` describes.
-NORMS = ("before", "after_sum")
-
 
 class Block(nnx.Module):
     """Two residual branches, attention and an MLP, each with a norm.
@@ -24,7 +21,7 @@ class Block(nnx.Module):
 
     Args:
         attention: called by `attend`.
-        norms: one of NORMS.
+        norms: where norms stand, `before` or `after_sum`.
         dropout: rate for both branches, in [0, 1).
     """
 

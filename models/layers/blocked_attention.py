@@ -73,16 +73,8 @@ def attend_in_blocks(
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
     mask = Mask(is_causal=is_causal, window=window)
-    num_heads = q_BTNH.shape[2]
-    num_kv_heads = k_BSKH.shape[2]
-    y_BKGTH: Any = _attend_batched(
-        mask,
-        _grouped(q_BTNH * scale, num_kv_heads),
-        k_BSKH.swapaxes(1, 2),
-        v_BSKH.swapaxes(1, 2),
-        _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
-        segments,
-    )
+    arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
+    y_BKGTH: Any = _attend_batched(mask, *arrays, segments)
     return _ungrouped(y_BKGTH)
 
 
@@ -90,22 +82,14 @@ def forward(
     q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None, mask: Mask, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """Return output and log-sum-exp of attention to one block of keys; see `BlockKernel`."""
-    num_heads = q_BTNH.shape[2]
-    num_kv_heads = k_BSKH.shape[2]
-    residuals: Any = _batched_forward(
-        mask,
-        _grouped(q_BTNH * scale, num_kv_heads),
-        k_BSKH.swapaxes(1, 2),
-        v_BSKH.swapaxes(1, 2),
-        _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
-        segments,
-    )[1]
+    arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
+    residuals: Any = _batched_forward(mask, *arrays, segments)[1]
     y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals[-3:]
     lse_BKGT1 = largest_BKGT1 - jnp.log(scale_BKGT1)
     sees_none = largest_BKGT1 == jnp.finfo(largest_BKGT1.dtype).min
     lse_BKGT1 = jnp.where(sees_none, -jnp.inf, lse_BKGT1)
     return _ungrouped(jnp.where(sees_none, 0, y_BKGTH)), lse_BKGT1.reshape(
-        q_BTNH.shape[0], num_heads, q_BTNH.shape[1]
+        q_BTNH.shape[0], q_BTNH.shape[2], q_BTNH.shape[1]
     )
 
 
@@ -122,23 +106,32 @@ def backward(
     dy_BTNH,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k, v and bias for one block of keys; see `BlockKernel`."""
-    num_heads = q_BTNH.shape[2]
     num_kv_heads = k_BSKH.shape[2]
-    q_BKGTH = _grouped(q_BTNH * scale, num_kv_heads)
-    lse_BKGT1 = lse_BNT.reshape(*q_BKGTH.shape[:-1], 1)
+    arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
+    lse_BKGT1 = lse_BNT.reshape(*arrays[0].shape[:-1], 1)
     # Of a query that sees no key at all, the logits minus any finite number have weights of 0.
     lse_BKGT1 = jnp.where(jnp.isfinite(lse_BKGT1), lse_BKGT1, 0)
-    bias_BKGTS = _grouped_bias(bias_BNTS, num_heads, num_kv_heads)
-    arrays = q_BKGTH, k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2), bias_BKGTS, segments
     statistics = _grouped(y_BTNH, num_kv_heads), lse_BKGT1, jnp.ones_like(lse_BKGT1)
     dq_BKGTH, dk_BKSH, dv_BKSH, dbias_BKGTS, _ = _batched_backward(
-        mask, (*arrays, *statistics), _grouped(dy_BTNH, num_kv_heads)
+        mask, (*arrays, segments, *statistics), _grouped(dy_BTNH, num_kv_heads)
     )
     dbias_BNTS = None
     if bias_BNTS is not None and dbias_BKGTS is not None:
         dbias_BNTS = dbias_BKGTS.reshape(bias_BNTS.shape)
     dq_BTNH = _ungrouped(dq_BKGTH) * scale
     return dq_BTNH, dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), dbias_BNTS
+
+
+def _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale: float) -> tuple[Any, Any, Any, Any]:
+    """Return scaled queries, keys, values and bias by key-value head, as the kernel reads them."""
+    num_heads = q_BTNH.shape[2]
+    num_kv_heads = k_BSKH.shape[2]
+    return (
+        _grouped(q_BTNH * scale, num_kv_heads),
+        k_BSKH.swapaxes(1, 2),
+        v_BSKH.swapaxes(1, 2),
+        _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
+    )
 
 
 def _grouped(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
