@@ -1,6 +1,7 @@
-"""Keys and weight names of LLaMA, Mistral, Qwen 2 and Qwen 3."""
+"""Keys and weight names of LLaMA and its descendants, each by what differs from LLaMA."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from convert.architecture import Architecture
@@ -12,10 +13,21 @@ from untrusted.schema import check
 _THEIRS = "model.layers.{layer}"
 
 
-def _block_rows(ours: str) -> tuple[Row, ...]:
+#: Norm of a block -> its name in the files, for norms before the branches and after them.
+_NORMS_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_AFTER = {
+    "attention_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+}
+
+
+def _block_rows(ours: str, norms: Mapping[str, str]) -> tuple[Row, ...]:
     attention = f"{ours}.attention"
     return (
-        Row(f"{ours}.attention_norm.scale", f"{_THEIRS}.input_layernorm.weight"),
+        *(
+            Row(f"{ours}.{norm}.scale", f"{_THEIRS}.{theirs}.weight")
+            for norm, theirs in norms.items()
+        ),
         *(
             Row(f"{attention}.{x}.{word}", f"{_THEIRS}.self_attn.{x}_proj.{suffix}")
             for x in "qkv"
@@ -25,7 +37,6 @@ def _block_rows(ours: str) -> tuple[Row, ...]:
         Row(f"{attention}.k_norm.scale", f"{_THEIRS}.self_attn.k_norm.weight"),
         Row(f"{attention}.out.kernel", f"{_THEIRS}.self_attn.o_proj.weight", num_inputs=2),
         Row(f"{attention}.out.bias", f"{_THEIRS}.self_attn.o_proj.bias"),
-        Row(f"{ours}.mlp_norm.scale", f"{_THEIRS}.post_attention_layernorm.weight"),
         *(
             Row(f"{ours}.mlp.{x}.{word}", f"{_THEIRS}.mlp.{x}_proj.{suffix}")
             for x in ("gate", "up", "down")
@@ -34,13 +45,14 @@ def _block_rows(ours: str) -> tuple[Row, ...]:
     )
 
 
-_ROWS = (
-    Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-    *_block_rows("decoder.layers"),
-    *_block_rows("windowed_decoder.layers"),
-    Row("final_norm.scale", "model.norm.weight"),
-    Row("output_embedding", "lm_head.weight", "vocab"),
-)
+def _rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
+    return (
+        Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
+        *_block_rows("decoder.layers", norms),
+        *_block_rows("windowed_decoder.layers", norms),
+        Row("final_norm.scale", "model.norm.weight"),
+        Row("output_embedding", "lm_head.weight", "vocab"),
+    )
 
 
 def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
@@ -198,7 +210,7 @@ _LLAMA = Architecture(
     model="llama",
     model_class=Llama,
     keys=(*_KEYS, _heads(), _ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
-    rows=_ROWS,
+    rows=_rows(_NORMS_BEFORE),
     prefix="model.",
     fields={"head": "lm"},
     is_generative=True,
@@ -234,7 +246,45 @@ _QWEN3 = dataclasses.replace(
     fields={"head": "lm", "qk_norm": True},
 )
 
-_MODELS = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
+_OLMO2 = dataclasses.replace(
+    _LLAMA,
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    keys=(*_KEYS, _heads(), _ATTENTION_BIAS),
+    rows=_rows(_NORMS_AFTER),
+    fields={"head": "lm", "norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
+)
+_GRANITE = dataclasses.replace(
+    _LLAMA,
+    name="GraniteForCausalLM",
+    model_type="granite",
+    keys=(
+        *_LLAMA.keys,
+        Key("embedding_multiplier", "embedding_scale", 1.0),
+        Key("attention_multiplier", "attention_scale", 1.0),
+        Key("residual_multiplier", "residual_scale", 1.0),
+        Keys(
+            ("logits_scaling",),
+            lambda hf: {"logit_scale": 1 / hf.get("logits_scaling", 1.0)},
+            lambda fields: {"logits_scaling": 1 / fields["logit_scale"]},
+        ),
+    ),
+)
+_SEED_OSS = dataclasses.replace(
+    _LLAMA,
+    name="SeedOssForCausalLM",
+    model_type="seed_oss",
+    keys=(
+        *_KEYS,
+        _heads(num_kv_heads=8, head_dim=128),
+        Key("attention_bias", "qkv_bias", True),
+        Key("attention_out_bias", "out_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+    ),
+    harmless=(*_LLAMA.harmless, "residual_dropout"),
+)
+
+_MODELS = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OLMO2, _GRANITE, _SEED_OSS)
 
 ARCHITECTURES = tuple(
     architecture

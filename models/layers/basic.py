@@ -11,7 +11,7 @@ B batch, T seq, D embed, V vocab.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -263,13 +263,21 @@ class BatchNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides the last dim by its root mean square, then applies a scale.
+    """Divides the last dims by their root mean square, then applies a scale.
+
+    Args:
+        features: size of the last dim, or sizes and logical axes of several last dims.
+        epsilon: added to the mean square.
+        rngs: random keys for the initialization.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
-    def __init__(self, features: int, *, epsilon: float, rngs: nnx.Rngs):
-        self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
+    def __init__(self, features: int | Mapping[str, int], *, epsilon: float, rngs: nnx.Rngs):
+        sizes = {None: features} if isinstance(features, int) else features
+        shape = tuple(sizes.values())
+        self.scale = param(jax.nn.initializers.ones, rngs, shape, tuple(sizes))
+        self.dims = tuple(range(-len(shape), 0))
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -278,7 +286,7 @@ class RMSNorm(nnx.Module):
 
     def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        mean_square = jnp.mean(jnp.square(wide), axis=self.dims, keepdims=True)
         return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
 
 

@@ -1,6 +1,7 @@
 """The LLaMA family: rotary positions, RMS norms, grouped-query attention and a gated MLP.
 
-One class implements LLaMA 1 to 3, Mistral, and Qwen 2, 2.5 and 3, which differ in their configs.
+One class implements LLaMA 1 to 3, Mistral, Qwen 2, 2.5 and 3, OLMo 2, Granite 3 and Seed-OSS, which
+differ in their configs.
 
 B batch, T seq, D embed, V vocab.
 
@@ -34,6 +35,9 @@ from models.text.common import (
 )
 from sharding.ops.sequence import whole_length
 
+#: Values of `model.norms`.
+_NORMS = ("before", "after", "around")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -52,9 +56,15 @@ class LlamaConfig:
     qkv_bias: bool = False  # Qwen 2
     out_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # norms of each head's queries and keys: Qwen 3
+    qk_norm: bool = False  # norms of queries and keys, of each head: Qwen 3
+    qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
+    norms: str = "before"  # of a branch: before | after | around; see models/layers/block.py
     sliding_window: int | None = None  # tokens that a token sees, including itself: Mistral
     first_windowed_layer: int = 0  # earlier layers have no sliding window
+    embedding_scale: float = 1.0  # of the embedding, and of the following: Granite
+    attention_scale: float | None = None  # of queries · keys; 1 / √head_dim if None
+    residual_scale: float = 1.0  # of the output of attention and of the MLP
+    logit_scale: float = 1.0
     tie_embeddings: bool = False  # whether the head uses the token embedding
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     rms_norm_epsilon: float = 1e-5
@@ -80,6 +90,12 @@ class LlamaConfig:
                 f"for model.sliding_window={self.sliding_window} and "
                 f"model.num_layers={self.num_layers}"
             )
+        if self.norms not in _NORMS:
+            raise ValueError(f"model.norms={self.norms!r} is unknown; choose {', '.join(_NORMS)}")
+        if self.qk_norm_over_heads and not self.qk_norm:
+            raise ValueError(
+                "model.qk_norm_over_heads=True needs model.qk_norm=True; set it, or leave both out"
+            )
         check_scaling(self.rope_scaling, self.head_dim)
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
@@ -94,8 +110,13 @@ class _Block(Block):
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
 
         def head_norms() -> tuple[nnx.Module, nnx.Module]:
-            return RMSNorm(config.head_dim, **norm), RMSNorm(config.head_dim, **norm)
+            size = config.head_dim
+            if not config.qk_norm_over_heads:
+                return RMSNorm(size, **norm), RMSNorm(size, **norm)
+            queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
+            return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
 
+        has_two = config.norms == "around"
         super().__init__(
             attention_norm=RMSNorm(embed, **norm),
             attention=Attention(
@@ -119,6 +140,10 @@ class _Block(Block):
                 stddevs=(stddev, stddev),
                 rngs=rngs,
             ),
+            norms=config.norms,
+            attention_norm_2=RMSNorm(embed, **norm) if has_two else None,
+            mlp_norm_2=RMSNorm(embed, **norm) if has_two else None,
+            scale=config.residual_scale,
         )
         self.config = config
         self.window = window
@@ -139,6 +164,7 @@ class _Block(Block):
             is_causal=True,
             window=self.window,
             segments=segments(batch),
+            scale=config.attention_scale,
         )
 
 
@@ -174,12 +200,12 @@ class Llama(CausalModel):
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        return x_BTD
+        return _scaled(x_BTD, self.config.embedding_scale)
 
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
-        return self.final_norm(x_BTD), table[...]
+        return _scaled(self.final_norm(x_BTD), self.config.logit_scale), table[...]
 
     def forward_flops(self, shapes: dict) -> int:
         """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
@@ -198,3 +224,7 @@ class Llama(CausalModel):
         scores = num_full * full + (config.num_layers - num_full) * windowed
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * kernels + scores + head)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else factor * x
