@@ -193,6 +193,7 @@ def _unsupported_message(name: str, value: Any, values: Any) -> str:
 #: Values of `hidden_act` and similar keys -> values of `activation`.
 ACTIVATIONS = {
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",

@@ -213,14 +213,14 @@ def _differences(architecture: Architecture, config: Any, hf: Mapping[str, Any])
     if architecture.limits is not None:
         yield from architecture.limits(config)
     wanted = dataclasses.asdict(config)
-    read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
-    read_back |= {
+    others = {
         name: wanted[name]
         for name in (*architecture.detected_fields, *_WITHOUT_COUNTERPART)
         if name in wanted
     }
     try:
-        back = dataclasses.asdict(type(config)(**read_back))
+        read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
+        back = dataclasses.asdict(type(config)(**read_back | others))
     except ValueError as error:
         yield str(error)
         return

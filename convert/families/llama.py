@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from convert.architecture import Architecture
-from convert.keys import Config, Key, Keys, Only
+from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
 from convert.names import Row
+from convert.names import norm as norm_rows
 from models.text.llama import Llama
 from untrusted.schema import check
 
@@ -16,8 +18,8 @@ _THEIRS = "model.layers.{layer}"
 #: Norm of a block -> its name in the files, for norms before the branches and after them.
 _NORMS_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _NORMS_AFTER = {
-    "attention_norm": "post_attention_layernorm",
-    "mlp_norm": "post_feedforward_layernorm",
+    "attention_norm_2": "post_attention_layernorm",
+    "mlp_norm_2": "post_feedforward_layernorm",
 }
 
 
@@ -25,8 +27,9 @@ def _block_rows(ours: str, norms: Mapping[str, str]) -> tuple[Row, ...]:
     attention = f"{ours}.attention"
     return (
         *(
-            Row(f"{ours}.{norm}.scale", f"{_THEIRS}.{theirs}.weight")
+            row
             for norm, theirs in norms.items()
+            for row in norm_rows(f"{ours}.{norm}", f"{_THEIRS}.{theirs}")
         ),
         *(
             Row(f"{attention}.{x}.{word}", f"{_THEIRS}.self_attn.{x}_proj.{suffix}")
@@ -50,7 +53,7 @@ def _rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
         Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
         *_block_rows("decoder.layers", norms),
         *_block_rows("windowed_decoder.layers", norms),
-        Row("final_norm.scale", "model.norm.weight"),
+        *norm_rows("final_norm", "model.norm"),
         Row("output_embedding", "lm_head.weight", "vocab"),
     )
 
@@ -78,7 +81,13 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
     return Keys(("num_key_value_heads", "head_dim"), read, write)
 
 
-def _read_rope(hf: Config) -> dict[str, Any]:
+def _read_rope(hf: Config, *, rotary_fraction: float | None = None) -> dict[str, Any]:
+    """Read the keys about rotary positions.
+
+    Args:
+        rotary_fraction: share of a head's features that are rotated if the key is absent; None:
+            only models that rotate all features.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         check(hf.get(name), dict[str, Any] | None, f"config.json: {name}")
     scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
@@ -88,24 +97,28 @@ def _read_rope(hf: Config) -> dict[str, Any]:
         )
     theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), 10000.0)
     rotated = _first(
-        scaling.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor"), 1.0
+        scaling.pop("partial_rotary_factor", None),
+        hf.get("partial_rotary_factor"),
+        rotary_fraction,
+        1.0,
     )
-    if rotated != 1.0:
+    if rotary_fraction is None and rotated != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={rotated}, which is not supported; it must be "
             "1, that is, all features of a head are rotated"
         )
     old_name = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", old_name)
+    fields = {"rope_theta": float(theta), "rotary_fraction": float(rotated)}
     if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
+        return {**fields, "rope_scaling": None}
     key = "original_max_position_embeddings"
     if kind in ("llama3", "yarn", "longrope"):
         scaling[key] = hf.get(key) or scaling.get(key) or hf["max_position_embeddings"]
     elif kind == "dynamic":
         scaling.pop(key, None)
     scaling = {name: value for name, value in scaling.items() if value is not None}
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+    return {**fields, "rope_scaling": scaling}
 
 
 def _first(*values: Any) -> Any:
@@ -118,32 +131,35 @@ def _write_rope(fields: Config) -> dict[str, Any]:
     return {
         "rope_theta": fields["rope_theta"],
         "rope_scaling": None if scaling is None else dict(scaling),
+        "partial_rotary_factor": fields["rotary_fraction"],
     }
 
 
-_ROPE = Keys(
-    (
+def _rope(rotary_fraction: float | None = None) -> Keys:
+    names = (
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
         "partial_rotary_factor",
         "original_max_position_embeddings",
-    ),
-    _read_rope,
-    _write_rope,
-)
+    )
+    return Keys(names, partial(_read_rope, rotary_fraction=rotary_fraction), _write_rope)
 
-_KEYS = (
+
+_SIZES = (
     Key("vocab_size", "vocab_size"),
     Key("max_position_embeddings", "max_positions"),
     Key("num_hidden_layers", "num_layers"),
     Key("num_attention_heads", "num_heads"),
     Key("hidden_size", "embed_dim"),
     Key("intermediate_size", "mlp_dim"),
-    _ROPE,
+    Key("initializer_range", "init_stddev", 0.02),
+)
+_KEYS = (
+    *_SIZES,
+    _rope(),
     Key("tie_word_embeddings", "tie_embeddings", False),
     Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
-    Key("initializer_range", "init_stddev", 0.02),
     Only("hidden_act", ("silu", "swish")),
 )
 
@@ -284,7 +300,76 @@ _SEED_OSS = dataclasses.replace(
     harmless=(*_LLAMA.harmless, "residual_dropout"),
 )
 
-_MODELS = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _OLMO2, _GRANITE, _SEED_OSS)
+_NEMOTRON = dataclasses.replace(
+    _LLAMA,
+    name="NemotronForCausalLM",
+    model_type="nemotron",
+    keys=(
+        *_SIZES,
+        _rope(rotary_fraction=0.5),
+        _heads(),
+        _ATTENTION_BIAS,
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("mlp_bias", "mlp_bias", False),
+        Key("hidden_act", "activation", "relu2", ACTIVATIONS),
+    ),
+    fields={"head": "lm", "norm": "layer_1p", "is_gated": False},
+)
+_STABLELM = dataclasses.replace(
+    _LLAMA,
+    name="StableLmForCausalLM",
+    model_type="stablelm",
+    keys=(
+        *_SIZES,
+        _rope(rotary_fraction=0.25),
+        _heads(),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("use_qkv_bias", "qkv_bias", False),
+        Only("hidden_act", ("silu", "swish")),
+        Only("qk_layernorm", (False,)),
+        Only("use_parallel_residual", (False,)),
+    ),
+    fields={"head": "lm", "norm": "layer"},
+    harmless=("attention_dropout", "hidden_dropout"),
+)
+_COHERE = dataclasses.replace(
+    _LLAMA,
+    name="CohereForCausalLM",
+    model_type="cohere",
+    keys=(
+        *_SIZES,
+        _rope(),
+        _heads(),
+        _ATTENTION_BIAS,
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("logit_scale", "logit_scale", 0.0625),
+        Only("hidden_act", ("silu", "swish")),
+        Only("use_qk_norm", (False,)),
+    ),
+    rows=_rows({"attention_norm": "input_layernorm"}),
+    fields={
+        "head": "lm",
+        "norm": "layer_no_bias",
+        "norms": "parallel",
+        "rotary_pairs": "neighbours",
+    },
+)
+
+_MODELS = (
+    _LLAMA,
+    _MISTRAL,
+    _QWEN2,
+    _QWEN3,
+    _OLMO2,
+    _GRANITE,
+    _SEED_OSS,
+    _NEMOTRON,
+    _STABLELM,
+    _COHERE,
+)
 
 ARCHITECTURES = tuple(
     architecture

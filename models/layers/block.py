@@ -3,32 +3,33 @@
 B batch, T seq, D embed.
 """
 
-from collections.abc import Callable
-
 import jax
 from flax import nnx
 
 from models.layers.dropout import dropout
 
 #: Where the norm of a branch stands, as `Block` describes.
-NORMS = ("before", "after", "around", "after_sum")
+NORMS = ("before", "after", "around", "after_sum", "parallel")
 
 
 class Block(nnx.Module):
     """Two residual branches, attention and an MLP, each with a norm.
 
         before      x + scale · branch(norm(x))
-        after       x + scale · norm(branch(x))
+        after       x + scale · norm₂(branch(x))
         around      x + scale · norm₂(branch(norm(x)))
         after_sum   norm(x + scale · branch(x))
+        parallel    x + scale · attention(norm(x)) + scale · mlp(norm(x)), with one norm
 
     A subclass defines `attend`, and builds the layers in the order in which they draw random keys.
 
     Args:
         attention: called by `attend`.
         norms: one of NORMS.
-        attention_norm_2: norm of the output of attention, for "around".
-        mlp_norm_2: norm of the output of the MLP, for "around".
+        attention_norm: norm before attention, or after the sum; None for "after".
+        attention_norm_2: norm of the output of attention, for "after" and "around".
+        mlp_norm: the same for the MLP; None for "parallel" too.
+        mlp_norm_2: the same for the MLP.
         dropout: rate for both branches, in [0, 1).
         scale: factor of both branches.
     """
@@ -38,9 +39,9 @@ class Block(nnx.Module):
     def __init__(
         self,
         *,
-        attention_norm: nnx.Module,
+        attention_norm: nnx.Module | None,
         attention: nnx.Module,
-        mlp_norm: nnx.Module,
+        mlp_norm: nnx.Module | None,
         mlp: nnx.Module,
         norms: str = "before",
         attention_norm_2: nnx.Module | None = None,
@@ -61,24 +62,24 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
 
-        def branch_of(x_BTD: jax.Array, norms: tuple, branch: Callable, number: int) -> jax.Array:
-            norm, norm_2 = norms
-            x_BTD = norm(x_BTD) if self.norms in ("before", "around") else x_BTD
-            branch_BTD = branch(x_BTD)
-            if self.norms == "after":
-                branch_BTD = norm(branch_BTD)
-            elif self.norms == "around":
-                branch_BTD = norm_2(branch_BTD)
+        def apply(norm: nnx.Module | None, x_BTD: jax.Array) -> jax.Array:
+            return x_BTD if norm is None else norm(x_BTD)
+
+        def branch_of(x_BTD: jax.Array, number: int) -> jax.Array:
+            branch_BTD = self.mlp(x_BTD) if number else self.attend(x_BTD, batch)
+            branch_BTD = apply((self.attention_norm_2, self.mlp_norm_2)[number], branch_BTD)
             branch_BTD = branch_BTD if self.scale == 1.0 else self.scale * branch_BTD
             return self.drop(branch_BTD, batch, keys, number)
 
-        def add(x_BTD: jax.Array, norms: tuple, branch: Callable, number: int) -> jax.Array:
-            x_BTD += branch_of(x_BTD, norms, branch, number)
-            return norms[0](x_BTD) if self.norms == "after_sum" else x_BTD
-
-        of_attention = self.attention_norm, self.attention_norm_2
-        x_BTD = add(x_BTD, of_attention, lambda x_BTD: self.attend(x_BTD, batch), 0)
-        return add(x_BTD, (self.mlp_norm, self.mlp_norm_2), self.mlp, 1)
+        if self.norms == "parallel":
+            normal_BTD = apply(self.attention_norm, x_BTD)
+            return x_BTD + branch_of(normal_BTD, 0) + branch_of(normal_BTD, 1)
+        for number, norm in enumerate((self.attention_norm, self.mlp_norm)):
+            if self.norms == "after_sum":
+                x_BTD = apply(norm, x_BTD + branch_of(x_BTD, number))
+            else:
+                x_BTD += branch_of(apply(norm, x_BTD), number)
+        return x_BTD
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the output of attention, `[B, T, D]`."""

@@ -19,9 +19,10 @@ import jax
 from flax import nnx
 
 from models.flops import attention_flops, dense_flops
-from models.layers.basic import RMSNorm, lookup, param
+from models.layers.activations import check_activation
+from models.layers.basic import NORM_KINDS, RMSNorm, lookup, param
 from models.layers.block import Block
-from models.layers.rope import HashableScaling, check_scaling, rope_frequencies, rotate
+from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
@@ -36,7 +37,7 @@ from models.text.common import (
 from sharding.ops.sequence import whole_length
 
 #: Values of `model.norms`.
-_NORMS = ("before", "after", "around")
+_NORMS = ("before", "after", "around", "parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,12 +54,19 @@ class LlamaConfig:
     mlp_dim: int
     rope_theta: float = 10000.0  # base of the rotary wavelengths
     rope_scaling: Mapping[str, Any] | None = None  # see models/layers/rope.py
+    rotary_fraction: float = 1.0  # share of a head's features that are rotated
+    rotary_pairs: str = "halves"  # halves | neighbours; see models/layers/rope.py
+    norm: str = "rms"  # rms | rms_1p | layer | layer_1p | layer_no_bias; see models/layers/basic.py
+    activation: str = "silu"  # of the MLP; see models/layers/activations.py
+    is_gated: bool = True  # whether the MLP multiplies its activation by a third projection
     qkv_bias: bool = False  # Qwen 2
     out_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # norms of queries and keys, of each head: Qwen 3
     qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
-    norms: str = "before"  # of a branch: before | after | around; see models/layers/block.py
+    norms: str = (
+        "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
+    )
     sliding_window: int | None = None  # tokens that a token sees, including itself: Mistral
     first_windowed_layer: int = 0  # earlier layers have no sliding window
     embedding_scale: float = 1.0  # of the embedding, and of the following: Granite
@@ -90,17 +98,32 @@ class LlamaConfig:
                 f"for model.sliding_window={self.sliding_window} and "
                 f"model.num_layers={self.num_layers}"
             )
-        if self.norms not in _NORMS:
-            raise ValueError(f"model.norms={self.norms!r} is unknown; choose {', '.join(_NORMS)}")
+        for name, choices in (("norms", _NORMS), ("norm", NORM_KINDS), ("rotary_pairs", PAIRS)):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
+        check_activation(self.activation)
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction} must be more than 0 and at most 1"
+            )
         if self.qk_norm_over_heads and not self.qk_norm:
             raise ValueError(
                 "model.qk_norm_over_heads=True needs model.qk_norm=True; set it, or leave both out"
             )
-        check_scaling(self.rope_scaling, self.head_dim)
+        check_scaling(self.rope_scaling, self.rotary_dim)
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
         make_token_loss(self.loss)
         check_head(self.head)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def make_norm(self, features: int, rngs: nnx.Rngs) -> nnx.Module:
+        """Return a norm of activations with so many features."""
+        return NORM_KINDS[self.norm](features, epsilon=self.rms_norm_epsilon, rngs=rngs)
 
 
 class _Block(Block):
@@ -116,9 +139,11 @@ class _Block(Block):
             queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
             return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
 
-        has_two = config.norms == "around"
+        def norm_if(*placements: str) -> nnx.Module | None:
+            return config.make_norm(embed, rngs) if config.norms in placements else None
+
         super().__init__(
-            attention_norm=RMSNorm(embed, **norm),
+            attention_norm=norm_if("before", "around", "parallel"),
             attention=Attention(
                 embed,
                 config.num_heads,
@@ -130,19 +155,19 @@ class _Block(Block):
                 make_head_norms=head_norms if config.qk_norm else None,
                 rngs=rngs,
             ),
-            mlp_norm=RMSNorm(embed, **norm),
+            mlp_norm=norm_if("before", "around"),
             mlp=MLP(
                 embed,
                 config.mlp_dim,
-                activation="silu",
-                is_gated=True,
+                activation=config.activation,
+                is_gated=config.is_gated,
                 use_bias=config.mlp_bias,
                 stddevs=(stddev, stddev),
                 rngs=rngs,
             ),
             norms=config.norms,
-            attention_norm_2=RMSNorm(embed, **norm) if has_two else None,
-            mlp_norm_2=RMSNorm(embed, **norm) if has_two else None,
+            attention_norm_2=norm_if("after", "around"),
+            mlp_norm_2=norm_if("after", "around"),
             scale=config.residual_scale,
         )
         self.config = config
@@ -152,15 +177,16 @@ class _Block(Block):
         config = self.config
         positions = positions_by_index(batch)
         frequencies, factor = rope_frequencies(
-            config.head_dim,
+            config.rotary_dim,
             config.rope_theta,
             config.rope_scaling,
             num_positions=whole_length(x_BTD.shape[1]),
             max_positions=config.max_positions,
         )
+        rotation = {"frequencies": frequencies, "factor": factor, "pairs": config.rotary_pairs}
         return self.attention(
             x_BTD,
-            rotate=partial(rotate, positions_BT=positions, frequencies=frequencies, factor=factor),
+            rotate=partial(rotate, positions_BT=positions, **rotation),
             is_causal=True,
             window=self.window,
             segments=segments(batch),
@@ -193,7 +219,7 @@ class Llama(CausalModel):
         num_full = config.first_windowed_layer
         self.decoder = stack(num_full or config.num_layers, None if num_full else window)
         self.windowed_decoder = stack(config.num_layers - num_full if num_full else 0, window)
-        self.final_norm = RMSNorm(config.embed_dim, epsilon=config.rms_norm_epsilon, rngs=rngs)
+        self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
@@ -216,7 +242,7 @@ class Llama(CausalModel):
         kv_heads = config.num_kv_heads
         head_dim = config.head_dim
         kernels = dense_flops(embed, 2 * (heads + kv_heads) * head_dim)
-        kernels += 3 * dense_flops(embed, config.mlp_dim)
+        kernels += (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
         full = attention_flops(length, heads, head_dim, is_causal=True)
         window = config.sliding_window
         windowed = attention_flops(length, heads, head_dim, is_causal=True, window=window)

@@ -43,6 +43,19 @@ _LLAMA = {
 }
 
 
+_WITHOUT_HEAD_DIM = {name: value for name, value in _LLAMA.items() if name != "head_dim"}
+
+
+_LAYER_NORMS = {name: value for name, value in _WITHOUT_HEAD_DIM.items() if name != "rms_norm_eps"}
+
+
+_PARTLY_ROTATED = {
+    **_LAYER_NORMS,
+    "hidden_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+
+
 _BERT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -172,11 +185,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3ForCausalLM", _LLAMA),
-    "olmo2": ("Olmo2ForCausalLM", {k: v for k, v in _LLAMA.items() if k != "head_dim"}),
+    "olmo2": ("Olmo2ForCausalLM", _WITHOUT_HEAD_DIM),
     "granite": (
         "GraniteForCausalLM",
         {
-            **{k: v for k, v in _LLAMA.items() if k != "head_dim"},
+            **_WITHOUT_HEAD_DIM,
             "embedding_multiplier": 12.0,
             "attention_multiplier": 0.1,
             "residual_multiplier": 0.22,
@@ -185,6 +198,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "seed_oss": ("SeedOssForCausalLM", _LLAMA),
+    "nemotron": (
+        "NemotronForCausalLM",
+        {**_PARTLY_ROTATED, "norm_eps": 1e-5, "mlp_bias": True, "attention_bias": True},
+    ),
+    "stablelm": ("StableLmForCausalLM", {**_PARTLY_ROTATED, "use_qkv_bias": True}),
+    "cohere": (
+        "CohereForCausalLM",
+        {**_LAYER_NORMS, "logit_scale": 0.25, "pad_token_id": PAD},
+    ),
     "qwen3_base": ("Qwen3Model", {**_LLAMA, "attention_bias": True}),
     "bert_pretraining": ("BertForPreTraining", _BERT),
     "bert_mlm": ("BertForMaskedLM", {**_BERT, "hidden_act": "gelu_new"}),
