@@ -1,7 +1,7 @@
 """Keys and weight names of LLaMA and its descendants, each by what differs from LLaMA."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,33 @@ _NORMS_AFTER = {
 }
 
 
-def _block_rows(ours: str, norms: Mapping[str, str]) -> tuple[Row, ...]:
+#: The linear layers that some files store as one.
+_FUSED = {
+    "attention": ("self_attn.qkv_proj", "qkv"),
+    "mlp": ("mlp.gate_up_proj", ("gate", "up")),
+}
+
+
+def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
+    """Return the rows of linear layers that are stored as one.
+
+    Args:
+        ours: path of the blocks.
+        *branches: keys of _FUSED.
+    """
+    return tuple(
+        Row(f"{ours}.{branch}.{x}.{word}", f"{_THEIRS}.{theirs}.{suffix}", part=part)
+        for branch in branches
+        for theirs, layers in [_FUSED[branch]]
+        for part, x in enumerate(layers)
+        for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+    )
+
+
+def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tuple[Row, ...]:
     attention = f"{ours}.attention"
     return (
+        *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
         *(
             row
             for norm, theirs in norms.items()
@@ -48,11 +72,17 @@ def _block_rows(ours: str, norms: Mapping[str, str]) -> tuple[Row, ...]:
     )
 
 
-def _rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
+def _rows(norms: Mapping[str, str], fused: Sequence[str] = ()) -> tuple[Row, ...]:
+    """Return the rows of a model.
+
+    Args:
+        norms: norm of a block -> its name in the files.
+        fused: keys of _FUSED.
+    """
     return (
         Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-        *_block_rows("decoder.layers", norms),
-        *_block_rows("windowed_decoder.layers", norms),
+        *_block_rows("decoder.layers", norms, fused),
+        *_block_rows("windowed_decoder.layers", norms, fused),
         *norm_rows("final_norm", "model.norm"),
         Row("output_embedding", "lm_head.weight", "vocab"),
     )
@@ -109,6 +139,8 @@ def _read_rope(hf: Config, *, rotary_fraction: float | None = None) -> dict[str,
         )
     old_name = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", old_name)
+    if kind == "su":  # the first name of longrope, in Phi-3's files
+        kind = scaling["rope_type"] = "longrope"
     fields = {"rope_theta": float(theta), "rotary_fraction": float(rotated)}
     if kind == "default":
         return {**fields, "rope_scaling": None}
@@ -170,8 +202,13 @@ _ATTENTION_BIAS = Keys(
 )
 
 
-def _read_mistral_window(hf: Config) -> dict[str, Any]:
-    return {"sliding_window": hf.get("sliding_window", 4096), "first_windowed_layer": 0}
+def _window(default: int | None) -> Keys:
+    """Return the key of a sliding window of all layers."""
+    return Keys(
+        ("sliding_window",),
+        lambda hf: {"sliding_window": hf.get("sliding_window", default), "first_windowed_layer": 0},
+        lambda fields: {"sliding_window": fields["sliding_window"]},
+    )
 
 
 def _read_qwen_window(hf: Config) -> dict[str, Any]:
@@ -240,11 +277,7 @@ _MISTRAL = dataclasses.replace(
     keys=(
         *_KEYS,
         _heads(num_kv_heads=8),
-        Keys(
-            ("sliding_window",),
-            _read_mistral_window,
-            lambda fields: {"sliding_window": fields["sliding_window"]},
-        ),
+        _window(4096),
     ),
 )
 _QWEN2 = dataclasses.replace(
@@ -358,6 +391,48 @@ _COHERE = dataclasses.replace(
     },
 )
 
+_PHI3 = dataclasses.replace(
+    _LLAMA,
+    name="Phi3ForCausalLM",
+    model_type="phi3",
+    keys=(
+        *_SIZES,
+        _rope(rotary_fraction=1.0),
+        _heads(),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
+        Only("hidden_act", ("silu", "swish")),
+        Only("attention_bias", (False,)),
+        _window(None),
+    ),
+    rows=_rows(_NORMS_BEFORE, ("attention", "mlp")),
+    harmless=("attention_dropout", "embd_pdrop", "resid_pdrop"),
+)
+_GLM4 = dataclasses.replace(
+    _LLAMA,
+    name="Glm4ForCausalLM",
+    model_type="glm4",
+    keys=(
+        *_SIZES,
+        _rope(rotary_fraction=0.5),
+        _heads(num_kv_heads=2, head_dim=128),
+        Key("tie_word_embeddings", "tie_embeddings", False),
+        Key("rms_norm_eps", "rms_norm_epsilon", 0.00000015625),
+        Key("attention_bias", "qkv_bias", True),
+        Only("hidden_act", ("silu", "swish")),
+    ),
+    rows=_rows(
+        {
+            **_NORMS_BEFORE,
+            "attention_norm_2": "post_self_attn_layernorm",
+            "mlp_norm_2": "post_mlp_layernorm",
+        },
+        ("mlp",),
+    ),
+    fields={"head": "lm", "norms": "around", "rotary_pairs": "neighbours"},
+    harmless=("attention_dropout",),
+)
+
 _MODELS = (
     _LLAMA,
     _MISTRAL,
@@ -369,6 +444,8 @@ _MODELS = (
     _NEMOTRON,
     _STABLELM,
     _COHERE,
+    _PHI3,
+    _GLM4,
 )
 
 ARCHITECTURES = tuple(

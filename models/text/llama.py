@@ -106,6 +106,11 @@ class LlamaConfig:
             raise ValueError(
                 f"model.rotary_fraction={self.rotary_fraction} must be more than 0 and at most 1"
             )
+        if self.rotary_fraction < 1.0 and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(
+                f"model.rotary_fraction={self.rotary_fraction} of model.head_dim={self.head_dim} "
+                f"is {self.rotary_dim} features, which must be even: they are rotated in pairs"
+            )
         if self.qk_norm_over_heads and not self.qk_norm:
             raise ValueError(
                 "model.qk_norm_over_heads=True needs model.qk_norm=True; set it, or leave both out"

@@ -143,6 +143,10 @@ _LONG = {
 }
 
 
+#: Cases that are a LLaMA with its tensors stored in another way.
+WRITTEN_AS_LLAMA = ("phi3",)
+
+
 #: Name of a case -> (name of the Hugging Face class, fields of its config).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 50, "activation_function": "gelu"}),
@@ -203,6 +207,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_PARTLY_ROTATED, "norm_eps": 1e-5, "mlp_bias": True, "attention_bias": True},
     ),
     "stablelm": ("StableLmForCausalLM", {**_PARTLY_ROTATED, "use_qkv_bias": True}),
+    "phi3": ("Phi3ForCausalLM", {**_WITHOUT_HEAD_DIM, "pad_token_id": PAD}),
+    "phi3_windowed": (
+        "Phi3ForCausalLM",
+        {**_PARTLY_ROTATED, "rms_norm_eps": 1e-5, "sliding_window": 5, "pad_token_id": PAD},
+    ),
+    "glm4": (
+        "Glm4ForCausalLM",
+        {
+            **_LLAMA,
+            "head_dim": 12,
+            "pad_token_id": PAD,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "cohere": (
         "CohereForCausalLM",
         {**_LAYER_NORMS, "logit_scale": 0.25, "pad_token_id": PAD},
