@@ -51,9 +51,10 @@ def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tu
     return (
         *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
         *(
-            row
+            Row(f"{ours}.{norm}.{word}", f"{_THEIRS}.{theirs}.{suffix}")
             for norm, theirs in norms.items()
-            for row in norm_rows(f"{ours}.{norm}", f"{_THEIRS}.{theirs}")
+            for word, suffix in (("scale", "weight"), ("bias", "bias"))
+            if word == "scale" or not norm.endswith("_2")  # these are RMS norms in all families
         ),
         *(
             Row(f"{attention}.{x}.{word}", f"{_THEIRS}.self_attn.{x}_proj.{suffix}")
@@ -111,10 +112,11 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
     return Keys(("num_key_value_heads", "head_dim"), read, write)
 
 
-def _read_rope(hf: Config, *, rotary_fraction: float | None = None) -> dict[str, Any]:
+def _read_rope(hf: Config, *, rope_theta: float, rotary_fraction: float | None) -> dict[str, Any]:
     """Read the keys about rotary positions.
 
     Args:
+        rope_theta: base of the wavelengths if the key is absent.
         rotary_fraction: share of a head's features that are rotated if the key is absent; None:
             only models that rotate all features.
     """
@@ -125,7 +127,7 @@ def _read_rope(hf: Config, *, rotary_fraction: float | None = None) -> dict[str,
         raise ValueError(
             f"config.json has rope_parameters={scaling}, which must be the same for all layers"
         )
-    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), 10000.0)
+    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), rope_theta)
     rotated = _first(
         scaling.pop("partial_rotary_factor", None),
         hf.get("partial_rotary_factor"),
@@ -167,7 +169,7 @@ def _write_rope(fields: Config) -> dict[str, Any]:
     }
 
 
-def _rope(rotary_fraction: float | None = None) -> Keys:
+def _rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> Keys:
     names = (
         "rope_theta",
         "rope_scaling",
@@ -175,25 +177,25 @@ def _rope(rotary_fraction: float | None = None) -> Keys:
         "partial_rotary_factor",
         "original_max_position_embeddings",
     )
-    return Keys(names, partial(_read_rope, rotary_fraction=rotary_fraction), _write_rope)
+    read = partial(_read_rope, rope_theta=rope_theta, rotary_fraction=rotary_fraction)
+    return Keys(names, read, _write_rope)
 
 
-_SIZES = (
-    Key("vocab_size", "vocab_size"),
-    Key("max_position_embeddings", "max_positions"),
-    Key("num_hidden_layers", "num_layers"),
-    Key("num_attention_heads", "num_heads"),
-    Key("hidden_size", "embed_dim"),
-    Key("intermediate_size", "mlp_dim"),
-    Key("initializer_range", "init_stddev", 0.02),
-)
-_KEYS = (
-    *_SIZES,
-    _rope(),
-    Key("tie_word_embeddings", "tie_embeddings", False),
-    Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
-    Only("hidden_act", ("silu", "swish")),
-)
+def _sizes(init_stddev: float = 0.02) -> tuple[Key, ...]:
+    return (
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions"),
+        Key("num_hidden_layers", "num_layers"),
+        Key("num_attention_heads", "num_heads"),
+        Key("hidden_size", "embed_dim"),
+        Key("intermediate_size", "mlp_dim"),
+        Key("initializer_range", "init_stddev", init_stddev),
+    )
+
+
+_UNTIED = Key("tie_word_embeddings", "tie_embeddings", False)
+_SILU = Only("hidden_act", ("silu", "swish"))
+_KEYS = (*_sizes(), _rope(), _UNTIED, _SILU, Key("rms_norm_eps", "rms_norm_epsilon", 1e-6))
 
 _ATTENTION_BIAS = Keys(
     ("attention_bias",),
@@ -299,7 +301,15 @@ _OLMO2 = dataclasses.replace(
     _LLAMA,
     name="Olmo2ForCausalLM",
     model_type="olmo2",
-    keys=(*_KEYS, _heads(), _ATTENTION_BIAS),
+    keys=(
+        *_sizes(),
+        _rope(),
+        _UNTIED,
+        _SILU,
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
+        _heads(),
+        _ATTENTION_BIAS,
+    ),
     rows=_rows(_NORMS_AFTER),
     fields={"head": "lm", "norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
 )
@@ -338,11 +348,11 @@ _NEMOTRON = dataclasses.replace(
     name="NemotronForCausalLM",
     model_type="nemotron",
     keys=(
-        *_SIZES,
+        *_sizes(init_stddev=0.0134),
         _rope(rotary_fraction=0.5),
         _heads(),
         _ATTENTION_BIAS,
-        Key("tie_word_embeddings", "tie_embeddings", False),
+        _UNTIED,
         Key("norm_eps", "rms_norm_epsilon", 1e-5),
         Key("mlp_bias", "mlp_bias", False),
         Key("hidden_act", "activation", "relu2", ACTIVATIONS),
@@ -354,13 +364,13 @@ _STABLELM = dataclasses.replace(
     name="StableLmForCausalLM",
     model_type="stablelm",
     keys=(
-        *_SIZES,
+        *_sizes(),
         _rope(rotary_fraction=0.25),
         _heads(),
-        Key("tie_word_embeddings", "tie_embeddings", False),
+        _UNTIED,
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("use_qkv_bias", "qkv_bias", False),
-        Only("hidden_act", ("silu", "swish")),
+        _SILU,
         Only("qk_layernorm", (False,)),
         Only("use_parallel_residual", (False,)),
     ),
@@ -372,14 +382,14 @@ _COHERE = dataclasses.replace(
     name="CohereForCausalLM",
     model_type="cohere",
     keys=(
-        *_SIZES,
-        _rope(),
+        *_sizes(),
+        _rope(rope_theta=500000.0),
         _heads(),
         _ATTENTION_BIAS,
         Key("tie_word_embeddings", "tie_embeddings", True),
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("logit_scale", "logit_scale", 0.0625),
-        Only("hidden_act", ("silu", "swish")),
+        _SILU,
         Only("use_qk_norm", (False,)),
     ),
     rows=_rows({"attention_norm": "input_layernorm"}),
@@ -396,12 +406,12 @@ _PHI3 = dataclasses.replace(
     name="Phi3ForCausalLM",
     model_type="phi3",
     keys=(
-        *_SIZES,
+        *_sizes(),
         _rope(rotary_fraction=1.0),
         _heads(),
-        Key("tie_word_embeddings", "tie_embeddings", False),
+        _UNTIED,
         Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
-        Only("hidden_act", ("silu", "swish")),
+        _SILU,
         Only("attention_bias", (False,)),
         _window(None),
     ),
@@ -413,13 +423,13 @@ _GLM4 = dataclasses.replace(
     name="Glm4ForCausalLM",
     model_type="glm4",
     keys=(
-        *_SIZES,
+        *_sizes(),
         _rope(rotary_fraction=0.5),
         _heads(num_kv_heads=2, head_dim=128),
-        Key("tie_word_embeddings", "tie_embeddings", False),
+        _UNTIED,
         Key("rms_norm_eps", "rms_norm_epsilon", 0.00000015625),
         Key("attention_bias", "qkv_bias", True),
-        Only("hidden_act", ("silu", "swish")),
+        _SILU,
     ),
     rows=_rows(
         {
