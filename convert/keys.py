@@ -5,10 +5,13 @@ directions. `theirs` is a key of config.json, and `ours` a field of the model's 
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fields.numbers import shown
+
+_log = logging.getLogger(__name__)
 
 REQUIRED = object()
 
@@ -114,6 +117,14 @@ HARMLESS = frozenset(
     """.split()
 )
 
+#: Keys that publishers and tools add, and that no model reads. They are mentioned in the log.
+WITHOUT_EFFECT = frozenset(
+    """
+    full_attn_mod interpolate_factor is_llama_config max_sequence_length model_max_length
+    sentence_transformers unsloth_fixed unsloth_version
+    """.split()
+)
+
 
 def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]:
     """Translate config.json to config fields.
@@ -130,6 +141,12 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
             "save the model without quantization"
         )
     known = HARMLESS | set(harmless) | {name for key in keys for name in key.names}
+    ignored = [name for name in hf if name in WITHOUT_EFFECT and name not in known]
+    if ignored:
+        _log.info(
+            "These keys of config.json have no effect and are ignored: %s", ", ".join(ignored)
+        )
+    known |= WITHOUT_EFFECT
     for name, value in hf.items():
         # A value of None, False, 0 or empty stands for a feature that is not used.
         if name not in known and value:
@@ -193,6 +210,7 @@ def _unsupported_message(name: str, value: Any, values: Any) -> str:
 #: Values of `hidden_act` and similar keys -> values of `activation`.
 ACTIVATIONS = {
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",

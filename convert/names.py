@@ -49,6 +49,9 @@ class Row:
     first: int = 0  # number in `theirs` of layer 0
     step: int = 1  # difference in `theirs` between the numbers of successive layers
     without: str | None = None  # row applies only to models that do not have this parameter
+    # number of this parameter among those whose tensors are stored as one, below each other:
+    # [q; k; v] or [gate; up], of which each has a row with the name of the whole in `theirs`
+    part: int = 0
 
 
 def linear(ours: str, theirs: str, num_inputs: int = 1, **options: Any) -> tuple[Row, Row]:
@@ -84,10 +87,18 @@ class TensorMapping:
     kind: Kind  # see `Kind`
     num_inputs: int  # for a kernel, how many dimensions of `shape` are inputs
     vocab_size: int | None  # vocabulary size without padding; None if the model has no vocabulary
+    part: int = 0  # see `Row.part`
+    first_row: int = 0  # of the tensor that belongs to this parameter
+    num_rows: int | None = None  # of the tensor, if it has several parts; None if it has one
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape of the Hugging Face tensor."""
+        return (self.num_rows or self.part_shape[0], *self.part_shape[1:])
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of the part of the tensor that belongs to this parameter."""
         if self.kind == "conv2d":
             return tuple(self.shape[dim] for dim in _CONV2D)
         if self.kind == "vocab":
@@ -129,7 +140,9 @@ class TensorMapping:
         target[...] = part[: len(target)]
 
     def _as_ours(self, theirs: np.ndarray) -> np.ndarray:
-        """Return a view of the tensor with the dimensions of the parameter."""
+        """Return a view of the tensor, or of its part, with the dimensions of the parameter."""
+        if self.num_rows is not None:
+            theirs = theirs[self.first_row : self.first_row + self.part_shape[0]]
         if self.kind == "vocab":
             return theirs
         if self.kind == "conv2d":
@@ -164,13 +177,13 @@ def tensor_mappings(
     used = list(by_ours.values())
     names = {row.theirs for row in used}
     mappings: list[TensorMapping] = []
-    # (name, first layer) -> the number of layers mapped so far. With it, the numbers of a second
-    # stack of the same name continue after the first stack.
-    num_mapped: dict[tuple[str, int], int] = {}
+    # (name, first layer, part) -> the number of layers mapped so far. With it, the numbers of a
+    # second stack of the same name continue after the first stack.
+    num_mapped: dict[tuple[str, int, int], int] = {}
     for row in used:
         shape = shapes[row.ours]
         is_stacked = "{layer}" in row.theirs
-        name = row.theirs, row.first
+        name = row.theirs, row.first, row.part
         start = num_mapped.get(name, 0)
         layers = range(shape[0]) if is_stacked else (None,)
         for layer in layers:
@@ -186,10 +199,27 @@ def tensor_mappings(
                     kind=row.kind or _KIND_BY_NAME.get(row.ours.rpartition(".")[2], "same"),
                     num_inputs=row.num_inputs,
                     vocab_size=vocab_size,
+                    part=row.part,
                 )
             )
         num_mapped[name] = start + len(layers)
-    return mappings
+    return _with_rows(mappings)
+
+
+def _with_rows(mappings: Sequence[TensorMapping]) -> list[TensorMapping]:
+    """Set the rows of tensors that have several parts."""
+    parts: dict[str, list[TensorMapping]] = {}
+    for mapping in mappings:
+        parts.setdefault(mapping.theirs, []).append(mapping)
+    with_rows = []
+    for mapping in mappings:
+        together = parts[mapping.theirs]
+        if len(together) > 1:
+            first = sum(m.part_shape[0] for m in together if m.part < mapping.part)
+            num_rows = sum(m.part_shape[0] for m in together)
+            mapping = dataclasses.replace(mapping, first_row=first, num_rows=num_rows)
+        with_rows.append(mapping)
+    return with_rows
 
 
 def match(
@@ -257,17 +287,25 @@ def check_names(
         raise ValueError(f"{what}: it {'; it '.join(descriptions)}; both must be of the same model")
 
 
-def assemble(place: TensorMapping, array: LazyArray, dtype: np.dtype) -> np.ndarray:
-    """Assemble a Hugging Face tensor from the chunks of a parameter on disk.
+def assemble(
+    parts: Sequence[TensorMapping], arrays: Mapping[str, LazyArray], dtype: np.dtype
+) -> np.ndarray:
+    """Assemble a Hugging Face tensor from the chunks of parameters on disk.
+
+    Args:
+        parts: all mappings of the tensor.
+        arrays: path of a parameter -> its values.
 
     Raises:
         ValueError: A value is too large for `dtype`.
     """
-    values = np.empty(place.their_shape, dtype)
-    first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
-    for index in blocks(place.shape, array.chunk_shape[len(first) :]):
-        part = array.read((*first, *index))
-        place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
+    values = np.empty(parts[0].their_shape, dtype)
+    for place in parts:
+        array = arrays[place.ours]
+        first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
+        for index in blocks(place.shape, array.chunk_shape[len(first) :]):
+            part = array.read((*first, *index))
+            place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
     return values
 
 

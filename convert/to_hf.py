@@ -18,7 +18,7 @@ from convert.files.tokenizer_files import write_tokenizer
 from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
 from convert.model_on_disk import Source
-from convert.names import assemble
+from convert.names import TensorMapping, assemble
 from convert.registry import architectures
 from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
@@ -117,12 +117,10 @@ def _write_model(
     hf, default = _with_dtype({**hf, **_labels(source)}, dtype)
     shapes = source.shapes()
     arrays = source.open(shapes)
-    tensor_mappings = {
-        place.theirs: place
-        for place in architecture.tensor_mappings(
-            shapes, vocab_size=getattr(source.config, "vocab_size", None)
-        )
-    }
+    parts: dict[str, list[TensorMapping]] = {}
+    vocab_size = getattr(source.config, "vocab_size", None)
+    for place in architecture.tensor_mappings(shapes, vocab_size=vocab_size):
+        parts.setdefault(place.theirs, []).append(place)
     dtypes = {} if dtype is not None else source.dtypes
     for name, known in dtypes.items():
         if known not in _DTYPES:
@@ -131,19 +129,17 @@ def _write_model(
                 f"{shortened(name)}; it must be one of {', '.join(_DTYPES)}, or set --dtype"
             )
     tensors = [
-        (name, _DTYPES[dtypes.get(name, default)], place.their_shape)
-        for name, place in tensor_mappings.items()
+        (name, _DTYPES[dtypes.get(name, default)], places[0].their_shape)
+        for name, places in parts.items()
     ]
     dtype_of = {name: dtype for name, dtype, _ in tensors}
     writer = ShardWriter(directory, tensors, max_shard_bytes=max_shard_bytes)
-    writer.write(
-        lambda name: assemble(
-            tensor_mappings[name], arrays[tensor_mappings[name].ours], dtype_of[name]
-        )
-    )
+    writer.write(lambda name: assemble(parts[name], arrays, dtype_of[name]))
     preprocessor.write(source, directory)
     # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
     hf = {**write_tokenizer(source, architecture, directory), **hf}
+    if "causal_lm" in getattr(architecture.model_class, "objectives", ()):
+        hf.setdefault("pad_token_id", None)  # by default, some have one outside of this vocabulary
     write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
 
 
@@ -213,14 +209,14 @@ def _differences(architecture: Architecture, config: Any, hf: Mapping[str, Any])
     if architecture.limits is not None:
         yield from architecture.limits(config)
     wanted = dataclasses.asdict(config)
-    read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
-    read_back |= {
+    others = {
         name: wanted[name]
         for name in (*architecture.detected_fields, *_WITHOUT_COUNTERPART)
         if name in wanted
     }
     try:
-        back = dataclasses.asdict(type(config)(**read_back))
+        read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
+        back = dataclasses.asdict(type(config)(**read_back | others))
     except ValueError as error:
         yield str(error)
         return

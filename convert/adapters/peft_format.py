@@ -41,8 +41,17 @@ def name_of(kernel: TensorMapping, part: str) -> str:
 def module_mappings(
     architecture: Architecture, shapes: Shapes, *, vocab_size: int | None
 ) -> list[TensorMapping]:
-    """Return the mappings of all parameters, to the names that PEFT has for them."""
+    """Return the mappings of all parameters, to the names that PEFT has for them.
+
+    Raises:
+        ValueError: the files store several linear layers as one, which PEFT adapts together.
+    """
     mappings = architecture.tensor_mappings(shapes, vocab_size=vocab_size)
+    if fused := next((m.theirs for m in mappings if m.num_rows is not None), None):
+        raise ValueError(
+            f"{architecture.name} stores several linear layers in one tensor, such as {fused}, but "
+            "their adapters are separate here; merge adapters into the model, and use that"
+        )
     return [dataclasses.replace(m, theirs=module_name(architecture, m.theirs)) for m in mappings]
 
 

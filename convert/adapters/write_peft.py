@@ -100,7 +100,7 @@ def write_adapter(
     dtypes = {name: dtype or arrays[m.ours].dtype for name, m in places.items()}
     tensors = [(name, dtypes[name], m.their_shape) for name, m in places.items()]
     writer = ShardWriter(directory, tensors, max_shard_bytes=None, single=TENSORS_FILE)
-    writer.write(lambda name: assemble(places[name], arrays[places[name].ours], dtypes[name]))
+    writer.write(lambda name: assemble([places[name]], arrays, dtypes[name]))
     config = _config(source, architecture, mappings, of_adapters, trained)
     config["base_model_name_or_path"] = str(base.path) if base else source.init_from or None
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")

@@ -1,21 +1,61 @@
-"""Keys and weight names of LLaMA, Mistral, Qwen 2 and Qwen 3."""
+"""Keys and weight names of LLaMA and its descendants, each by what differs from LLaMA."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from convert.architecture import Architecture
-from convert.keys import Config, Key, Keys, Only
+from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
 from convert.names import Row
+from convert.names import norm as norm_rows
 from models.text.llama import Llama
 from untrusted.schema import check
 
 _THEIRS = "model.layers.{layer}"
 
 
-def _block_rows(ours: str) -> tuple[Row, ...]:
+#: Norm of a block -> its name in the files, for norms before the branches and after them.
+_NORMS_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORMS_AFTER = {
+    "attention_norm_2": "post_attention_layernorm",
+    "mlp_norm_2": "post_feedforward_layernorm",
+}
+
+
+#: The linear layers that some files store as one.
+_FUSED = {
+    "attention": ("self_attn.qkv_proj", "qkv"),
+    "mlp": ("mlp.gate_up_proj", ("gate", "up")),
+}
+
+
+def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
+    """Return the rows of linear layers that are stored as one.
+
+    Args:
+        ours: path of the blocks.
+        *branches: keys of _FUSED.
+    """
+    return tuple(
+        Row(f"{ours}.{branch}.{x}.{word}", f"{_THEIRS}.{theirs}.{suffix}", part=part)
+        for branch in branches
+        for theirs, layers in [_FUSED[branch]]
+        for part, x in enumerate(layers)
+        for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+    )
+
+
+def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tuple[Row, ...]:
     attention = f"{ours}.attention"
     return (
-        Row(f"{ours}.attention_norm.scale", f"{_THEIRS}.input_layernorm.weight"),
+        *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
+        *(
+            Row(f"{ours}.{norm}.{word}", f"{_THEIRS}.{theirs}.{suffix}")
+            for norm, theirs in norms.items()
+            for word, suffix in (("scale", "weight"), ("bias", "bias"))
+            if word == "scale" or not norm.endswith("_2")  # these are RMS norms in all families
+        ),
         *(
             Row(f"{attention}.{x}.{word}", f"{_THEIRS}.self_attn.{x}_proj.{suffix}")
             for x in "qkv"
@@ -25,7 +65,6 @@ def _block_rows(ours: str) -> tuple[Row, ...]:
         Row(f"{attention}.k_norm.scale", f"{_THEIRS}.self_attn.k_norm.weight"),
         Row(f"{attention}.out.kernel", f"{_THEIRS}.self_attn.o_proj.weight", num_inputs=2),
         Row(f"{attention}.out.bias", f"{_THEIRS}.self_attn.o_proj.bias"),
-        Row(f"{ours}.mlp_norm.scale", f"{_THEIRS}.post_attention_layernorm.weight"),
         *(
             Row(f"{ours}.mlp.{x}.{word}", f"{_THEIRS}.mlp.{x}_proj.{suffix}")
             for x in ("gate", "up", "down")
@@ -34,13 +73,20 @@ def _block_rows(ours: str) -> tuple[Row, ...]:
     )
 
 
-_ROWS = (
-    Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-    *_block_rows("decoder.layers"),
-    *_block_rows("windowed_decoder.layers"),
-    Row("final_norm.scale", "model.norm.weight"),
-    Row("output_embedding", "lm_head.weight", "vocab"),
-)
+def _rows(norms: Mapping[str, str], fused: Sequence[str] = ()) -> tuple[Row, ...]:
+    """Return the rows of a model.
+
+    Args:
+        norms: norm of a block -> its name in the files.
+        fused: keys of _FUSED.
+    """
+    return (
+        Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
+        *_block_rows("decoder.layers", norms, fused),
+        *_block_rows("windowed_decoder.layers", norms, fused),
+        *norm_rows("final_norm", "model.norm"),
+        Row("output_embedding", "lm_head.weight", "vocab"),
+    )
 
 
 def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
@@ -66,7 +112,14 @@ def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> K
     return Keys(("num_key_value_heads", "head_dim"), read, write)
 
 
-def _read_rope(hf: Config) -> dict[str, Any]:
+def _read_rope(hf: Config, *, rope_theta: float, rotary_fraction: float | None) -> dict[str, Any]:
+    """Read the keys about rotary positions.
+
+    Args:
+        rope_theta: base of the wavelengths if the key is absent.
+        rotary_fraction: share of a head's features that are rotated if the key is absent; None:
+            only models that rotate all features.
+    """
     for name in ("rope_scaling", "rope_parameters"):
         check(hf.get(name), dict[str, Any] | None, f"config.json: {name}")
     scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
@@ -74,26 +127,32 @@ def _read_rope(hf: Config) -> dict[str, Any]:
         raise ValueError(
             f"config.json has rope_parameters={scaling}, which must be the same for all layers"
         )
-    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), 10000.0)
+    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), rope_theta)
     rotated = _first(
-        scaling.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor"), 1.0
+        scaling.pop("partial_rotary_factor", None),
+        hf.get("partial_rotary_factor"),
+        rotary_fraction,
+        1.0,
     )
-    if rotated != 1.0:
+    if rotary_fraction is None and rotated != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={rotated}, which is not supported; it must be "
             "1, that is, all features of a head are rotated"
         )
     old_name = scaling.pop("type", "default")
     kind = scaling.setdefault("rope_type", old_name)
+    if kind == "su":  # the first name of longrope, in Phi-3's files
+        kind = scaling["rope_type"] = "longrope"
+    fields = {"rope_theta": float(theta), "rotary_fraction": float(rotated)}
     if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
+        return {**fields, "rope_scaling": None}
     key = "original_max_position_embeddings"
     if kind in ("llama3", "yarn", "longrope"):
         scaling[key] = hf.get(key) or scaling.get(key) or hf["max_position_embeddings"]
     elif kind == "dynamic":
         scaling.pop(key, None)
     scaling = {name: value for name, value in scaling.items() if value is not None}
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
+    return {**fields, "rope_scaling": scaling}
 
 
 def _first(*values: Any) -> Any:
@@ -106,34 +165,37 @@ def _write_rope(fields: Config) -> dict[str, Any]:
     return {
         "rope_theta": fields["rope_theta"],
         "rope_scaling": None if scaling is None else dict(scaling),
+        "partial_rotary_factor": fields["rotary_fraction"],
     }
 
 
-_ROPE = Keys(
-    (
+def _rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> Keys:
+    names = (
         "rope_theta",
         "rope_scaling",
         "rope_parameters",
         "partial_rotary_factor",
         "original_max_position_embeddings",
-    ),
-    _read_rope,
-    _write_rope,
-)
+    )
+    read = partial(_read_rope, rope_theta=rope_theta, rotary_fraction=rotary_fraction)
+    return Keys(names, read, _write_rope)
 
-_KEYS = (
-    Key("vocab_size", "vocab_size"),
-    Key("max_position_embeddings", "max_positions"),
-    Key("num_hidden_layers", "num_layers"),
-    Key("num_attention_heads", "num_heads"),
-    Key("hidden_size", "embed_dim"),
-    Key("intermediate_size", "mlp_dim"),
-    _ROPE,
-    Key("tie_word_embeddings", "tie_embeddings", False),
-    Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
-    Key("initializer_range", "init_stddev", 0.02),
-    Only("hidden_act", ("silu", "swish")),
-)
+
+def _sizes(init_stddev: float = 0.02) -> tuple[Key, ...]:
+    return (
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions"),
+        Key("num_hidden_layers", "num_layers"),
+        Key("num_attention_heads", "num_heads"),
+        Key("hidden_size", "embed_dim"),
+        Key("intermediate_size", "mlp_dim"),
+        Key("initializer_range", "init_stddev", init_stddev),
+    )
+
+
+_UNTIED = Key("tie_word_embeddings", "tie_embeddings", False)
+_SILU = Only("hidden_act", ("silu", "swish"))
+_KEYS = (*_sizes(), _rope(), _UNTIED, _SILU, Key("rms_norm_eps", "rms_norm_epsilon", 1e-6))
 
 _ATTENTION_BIAS = Keys(
     ("attention_bias",),
@@ -142,8 +204,13 @@ _ATTENTION_BIAS = Keys(
 )
 
 
-def _read_mistral_window(hf: Config) -> dict[str, Any]:
-    return {"sliding_window": hf.get("sliding_window", 4096), "first_windowed_layer": 0}
+def _window(default: int | None) -> Keys:
+    """Return the key of a sliding window of all layers."""
+    return Keys(
+        ("sliding_window",),
+        lambda hf: {"sliding_window": hf.get("sliding_window", default), "first_windowed_layer": 0},
+        lambda fields: {"sliding_window": fields["sliding_window"]},
+    )
 
 
 def _read_qwen_window(hf: Config) -> dict[str, Any]:
@@ -198,7 +265,7 @@ _LLAMA = Architecture(
     model="llama",
     model_class=Llama,
     keys=(*_KEYS, _heads(), _ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
-    rows=_ROWS,
+    rows=_rows(_NORMS_BEFORE),
     prefix="model.",
     fields={"head": "lm"},
     is_generative=True,
@@ -212,11 +279,7 @@ _MISTRAL = dataclasses.replace(
     keys=(
         *_KEYS,
         _heads(num_kv_heads=8),
-        Keys(
-            ("sliding_window",),
-            _read_mistral_window,
-            lambda fields: {"sliding_window": fields["sliding_window"]},
-        ),
+        _window(4096),
     ),
 )
 _QWEN2 = dataclasses.replace(
@@ -234,7 +297,166 @@ _QWEN3 = dataclasses.replace(
     fields={"head": "lm", "qk_norm": True},
 )
 
-_MODELS = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3)
+_OLMO2 = dataclasses.replace(
+    _LLAMA,
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    keys=(
+        *_sizes(),
+        _rope(),
+        _UNTIED,
+        _SILU,
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
+        _heads(),
+        _ATTENTION_BIAS,
+    ),
+    rows=_rows(_NORMS_AFTER),
+    fields={"head": "lm", "norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
+)
+_GRANITE = dataclasses.replace(
+    _LLAMA,
+    name="GraniteForCausalLM",
+    model_type="granite",
+    keys=(
+        *_LLAMA.keys,
+        Key("embedding_multiplier", "embedding_scale", 1.0),
+        Key("attention_multiplier", "attention_scale", 1.0),
+        Key("residual_multiplier", "residual_scale", 1.0),
+        Keys(
+            ("logits_scaling",),
+            lambda hf: {"logit_scale": 1 / hf.get("logits_scaling", 1.0)},
+            lambda fields: {"logits_scaling": 1 / fields["logit_scale"]},
+        ),
+    ),
+)
+_SEED_OSS = dataclasses.replace(
+    _LLAMA,
+    name="SeedOssForCausalLM",
+    model_type="seed_oss",
+    keys=(
+        *_KEYS,
+        _heads(num_kv_heads=8, head_dim=128),
+        Key("attention_bias", "qkv_bias", True),
+        Key("attention_out_bias", "out_bias", False),
+        Key("mlp_bias", "mlp_bias", False),
+    ),
+    harmless=(*_LLAMA.harmless, "residual_dropout"),
+)
+
+_NEMOTRON = dataclasses.replace(
+    _LLAMA,
+    name="NemotronForCausalLM",
+    model_type="nemotron",
+    keys=(
+        *_sizes(init_stddev=0.0134),
+        _rope(rotary_fraction=0.5),
+        _heads(),
+        _ATTENTION_BIAS,
+        _UNTIED,
+        Key("norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("mlp_bias", "mlp_bias", False),
+        Key("hidden_act", "activation", "relu2", ACTIVATIONS),
+    ),
+    fields={"head": "lm", "norm": "layer_1p", "is_gated": False},
+)
+_STABLELM = dataclasses.replace(
+    _LLAMA,
+    name="StableLmForCausalLM",
+    model_type="stablelm",
+    keys=(
+        *_sizes(),
+        _rope(rotary_fraction=0.25),
+        _heads(),
+        _UNTIED,
+        Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("use_qkv_bias", "qkv_bias", False),
+        _SILU,
+        Only("qk_layernorm", (False,)),
+        Only("use_parallel_residual", (False,)),
+    ),
+    fields={"head": "lm", "norm": "layer"},
+    harmless=("attention_dropout", "hidden_dropout"),
+)
+_COHERE = dataclasses.replace(
+    _LLAMA,
+    name="CohereForCausalLM",
+    model_type="cohere",
+    keys=(
+        *_sizes(),
+        _rope(rope_theta=500000.0),
+        _heads(),
+        _ATTENTION_BIAS,
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("logit_scale", "logit_scale", 0.0625),
+        _SILU,
+        Only("use_qk_norm", (False,)),
+    ),
+    rows=_rows({"attention_norm": "input_layernorm"}),
+    fields={
+        "head": "lm",
+        "norm": "layer_no_bias",
+        "norms": "parallel",
+        "rotary_pairs": "neighbours",
+    },
+)
+
+_PHI3 = dataclasses.replace(
+    _LLAMA,
+    name="Phi3ForCausalLM",
+    model_type="phi3",
+    keys=(
+        *_sizes(),
+        _rope(rotary_fraction=1.0),
+        _heads(),
+        _UNTIED,
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
+        _SILU,
+        Only("attention_bias", (False,)),
+        _window(None),
+    ),
+    rows=_rows(_NORMS_BEFORE, ("attention", "mlp")),
+    harmless=("attention_dropout", "embd_pdrop", "resid_pdrop"),
+)
+_GLM4 = dataclasses.replace(
+    _LLAMA,
+    name="Glm4ForCausalLM",
+    model_type="glm4",
+    keys=(
+        *_sizes(),
+        _rope(rotary_fraction=0.5),
+        _heads(num_kv_heads=2, head_dim=128),
+        _UNTIED,
+        Key("rms_norm_eps", "rms_norm_epsilon", 0.00000015625),
+        Key("attention_bias", "qkv_bias", True),
+        _SILU,
+    ),
+    rows=_rows(
+        {
+            **_NORMS_BEFORE,
+            "attention_norm_2": "post_self_attn_layernorm",
+            "mlp_norm_2": "post_mlp_layernorm",
+        },
+        ("mlp",),
+    ),
+    fields={"head": "lm", "norms": "around", "rotary_pairs": "neighbours"},
+    harmless=("attention_dropout",),
+)
+
+_MODELS = (
+    _LLAMA,
+    _MISTRAL,
+    _QWEN2,
+    _QWEN3,
+    _OLMO2,
+    _GRANITE,
+    _SEED_OSS,
+    _NEMOTRON,
+    _STABLELM,
+    _COHERE,
+    _PHI3,
+    _GLM4,
+)
 
 ARCHITECTURES = tuple(
     architecture

@@ -34,6 +34,14 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return (wide * jax.nn.sigmoid(double_z)).astype(x.dtype)
 
 
+def relu2(x: jax.Array) -> jax.Array:
+    """Return the square of max(x, 0).
+
+    Source: So et al. 2021 (arXiv:2109.08668), section 3.
+    """
+    return jnp.square(jax.nn.relu(x))
+
+
 def _as_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -41,6 +49,7 @@ def _as_float32(x: jax.Array) -> jax.Array:
 #: Name in configs -> function.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
+    "relu2": relu2,
     "silu": jax.nn.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,

@@ -11,7 +11,8 @@ B batch, T seq, D embed, V vocab.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -195,27 +196,43 @@ class LayerNorm(nnx.Module):
         features: size of the last dim.
         epsilon: added to the variance.
         start: initial value of the scale.
+        offset: added to the parameter to get the scale.
+        use_bias: whether there is a bias.
         rngs: random keys for the initialization.
 
     Source: Ba et al. 2016 (arXiv:1607.06450).
     """
 
-    def __init__(self, features: int, *, epsilon: float, start: float = 1.0, rngs: nnx.Rngs):
-        self.scale = param(jax.nn.initializers.constant(start), rngs, (features,), (None,))
-        self.bias = param(jax.nn.initializers.zeros, rngs, (features,), (None,))
+    def __init__(
+        self,
+        features: int,
+        *,
+        epsilon: float,
+        start: float = 1.0,
+        offset: float = 0.0,
+        use_bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        initial = jax.nn.initializers.constant(start - offset)
+        self.scale = param(initial, rngs, (features,), (None,))
+        zeros = jax.nn.initializers.zeros
+        self.bias = param(zeros, rngs, (features,), (None,)) if use_bias else None
+        self.offset = offset
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return an array of the shape and dtype of `x`; statistics are float32 or wider."""
-        return recomputed(self._normalize)(x, self.scale[...], self.bias[...])
+        biases = () if self.bias is None else (self.bias[...],)
+        return recomputed(self._normalize)(x, self.scale[...], *biases)
 
-    def _normalize(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    def _normalize(self, x: jax.Array, scale: jax.Array, *biases: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean = jnp.mean(wide, axis=-1, keepdims=True)
         centred = wide - mean
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
         normal = centred * jax.lax.rsqrt(variance + self.epsilon)
-        return (normal * scale + bias).astype(x.dtype)
+        scaled = normal * _plus(scale, self.offset, wide.dtype)
+        return sum(biases, scaled).astype(x.dtype)
 
 
 class BatchNorm(nnx.Module):
@@ -263,13 +280,31 @@ class BatchNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divides the last dim by its root mean square, then applies a scale.
+    """Divides the last dims by their root mean square, then applies a scale.
+
+    Args:
+        features: size of the last dim, or sizes and logical axes of several last dims.
+        epsilon: added to the mean square.
+        offset: added to the parameter to get the scale.
+        rngs: random keys for the initialization.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
-    def __init__(self, features: int, *, epsilon: float, rngs: nnx.Rngs):
-        self.scale = param(jax.nn.initializers.ones, rngs, (features,), (None,))
+    def __init__(
+        self,
+        features: int | Mapping[str, int],
+        *,
+        epsilon: float,
+        offset: float = 0.0,
+        rngs: nnx.Rngs,
+    ):
+        sizes = {None: features} if isinstance(features, int) else features
+        shape = tuple(sizes.values())
+        start = jax.nn.initializers.constant(1.0 - offset)
+        self.scale = param(start, rngs, shape, tuple(sizes))
+        self.offset = offset
+        self.dims = tuple(range(-len(shape), 0))
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -278,8 +313,23 @@ class RMSNorm(nnx.Module):
 
     def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        mean_square = jnp.mean(jnp.square(wide), axis=self.dims, keepdims=True)
+        scale = _plus(scale, self.offset, wide.dtype)
         return (wide * jax.lax.rsqrt(mean_square + self.epsilon) * scale).astype(x.dtype)
+
+
+#: Kinds of norms by their names in configs. "1p": the scale is 1 plus the parameter.
+NORM_KINDS: dict[str, Callable[..., nnx.Module]] = {
+    "rms": RMSNorm,
+    "rms_1p": partial(RMSNorm, offset=1.0),
+    "layer": LayerNorm,
+    "layer_1p": partial(LayerNorm, offset=1.0),
+    "layer_no_bias": partial(LayerNorm, use_bias=False),
+}
+
+
+def _plus(scale: jax.Array, offset: float, dtype: jnp.dtype) -> jax.Array:
+    return scale if offset == 0.0 else scale.astype(dtype) + offset
 
 
 def unit_length(x: jax.Array) -> jax.Array:

@@ -3,8 +3,6 @@
 B batch, T seq, D embed.
 """
 
-from collections.abc import Callable
-
 import jax
 from flax import nnx
 
@@ -14,15 +12,23 @@ from models.layers.dropout import dropout
 class Block(nnx.Module):
     """Two residual branches, attention and an MLP, each with a norm.
 
-        before      x + branch(norm(x))
-        after_sum   norm(x + branch(x))
+        before      x + scale · branch(norm(x))
+        after       x + scale · norm₂(branch(x))
+        around      x + scale · norm₂(branch(norm(x)))
+        after_sum   norm(x + scale · branch(x))
+        parallel    x + scale · attention(norm(x)) + scale · mlp(norm(x)), with one norm
 
     A subclass defines `attend`, and builds the layers in the order in which they draw random keys.
 
     Args:
         attention: called by `attend`.
-        norms: where norms stand, `before` or `after_sum`.
+        norms: one of the five kinds above.
+        attention_norm: norm before attention, or after the sum; None for "after".
+        attention_norm_2: norm of the output of attention, for "after" and "around".
+        mlp_norm: the same for the MLP; None for "parallel" too.
+        mlp_norm_2: the same for the MLP.
         dropout: rate for both branches, in [0, 1).
+        scale: factor of both branches.
     """
 
     can_split_tokens = True
@@ -30,30 +36,47 @@ class Block(nnx.Module):
     def __init__(
         self,
         *,
-        attention_norm: nnx.Module,
+        attention_norm: nnx.Module | None,
         attention: nnx.Module,
-        mlp_norm: nnx.Module,
+        mlp_norm: nnx.Module | None,
         mlp: nnx.Module,
         norms: str = "before",
+        attention_norm_2: nnx.Module | None = None,
+        mlp_norm_2: nnx.Module | None = None,
         dropout: float = 0.0,
+        scale: float = 1.0,
     ):
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.norms = norms
+        self.attention_norm_2 = attention_norm_2
+        self.mlp_norm_2 = mlp_norm_2
         self.dropout = dropout
+        self.scale = scale
 
     def __call__(self, x_BTD: jax.Array, batch: dict, keys: jax.Array | None) -> jax.Array:
         """Apply the block to `x_BTD`; arguments as in models/stack.py."""
 
-        def add(x_BTD: jax.Array, norm: Callable, branch: Callable, number: int) -> jax.Array:
-            if self.norms == "before":
-                return x_BTD + self.drop(branch(norm(x_BTD)), batch, keys, number)
-            return norm(x_BTD + self.drop(branch(x_BTD), batch, keys, number))
+        def apply(norm: nnx.Module | None, x_BTD: jax.Array) -> jax.Array:
+            return x_BTD if norm is None else norm(x_BTD)
 
-        x_BTD = add(x_BTD, self.attention_norm, lambda x_BTD: self.attend(x_BTD, batch), 0)
-        return add(x_BTD, self.mlp_norm, self.mlp, 1)
+        def branch_of(x_BTD: jax.Array, number: int) -> jax.Array:
+            branch_BTD = self.mlp(x_BTD) if number else self.attend(x_BTD, batch)
+            branch_BTD = apply((self.attention_norm_2, self.mlp_norm_2)[number], branch_BTD)
+            branch_BTD = branch_BTD if self.scale == 1.0 else self.scale * branch_BTD
+            return self.drop(branch_BTD, batch, keys, number)
+
+        if self.norms == "parallel":
+            normal_BTD = apply(self.attention_norm, x_BTD)
+            return x_BTD + branch_of(normal_BTD, 0) + branch_of(normal_BTD, 1)
+        for number, norm in enumerate((self.attention_norm, self.mlp_norm)):
+            if self.norms == "after_sum":
+                x_BTD = apply(norm, x_BTD + branch_of(x_BTD, number))
+            else:
+                x_BTD += branch_of(apply(norm, x_BTD), number)
+        return x_BTD
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the output of attention, `[B, T, D]`."""

@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE), and published methods to extend them to longer sequences.
 
-Features i and i + H/2 of a head form a pair, as in Hugging Face's checkpoints. At position p, pair
-i is rotated by the angle p · frequency_i. So the product of a query and a key depends only on the
-distance between their positions.
+Two features of a head form a pair: i and i + H/2, as in most of Hugging Face's checkpoints, or
+neighbours. At position p, pair i is rotated by the angle p · frequency_i. So the product of a query
+and a key depends only on the distance between their positions.
 
 B batch, T seq, N heads, H head_dim.
 
@@ -47,20 +47,40 @@ _KEYS = {
 _LARGEST = 1e15
 
 
-def rotate(x_BTNH: jax.Array, positions_BT: jax.Array, frequencies: np.ndarray, factor: float):
+#: Which features of a head form a pair: i and i + R/2, or 2 · i and 2 · i + 1, of R features.
+PAIRS = ("halves", "neighbours")
+
+
+def rotate(
+    x_BTNH: jax.Array,
+    positions_BT: jax.Array,
+    frequencies: np.ndarray,
+    factor: float,
+    pairs: str = "halves",
+) -> jax.Array:
     """Rotate each pair of features by position · frequency, keeping the dtype.
 
     Args:
-        x_BTNH: queries or keys; features i and i + H/2 form a pair.
+        x_BTNH: queries or keys, of which the first R features are rotated.
         positions_BT: int32.
-        frequencies: float64[H/2], radians per position; see `rope_frequencies`.
-        factor: factor of the result.
+        frequencies: float64[R/2], radians per position; see `rope_frequencies`.
+        factor: factor of the rotated features.
+        pairs: one of PAIRS.
     """
+    num_rotated = 2 * len(frequencies)
+    if num_rotated < x_BTNH.shape[-1]:
+        rotated = rotate(x_BTNH[..., :num_rotated], positions_BT, frequencies, factor, pairs)
+        return jnp.concatenate([rotated, x_BTNH[..., num_rotated:]], axis=-1)
     wide = jnp.promote_types(x_BTNH.dtype, jnp.float32)
     angles_BTH = positions_BT.astype(wide)[..., None] * jnp.asarray(frequencies, wide)[None, None]
     cos = jnp.cos(angles_BTH)[:, :, None] * factor
     sin = jnp.sin(angles_BTH)[:, :, None] * factor
-    first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
+    x = x_BTNH.astype(wide)
+    if pairs == "neighbours":
+        first, second = x[..., 0::2], x[..., 1::2]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        return turned.reshape(x.shape).astype(x_BTNH.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 

@@ -43,6 +43,19 @@ _LLAMA = {
 }
 
 
+_WITHOUT_HEAD_DIM = {name: value for name, value in _LLAMA.items() if name != "head_dim"}
+
+
+_LAYER_NORMS = {name: value for name, value in _WITHOUT_HEAD_DIM.items() if name != "rms_norm_eps"}
+
+
+_PARTLY_ROTATED = {
+    **_LAYER_NORMS,
+    "hidden_size": 48,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+
+
 _BERT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -130,6 +143,10 @@ _LONG = {
 }
 
 
+#: Cases that are a LLaMA with its tensors stored in another way.
+WRITTEN_AS_LLAMA = ("phi3",)
+
+
 #: Name of a case -> (name of the Hugging Face class, fields of its config).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {**_GPT2, "n_inner": 50, "activation_function": "gelu"}),
@@ -172,6 +189,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3ForCausalLM", _LLAMA),
+    "olmo2": ("Olmo2ForCausalLM", _WITHOUT_HEAD_DIM),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            **_WITHOUT_HEAD_DIM,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed_oss": ("SeedOssForCausalLM", _LLAMA),
+    "nemotron": (
+        "NemotronForCausalLM",
+        {**_PARTLY_ROTATED, "norm_eps": 1e-5, "mlp_bias": True, "attention_bias": True},
+    ),
+    "stablelm": ("StableLmForCausalLM", {**_PARTLY_ROTATED, "use_qkv_bias": True}),
+    "phi3": ("Phi3ForCausalLM", {**_WITHOUT_HEAD_DIM, "pad_token_id": PAD}),
+    "phi3_windowed": (
+        "Phi3ForCausalLM",
+        {**_PARTLY_ROTATED, "rms_norm_eps": 1e-5, "sliding_window": 5, "pad_token_id": PAD},
+    ),
+    "glm4": (
+        "Glm4ForCausalLM",
+        {
+            **_LLAMA,
+            "head_dim": 12,
+            "pad_token_id": PAD,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "cohere": (
+        "CohereForCausalLM",
+        {**_LAYER_NORMS, "logit_scale": 0.25, "pad_token_id": PAD},
+    ),
     "qwen3_base": ("Qwen3Model", {**_LLAMA, "attention_bias": True}),
     "bert_pretraining": ("BertForPreTraining", _BERT),
     "bert_mlm": ("BertForMaskedLM", {**_BERT, "hidden_act": "gelu_new"}),

@@ -235,11 +235,11 @@ def test_models_without_a_matching_architecture_are_rejected(tmp_path, capsys):
     cases.save("llama", tmp_path / "theirs")
     from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
     config = (tmp_path / "ours" / "config.yaml").read_text()
-    assert "qkv_bias: false" in config
-    changed = config.replace("out_bias: false", "out_bias: true")
+    assert "activation: silu" in config
+    changed = config.replace("activation: silu", "activation: gelu")
     (tmp_path / "ours" / "config.yaml").write_text(changed)
     assert to_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 2
-    assert "LlamaForCausalLM, cannot have model.out_bias=True" in capsys.readouterr().err
+    assert "LlamaForCausalLM, cannot have model.activation='gelu'" in capsys.readouterr().err
 
 
 def test_model_with_another_head_gets_another_architecture(tmp_path):

@@ -99,13 +99,18 @@ def test_config_is_created_if_there_is_none_to_keep(name, tmp_path):
     for file in (tmp_path / "ours" / "hf").iterdir():
         file.unlink()
     to_hf.convert(tmp_path / "ours", tmp_path / "back")
-    assert_same_bits(all_tensors(tmp_path / "back"), all_tensors(tmp_path / "theirs"))
+    if name not in cases.WRITTEN_AS_LLAMA:
+        assert_same_bits(all_tensors(tmp_path / "back"), all_tensors(tmp_path / "theirs"))
     model, complaints = read_back(tmp_path / "back")
     # Without a config to keep, MAE's encoder becomes a ViT, and transformers misses its pooler.
     assert complaints == [] or name in (*cases.UNTIED_T5, "mae_base")
     with torch.no_grad():
         found = comparison.their_outputs(model, name)
-        assert torch.equal(found, comparison.their_outputs(cases.make(name), name))
+        expected = comparison.their_outputs(cases.make(name), name)
+    if name in cases.WRITTEN_AS_LLAMA:  # whose products have other shapes
+        torch.testing.assert_close(found, expected)
+    else:
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.thorough(but=["gpt2-dtype0", "gpt2-dtype1"])

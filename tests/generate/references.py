@@ -74,6 +74,13 @@ MODELS: dict[str, Any] = {
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA)),
     "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_QWEN2)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=10)),
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA)),
+    "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA, residual_multiplier=0.5)),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_LLAMA, pad_token_id=PAD)),
+    "glm4": lambda: hf.Glm4ForCausalLM(
+        hf.Glm4Config(**_LLAMA | {"head_dim": 12}, pad_token_id=PAD)
+    ),
+    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA, pad_token_id=PAD)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
 }
 

@@ -1,4 +1,4 @@
-"""Sequences that are split over devices: losses and parameters equal one device's.
+"""Sequences that are split over devices, and variants of blocks, equal one device's training.
 
 Combinations are drawn from: text models × ways to split sequences × what else divides the devices ×
 what a token sees.
@@ -114,6 +114,42 @@ def check(model: str, rows: tuple[str, ...], mesh: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(("model", "rows", "split", "companion"), CASES)
 def test_training_equals_one_device(model, rows, split, companion):
     check(model, ROWS[model][rows], (*SPLITS[split], *COMPANIONS[companion]))
+
+
+#: Variants of the block that published models have, by one of these models.
+VARIANTS = {
+    "OLMo 2": ("model.norms=after", "model.qk_norm=true", "model.qk_norm_over_heads=true"),
+    "GLM-4": (
+        "model.norms=around",
+        "model.head_dim=8",
+        "model.rotary_fraction=0.5",
+        "model.rotary_pairs=neighbours",
+    ),
+    "Granite": (
+        "model.embedding_scale=3.0",
+        "model.attention_scale=0.2",
+        "model.residual_scale=0.5",
+        "model.logit_scale=0.5",
+    ),
+    "Command-R": ("model.norms=parallel", "model.norm=layer_no_bias", "model.tie_embeddings=true"),
+    "Nemotron": ("model.norm=layer_1p", "model.activation=relu2", "model.is_gated=false"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        measured.MESHES["2×2×2"],
+        ("mesh.context=2", "mesh.ulysses=1", "mesh.model=2"),
+        ("mesh.context=2", "mesh.ulysses=2", "memory.zero_stage=3"),
+    ],
+    ids=["2x2x2", "ring of 2, model=2", "heads over 2, ZeRO 3"],
+)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_a_block_equal_one_device(variant, mesh):
+    check("LLaMA", VARIANTS[variant], mesh)
 
 
 IMAGES = {

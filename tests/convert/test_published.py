@@ -1,0 +1,42 @@
+"""Published configs of models are understood, all keys of them."""
+
+import pytest
+import transformers
+
+from convert.keys import read
+from convert.registry import find
+from tests.convert.published import CONFIGS
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_published_config_gives_the_sizes_of_transformers(name):
+    hf = CONFIGS[name]
+    architecture = find(hf)
+    fields = read(hf, architecture.keys, harmless=architecture.harmless) | architecture.fields
+    ours = architecture.model_class.Config(**fields)
+    theirs = getattr(transformers, f"{hf['architectures'][0].removesuffix('ForCausalLM')}Config")
+    theirs = theirs(**hf)
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    rope = theirs.rope_parameters
+    assert ours.rope_theta == rope["rope_theta"]
+    assert ours.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert ours.head_dim == size
+
+
+def test_keys_without_effect_are_ignored_with_one_line(caplog):
+    hf = {**CONFIGS["microsoft/phi-4"], "unsloth_version": "2025.1", "max_sequence_length": 4096}
+    architecture = find(hf)
+    with caplog.at_level("INFO"):
+        read(hf, architecture.keys, harmless=architecture.harmless)
+    (line,) = caplog.messages
+    assert line.endswith("no effect and are ignored: unsloth_version, max_sequence_length")
+
+
+def test_keys_that_could_have_an_effect_are_refused():
+    hf = {**CONFIGS["microsoft/phi-4"], "attention_sink": 4}
+    architecture = find(hf)
+    with pytest.raises(ValueError, match="config.json has attention_sink=4, which is not"):
+        read(hf, architecture.keys, harmless=architecture.harmless)

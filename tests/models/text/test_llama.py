@@ -1,0 +1,35 @@
+"""Settings of the LLaMA family that do not fit together are refused."""
+
+import pytest
+
+from models.text.llama import LlamaConfig
+
+SIZES = {
+    "vocab_size": 64,
+    "max_positions": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "embed_dim": 24,
+    "mlp_dim": 48,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norms": "behind"}, "model.norms='behind' is unknown; choose before, after, around"),
+        ({"norm": "batch"}, "model.norm='batch' is unknown; choose rms, rms_1p, layer"),
+        ({"rotary_pairs": "all"}, "model.rotary_pairs='all' is unknown; choose halves, neighbours"),
+        ({"rotary_fraction": 0.0}, "model.rotary_fraction=0.0 must be more than 0 and at most 1"),
+        ({"rotary_fraction": 0.5}, "model.rotary_fraction=0.5 of model.head_dim=6 is 3 features"),
+        ({"qk_norm_over_heads": True}, "model.qk_norm_over_heads=True needs model.qk_norm=True"),
+        ({"activation": "sine"}, "model.activation='sine' is unknown; choose relu, relu2"),
+        ({"num_kv_heads": 3}, "model.num_kv_heads=3 must divide model.num_heads=4"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError) as caught:
+        LlamaConfig(**SIZES | changes)
+    assert str(caught.value).startswith(message)
