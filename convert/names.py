@@ -11,6 +11,7 @@ stack of L layers is one parameter in Taibai but L tensors in the files:
 """
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 
 from checkpoint.lazy import Index, LazyArray, blocks
 from data.checks import first_names
+from models.stack import number_in_period
 
 #: How the shape of a tensor (left) becomes the shape of a parameter (right):
 #: linear: [prod(outputs), prod(inputs)] -> [*inputs, *outputs];
@@ -164,36 +166,43 @@ def tensor_mappings(
 
     Args:
         rows: rows of the architecture. If two rows have the same parameter, the first one that
-            applies is used. Rows of parameters that are not in `shapes` are ignored.
+            applies is used. Rows of parameters that are not in `shapes` are ignored. The blocks of
+            a `models.stack.Period` have the rows of a stack without periods.
         shapes: path of a parameter -> its shape, with a leading layers axis in stacks.
         vocab_size: vocabulary size without padding, which is the number of rows of vocabulary
             tensors; None if the model has no vocabulary.
     """
+    # path without the number of a block in its period -> paths with it, in order
+    paths: dict[str, list[str]] = {}
+    for path in sorted(shapes, key=_number_in_period):
+        paths.setdefault(_PERIOD_BLOCK.sub("", path), []).append(path)
     by_ours: dict[str, Row] = {}
     for row in rows:
-        if row.ours in shapes and row.without not in shapes:
+        if row.ours in paths and row.without not in paths:
             by_ours.setdefault(row.ours, row)
-    assert by_ours.keys() == shapes.keys(), shapes.keys() ^ by_ours.keys()
-    used = list(by_ours.values())
-    names = {row.theirs for row in used}
+    assert by_ours.keys() == paths.keys(), paths.keys() ^ by_ours.keys()
+    names = {row.theirs for row in by_ours.values()}
     mappings: list[TensorMapping] = []
     # (name, first layer, part) -> the number of layers mapped so far. With it, the numbers of a
     # second stack of the same name continue after the first stack.
     num_mapped: dict[tuple[str, int, int], int] = {}
-    for row in used:
-        shape = shapes[row.ours]
+    for row in by_ours.values():
+        in_period = paths[row.ours]
+        shape = shapes[in_period[0]]
         is_stacked = "{layer}" in row.theirs
         name = row.theirs, row.first, row.part
         start = num_mapped.get(name, 0)
         layers = range(shape[0]) if is_stacked else (None,)
-        for layer in layers:
-            number = 0 if layer is None else row.first + row.step * (start + layer)
+        for layer, (place, path) in itertools.product(layers, enumerate(in_period)):
+            number = 0
+            if layer is not None:
+                number = row.first + row.step * (start + layer * len(in_period) + place)
             tied = (name.format(layer=number) for name in row.tied)
             mappings.append(
                 TensorMapping(
                     theirs=row.theirs.format(layer=number),
                     tied=tuple(name for name in tied if name not in names),
-                    ours=row.ours,
+                    ours=path,
                     layer=layer,
                     shape=shape[1:] if is_stacked else shape,
                     kind=row.kind or _KIND_BY_NAME.get(row.ours.rpartition(".")[2], "same"),
@@ -202,8 +211,16 @@ def tensor_mappings(
                     part=row.part,
                 )
             )
-        num_mapped[name] = start + len(layers)
+        num_mapped[name] = start + len(layers) * len(in_period)
     return _with_rows(mappings)
+
+
+#: Part of the path of a parameter that belongs to a block of a period.
+_PERIOD_BLOCK = re.compile(r"(?<=\.layers\.)block_\d+\.")
+
+
+def _number_in_period(path: str) -> int:
+    return number_in_period(path.split("."))
 
 
 def _with_rows(mappings: Sequence[TensorMapping]) -> list[TensorMapping]:

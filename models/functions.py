@@ -38,7 +38,9 @@ class ModelFunctions:
     head: Callable[[Tree, Tree, Tree], tuple[Sums, Sums, dict]]
     # (non_stack, x [B, T, D]) -> logits [B, T, V]; None: the model cannot generate text.
     logits: Callable[[Tree, jax.Array], jax.Array] | None
-    num_layers: Mapping[str, int]  # number of layers per stack, in the order in which stacks run
+    # number of blocks per stack, in the order in which stacks run; and of layers per block
+    num_layers: Mapping[str, int]
+    layers_per_block: Mapping[str, int]
     # (non_stack, x [B, T, D]) -> the two factors of the logits; see models/stack.py
     outputs: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]] | None
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
@@ -127,9 +129,9 @@ def functions_of(
     policy = None if remat is None else checkpoint_policy(remat, offload)
     for key, stack in stacks.items():
         blocks[key] = block_function(
-            nnx.split(stack.layers)[0], policy, first_layer=first_layer, in_float8=in_float8
+            stack.layers, policy, first_layer=first_layer, in_float8=in_float8
         )
-        first_layer += stack.num_layers
+        first_layer += stack.num_layers * stack.layers_per_block
 
     def method(name: str) -> Callable:
         """Return `f(non_stack_params, *args)`, which calls a method of the model."""
@@ -151,6 +153,7 @@ def functions_of(
         logits=method("logits") if hasattr(model, "logits") else None,
         outputs=method("outputs") if hasattr(model, "outputs") else None,
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
+        layers_per_block={key: stack.layers_per_block for key, stack in stacks.items()},
         float8_kernels={
             key: tuple((*path, "kernel") for path in float8_linears(stack.layers))
             if in_float8

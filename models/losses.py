@@ -44,6 +44,14 @@ def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
     return jnp.log(total) + largest - sum_over("vocab", target_logit)
 
 
+def soft_capped(x: jax.Array, softcap: float | None) -> jax.Array:
+    """Return softcap · tanh(x / softcap), which is between -softcap and softcap; None: `x`.
+
+    Source: Bello et al. 2016 (arXiv:1611.09940), section 5; Gemma Team 2024 (arXiv:2408.00118).
+    """
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)
+
+
 def make_token_loss(name: str) -> TokenLoss:
     """Return the per-token loss function with a given name.
 
@@ -72,6 +80,7 @@ def chunked_vocab_loss(
     *,
     vocab_size: int,
     bias_V: jax.Array | None = None,
+    softcap: float | None = None,
     token_loss: TokenLoss = cross_entropy,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
@@ -90,6 +99,7 @@ def chunked_vocab_loss(
         weights_N: float32; tokens with weight 0 are ignored. Weights receive no gradient.
         vocab_size: number of entries of the vocab, without padding.
         bias_V: added to the logits; this stage's part of it if the table is a part.
+        softcap: as for `soft_capped`, of the logits.
         token_loss: function (logits float[C, V], targets int32[C]) -> losses float[C].
         chunk_tokens: number of tokens whose logits exist at the same time. None chooses it by
             platform. Chunks are smaller on a CPU, where new memory is expensive, than on an
@@ -108,7 +118,11 @@ def chunked_vocab_loss(
     chunks = _cutter(x_ND.shape[0], chunk_tokens)
     output = (table_VD, bias_V)
     return _sum_over_chunks(
-        (vocab_size, token_loss), chunks(x_ND), output, chunks(targets_N), chunks(weights_N)
+        (vocab_size, softcap, token_loss),
+        chunks(x_ND),
+        output,
+        chunks(targets_N),
+        chunks(weights_N),
     )
 
 
@@ -118,6 +132,7 @@ def chunked_token_losses(
     targets_N: jax.Array,
     *,
     vocab_size: int,
+    softcap: float | None = None,
     chunk_tokens: int | None = None,
 ) -> jax.Array:
     """Return the cross-entropy of every token, float32[N] or wider. It has no gradient.
@@ -127,13 +142,15 @@ def chunked_token_losses(
         table_VD: as for `chunked_vocab_loss`.
         targets_N: as for `chunked_vocab_loss`.
         vocab_size: as for `chunked_vocab_loss`.
+        softcap: as for `chunked_vocab_loss`.
         chunk_tokens: as for `chunked_vocab_loss`.
     """
     output = (jax.lax.stop_gradient(table_VD), None)
 
     def losses(_, chunk):
         x_CD, targets_C = chunk
-        return None, cross_entropy(_without_padding(_logits(x_CD, output), vocab_size), targets_C)
+        logits_CV = soft_capped(_logits(x_CD, output), softcap)
+        return None, cross_entropy(_without_padding(logits_CV, vocab_size), targets_C)
 
     chunks = _cutter(x_ND.shape[0], chunk_tokens)
     each = (chunks(jax.lax.stop_gradient(x_ND)), chunks(targets_N))
@@ -175,8 +192,9 @@ def _without_padding(logits_CV, vocab_size):
 
 
 def _logits_loss(spec, logits_CV, targets_C, weights_C):
-    vocab_size, token_loss = spec
-    losses_C = token_loss(_without_padding(logits_CV, vocab_size), targets_C)
+    vocab_size, softcap, token_loss = spec
+    logits_CV = _without_padding(soft_capped(logits_CV, softcap), vocab_size)
+    losses_C = token_loss(logits_CV, targets_C)
     return jnp.sum(losses_C * weights_C.astype(logits_CV.dtype))
 
 

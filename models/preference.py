@@ -76,22 +76,28 @@ def with_preference(
             f"model.loss={loss!r} is not used with data.objective='preference', which compares "
             "log-probabilities; set model.loss='cross_entropy'"
         )
-    vocab_size = model.config.vocab_size
+    softcap = getattr(model, "logit_softcap", None)
+    options = {"vocab_size": model.config.vocab_size, "softcap": softcap}
 
     def head(non_stack_params: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, dict]:
         logit_factors = outputs(non_stack_params, x)
-        return preference_loss(*logit_factors, batch, vocab_size=vocab_size, config=config)
+        return preference_loss(*logit_factors, batch, config=config, **options)
 
     def reference(non_stack_params: Tree, x: Tree, batch: Tree) -> dict[str, jax.Array]:
         logit_factors = outputs(non_stack_params, x)
-        log_probs = answer_log_probs(*logit_factors, batch, vocab_size=vocab_size)
+        log_probs = answer_log_probs(*logit_factors, batch, **options)
         return {REFERENCE_LOG_PROBS: log_probs}
 
     return dataclasses.replace(functions, head=head, reference=reference)
 
 
 def answer_log_probs(
-    x_BTD: jax.Array, table_VD: jax.Array, batch: dict, *, vocab_size: int
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    batch: dict,
+    *,
+    vocab_size: int,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Return the log-probability of each answer, float32[B, P, 2] or wider, without a gradient.
 
@@ -102,6 +108,7 @@ def answer_log_probs(
             target belongs to, or 0; and `weights: float32[B, P]`. Pair p has the answers 2p + 1,
             which is chosen, and 2p + 2.
         vocab_size: number of entries of the vocab, without padding.
+        softcap: as for `models.losses.chunked_vocab_loss`.
     """
     batch_size, length = batch["targets"].shape
     losses = chunked_token_losses(
@@ -109,6 +116,7 @@ def answer_log_probs(
         table_VD,
         batch["targets"].reshape(-1),
         vocab_size=vocab_size,
+        softcap=softcap,
     )
     num_pairs = batch["weights"].shape[1]
     numbers = 1 + jnp.arange(2 * num_pairs, dtype=batch["answers"].dtype)
@@ -127,6 +135,7 @@ def preference_loss(
     *,
     vocab_size: int,
     config: PreferenceConfig,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, dict]:
     """Return (sum of the weighted losses of pairs, sum of weights, sums of the METRICS).
 
@@ -136,8 +145,10 @@ def preference_loss(
         batch: as for `answer_log_probs`, with `reference_log_probs: float32[B, P, 2]`.
         vocab_size: as for `answer_log_probs`.
         config: loss.
+        softcap: as for `answer_log_probs`.
     """
-    log_probs = answer_log_probs(x_BTD, table_VD, batch, vocab_size=vocab_size)
+    options = {"vocab_size": vocab_size, "softcap": softcap}
+    log_probs = answer_log_probs(x_BTD, table_VD, batch, **options)
     rewards = config.beta * (log_probs - batch[REFERENCE_LOG_PROBS])
     margins_BP = rewards[..., 0] - rewards[..., 1]
     weights_BP = batch["weights"].astype(margins_BP.dtype)
@@ -162,7 +173,7 @@ def preference_loss(
         table_VD,
         batch["targets"].reshape(-1),
         token_weights_BT.reshape(-1),
-        vocab_size=vocab_size,
+        **options,
     )
     total += with_gradient - jax.lax.stop_gradient(with_gradient)
 

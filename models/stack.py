@@ -52,7 +52,8 @@ A class can declare further properties:
   the teacher's parameters and without dropout, and `teach` receives their output instead of `head`.
   `head` then finds the arrays that `teach` returned in its batch.
 - `outputs(x) -> (activations, output embedding)`: the two factors of the logits, for
-  `data.objective=preference`; the model's `config` then has a `vocab_size`.
+  `data.objective=preference`; the model's `config` then has a `vocab_size`. `logit_softcap`, if
+  the class has it, is the soft cap of the logits.
 - `sees_whole_batch = True`: `head` or `teach` compares examples of the whole batch with each other,
   using sharding/logical.py. Such a batch is a single microbatch.
 - `objectives = ("causal_lm",)`: the model only supports these values of `data.objective`.
@@ -62,8 +63,10 @@ A class can declare further properties:
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,7 +74,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import MAX_LAYERS
-from models.layers.basic import use_float8
+from models.layers.basic import float8_linears, use_float8
 from models.layers.lora import use_dropout
 from sharding.logical import constrain_residual
 
@@ -130,12 +133,81 @@ def layer_numbers(num_layers: int) -> jax.Array:
     return jnp.arange(num_layers, dtype=jnp.int32) if numbers is None else numbers
 
 
+MakeBlock = Callable[[nnx.Rngs], nnx.Module]
+
+
+class Period(nnx.Module):
+    """Blocks of several kinds, one after another, which together are one block of a stack.
+
+    The layers of a model that repeats a pattern, such as five layers with a sliding window and one
+    without, are a stack of such periods: `block_0`, `block_1`, ... Each of these blocks is a layer:
+    it has a number of its own, and saves its own values for the backward pass.
+    """
+
+    def __init__(self, make_blocks: Sequence[MakeBlock], rngs: nnx.Rngs):
+        self.names = tuple(f"block_{number}" for number in range(len(make_blocks)))
+        for name, make in zip(self.names, make_blocks, strict=True):
+            setattr(self, name, make(rngs))
+
+    @property
+    def can_split_tokens(self) -> bool:
+        """Whether the tokens may be split between all of the blocks."""
+        return all(can_split_tokens(getattr(self, name)) for name in self.names)
+
+
+def periods(
+    types: Sequence[str],
+) -> tuple[tuple[Sequence[str], int], tuple[Sequence[str], int] | None]:
+    """Divide the layers of a model into one stack of periods, or two if that makes shorter periods.
+
+    Args:
+        types: type of each layer.
+
+    Returns:
+        For each stack, the types of the layers of a period, and the number of periods; None instead
+        of a second stack. For `wwwfwwwfw` they are `wwwf` twice and `w` once.
+    """
+
+    def period(types: Sequence[str]) -> tuple[Sequence[str], int]:
+        size = len(types)
+        lengths = (n for n in range(1, size + 1) if size % n == 0)
+        length = next(n for n in lengths if types[n:] == types[:-n])
+        return types[:length], size // length
+
+    whole = period(types)
+    if len(whole[0]) == 1:
+        return whole, None
+    cuts = [(period(types[:cut]), period(types[cut:])) for cut in range(1, len(types))]
+    first, second = min(cuts, key=lambda two: (len(two[0][0]) + len(two[1][0]), -two[0][1]))
+    is_shorter = len(first[0]) + len(second[0]) < len(whole[0])
+    return (first, second) if is_shorter else (whole, None)
+
+
+def number_in_period(path: Sequence[str]) -> int:
+    """Return the number, in its period, of the block that a parameter belongs to; 0 without one.
+
+    Args:
+        path: keys of the parameter in the tree of all parameters.
+    """
+    names = [name for name in path if re.fullmatch(r"block_\d+", name)]
+    return int(names[0].removeprefix("block_")) if names else 0
+
+
 class Stack(nnx.Module):
-    """`num_layers` identical blocks whose parameters are stacked on a leading `layers` axis."""
+    """`num_layers` identical blocks whose parameters are stacked on a leading `layers` axis.
+
+    Args:
+        make_block: returns a block; or several functions that return the blocks of a `Period`.
+        num_layers: number of blocks or periods.
+        rngs: random keys for the initialization.
+    """
 
     def __init__(
-        self, make_block: Callable[[nnx.Rngs], nnx.Module], num_layers: int, *, rngs: nnx.Rngs
+        self, make_block: MakeBlock | Sequence[MakeBlock], num_layers: int, *, rngs: nnx.Rngs
     ):
+        if not callable(make_block):
+            several = [*make_block]
+            make_block = several[0] if len(several) == 1 else partial(Period, several)
         if num_layers > MAX_LAYERS:
             raise ValueError(
                 f"the model has a stack of {num_layers} layers, but at most {MAX_LAYERS} are "
@@ -155,10 +227,15 @@ class Stack(nnx.Module):
         self.layers = make_layers(rngs)
         self.num_layers = num_layers
 
+    @property
+    def layers_per_block(self) -> int:
+        """Number of layers of a block: 1, or those of a `Period`."""
+        return len(self.layers.names) if isinstance(self.layers, Period) else 1
+
     def __call__(self, x: Any, batch: Tree) -> Any:
         """Apply all blocks to `x`."""
-        graph, layers = nnx.split(self.layers)
-        return run_layers(block_function(graph, None, first_layer=0), layers, x, batch)
+        block = block_function(self.layers, None, first_layer=0)
+        return run_layers(block, nnx.split(self.layers)[1], x, batch)
 
 
 def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:
@@ -237,19 +314,58 @@ def split_over_mesh(x: Tree, unchanged: Tree = None) -> Tree:
 
 
 def block_function(
-    graph, policy: Callable | None, *, first_layer: int, in_float8: bool = False
+    blocks: nnx.Module, policy: Callable | None, *, first_layer: int, in_float8: bool = False
 ) -> Callable:
-    """Return `block(params, x, microbatch, number, scaling=None)`, one layer of a stack.
+    """Return `block(params, x, microbatch, number, scaling=None)`, one block of a stack.
 
-    `number` is the layer's number within the stack, int32[], from 0. `scaling` has the scales of
-    the layer's products in float8; None: current scaling.
+    `number` is the block's number within the stack, int32[], from 0. `scaling` has the scales of
+    the block's products in float8; None: current scaling.
 
     Args:
-        graph: graph definition of the block.
+        blocks: any block of the stack, or all of them, stacked.
         policy: policy for `jax.checkpoint`; None saves everything that the backward pass reads.
         first_layer: number of the stack's first layer, counted from 0 over all stacks. Layer n of
             all stacks folds 1 + n into the dropout keys, so no two layers draw the same masks.
         in_float8: whether the linear layers compute in float8; see models/layers/float8.py.
+    """
+    if not isinstance(blocks, Period):
+        return _layer_function(
+            nnx.split(blocks)[0], policy, first_layer=first_layer, in_float8=in_float8
+        )
+    names = blocks.names
+    linears = [path[0] for path in float8_linears(blocks)]
+    functions = [
+        _layer_function(
+            nnx.split(getattr(blocks, name))[0],
+            policy,
+            first_layer=first_layer + place,
+            in_float8=in_float8,
+        )
+        for place, name in enumerate(names)
+    ]
+
+    def period(params, x, microbatch, number, scaling=None):
+        for name, function in zip(names, functions, strict=True):
+            of_block = scaling
+            if scaling is not None:
+                start = linears.index(name)
+                of_block = scaling[start : start + linears.count(name)]
+            x = function(params[name], x, microbatch, len(names) * number, of_block)
+        return x
+
+    return period
+
+
+def _layer_function(
+    graph, policy: Callable | None, *, first_layer: int, in_float8: bool
+) -> Callable:
+    """Return the function of one layer; arguments as for `block_function`.
+
+    Args:
+        graph: graph definition of the layer.
+        policy: as there.
+        first_layer: number of the layer for `number` 0.
+        in_float8: as there.
     """
 
     def block(params, x, microbatch, number, scaling=None):

@@ -1,271 +1,38 @@
-"""Keys and weight names of LLaMA and its descendants, each by what differs from LLaMA."""
+"""LLaMA and its descendants, each by what differs from LLaMA."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
 
 from convert.architecture import Architecture
-from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
-from convert.names import Row
-from convert.names import norm as norm_rows
+from convert.families.llama_tables import (
+    ATTENTION_BIAS,
+    GEMMA_KEYS,
+    KEYS,
+    NORMS_AFTER,
+    NORMS_AROUND,
+    NORMS_BEFORE,
+    QWEN_WINDOW,
+    SILU,
+    UNTIED,
+    WITHOUT_POSITIONS,
+    full_every,
+    heads,
+    rope,
+    rope_by_type,
+    rows_of,
+    sizes,
+    window,
+    windows,
+)
+from convert.keys import ACTIVATIONS, Key, Keys, Only
 from models.text.llama import Llama
-from untrusted.schema import check
-
-_THEIRS = "model.layers.{layer}"
-
-
-#: Norm of a block -> its name in the files, for norms before the branches and after them.
-_NORMS_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_NORMS_AFTER = {
-    "attention_norm_2": "post_attention_layernorm",
-    "mlp_norm_2": "post_feedforward_layernorm",
-}
-
-
-#: The linear layers that some files store as one.
-_FUSED = {
-    "attention": ("self_attn.qkv_proj", "qkv"),
-    "mlp": ("mlp.gate_up_proj", ("gate", "up")),
-}
-
-
-def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
-    """Return the rows of linear layers that are stored as one.
-
-    Args:
-        ours: path of the blocks.
-        *branches: keys of _FUSED.
-    """
-    return tuple(
-        Row(f"{ours}.{branch}.{x}.{word}", f"{_THEIRS}.{theirs}.{suffix}", part=part)
-        for branch in branches
-        for theirs, layers in [_FUSED[branch]]
-        for part, x in enumerate(layers)
-        for word, suffix in (("kernel", "weight"), ("bias", "bias"))
-    )
-
-
-def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tuple[Row, ...]:
-    attention = f"{ours}.attention"
-    return (
-        *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
-        *(
-            Row(f"{ours}.{norm}.{word}", f"{_THEIRS}.{theirs}.{suffix}")
-            for norm, theirs in norms.items()
-            for word, suffix in (("scale", "weight"), ("bias", "bias"))
-            if word == "scale" or not norm.endswith("_2")  # these are RMS norms in all families
-        ),
-        *(
-            Row(f"{attention}.{x}.{word}", f"{_THEIRS}.self_attn.{x}_proj.{suffix}")
-            for x in "qkv"
-            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
-        ),
-        Row(f"{attention}.q_norm.scale", f"{_THEIRS}.self_attn.q_norm.weight"),
-        Row(f"{attention}.k_norm.scale", f"{_THEIRS}.self_attn.k_norm.weight"),
-        Row(f"{attention}.out.kernel", f"{_THEIRS}.self_attn.o_proj.weight", num_inputs=2),
-        Row(f"{attention}.out.bias", f"{_THEIRS}.self_attn.o_proj.bias"),
-        *(
-            Row(f"{ours}.mlp.{x}.{word}", f"{_THEIRS}.mlp.{x}_proj.{suffix}")
-            for x in ("gate", "up", "down")
-            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
-        ),
-    )
-
-
-def _rows(norms: Mapping[str, str], fused: Sequence[str] = ()) -> tuple[Row, ...]:
-    """Return the rows of a model.
-
-    Args:
-        norms: norm of a block -> its name in the files.
-        fused: keys of _FUSED.
-    """
-    return (
-        Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-        *_block_rows("decoder.layers", norms, fused),
-        *_block_rows("windowed_decoder.layers", norms, fused),
-        *norm_rows("final_norm", "model.norm"),
-        Row("output_embedding", "lm_head.weight", "vocab"),
-    )
-
-
-def _heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
-    """Return the keys with the number of kv heads and the size of heads.
-
-    Args:
-        num_kv_heads: number of kv heads if the key is absent; None for the number of heads.
-        head_dim: size of a head if the key is absent; None for hidden_size / heads.
-    """
-
-    def read(hf: Config) -> dict[str, Any]:
-        heads = hf["num_attention_heads"]
-        kv_heads = hf.get("num_key_value_heads", num_kv_heads)
-        size = hf.get("head_dim", head_dim)
-        return {
-            "num_kv_heads": heads if kv_heads is None else kv_heads,
-            "head_dim": hf["hidden_size"] // heads if size is None else size,
-        }
-
-    def write(fields: Config) -> dict[str, Any]:
-        return {"num_key_value_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"]}
-
-    return Keys(("num_key_value_heads", "head_dim"), read, write)
-
-
-def _read_rope(hf: Config, *, rope_theta: float, rotary_fraction: float | None) -> dict[str, Any]:
-    """Read the keys about rotary positions.
-
-    Args:
-        rope_theta: base of the wavelengths if the key is absent.
-        rotary_fraction: share of a head's features that are rotated if the key is absent; None:
-            only models that rotate all features.
-    """
-    for name in ("rope_scaling", "rope_parameters"):
-        check(hf.get(name), dict[str, Any] | None, f"config.json: {name}")
-    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
-    if any(isinstance(value, dict) for value in scaling.values()):
-        raise ValueError(
-            f"config.json has rope_parameters={scaling}, which must be the same for all layers"
-        )
-    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), rope_theta)
-    rotated = _first(
-        scaling.pop("partial_rotary_factor", None),
-        hf.get("partial_rotary_factor"),
-        rotary_fraction,
-        1.0,
-    )
-    if rotary_fraction is None and rotated != 1.0:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={rotated}, which is not supported; it must be "
-            "1, that is, all features of a head are rotated"
-        )
-    old_name = scaling.pop("type", "default")
-    kind = scaling.setdefault("rope_type", old_name)
-    if kind == "su":  # the first name of longrope, in Phi-3's files
-        kind = scaling["rope_type"] = "longrope"
-    fields = {"rope_theta": float(theta), "rotary_fraction": float(rotated)}
-    if kind == "default":
-        return {**fields, "rope_scaling": None}
-    key = "original_max_position_embeddings"
-    if kind in ("llama3", "yarn", "longrope"):
-        scaling[key] = hf.get(key) or scaling.get(key) or hf["max_position_embeddings"]
-    elif kind == "dynamic":
-        scaling.pop(key, None)
-    scaling = {name: value for name, value in scaling.items() if value is not None}
-    return {**fields, "rope_scaling": scaling}
-
-
-def _first(*values: Any) -> Any:
-    """Return the first value that is not None; 0 is a value, which the model refuses."""
-    return next(value for value in values if value is not None)
-
-
-def _write_rope(fields: Config) -> dict[str, Any]:
-    scaling = fields["rope_scaling"]
-    return {
-        "rope_theta": fields["rope_theta"],
-        "rope_scaling": None if scaling is None else dict(scaling),
-        "partial_rotary_factor": fields["rotary_fraction"],
-    }
-
-
-def _rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> Keys:
-    names = (
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "partial_rotary_factor",
-        "original_max_position_embeddings",
-    )
-    read = partial(_read_rope, rope_theta=rope_theta, rotary_fraction=rotary_fraction)
-    return Keys(names, read, _write_rope)
-
-
-def _sizes(init_stddev: float = 0.02) -> tuple[Key, ...]:
-    return (
-        Key("vocab_size", "vocab_size"),
-        Key("max_position_embeddings", "max_positions"),
-        Key("num_hidden_layers", "num_layers"),
-        Key("num_attention_heads", "num_heads"),
-        Key("hidden_size", "embed_dim"),
-        Key("intermediate_size", "mlp_dim"),
-        Key("initializer_range", "init_stddev", init_stddev),
-    )
-
-
-_UNTIED = Key("tie_word_embeddings", "tie_embeddings", False)
-_SILU = Only("hidden_act", ("silu", "swish"))
-_KEYS = (*_sizes(), _rope(), _UNTIED, _SILU, Key("rms_norm_eps", "rms_norm_epsilon", 1e-6))
-
-_ATTENTION_BIAS = Keys(
-    ("attention_bias",),
-    lambda hf: {name: bool(hf.get("attention_bias")) for name in ("qkv_bias", "out_bias")},
-    lambda fields: {"attention_bias": fields["qkv_bias"]},
-)
-
-
-def _window(default: int | None) -> Keys:
-    """Return the key of a sliding window of all layers."""
-    return Keys(
-        ("sliding_window",),
-        lambda hf: {"sliding_window": hf.get("sliding_window", default), "first_windowed_layer": 0},
-        lambda fields: {"sliding_window": fields["sliding_window"]},
-    )
-
-
-def _read_qwen_window(hf: Config) -> dict[str, Any]:
-    """Read the sliding window, which applies to the last layers only.
-
-    The first layer with a window follows from `max_window_layers`, or from `layer_types` if that
-    list is given and differs.
-    """
-    layers = hf["num_hidden_layers"]
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window") else None
-    first = hf.get("max_window_layers")
-    num_full = min(28 if first is None else first, layers) if window else layers
-    types = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
-    layer_types = hf.get("layer_types") or types
-    if layer_types != types and window:
-        num_full = (
-            layer_types.index("sliding_attention") if "sliding_attention" in layer_types else layers
-        )
-        types = ["full_attention"] * num_full + ["sliding_attention"] * (layers - num_full)
-    if layer_types != types:
-        raise ValueError(
-            f"config.json has layer_types={layer_types} with sliding_window={window}, which is not "
-            "supported; all layers with a window must come after all layers without one"
-        )
-    if num_full == layers:
-        return {"sliding_window": None, "first_windowed_layer": 0}
-    return {"sliding_window": window, "first_windowed_layer": num_full}
-
-
-def _write_qwen_window(fields: Config) -> dict[str, Any]:
-    if fields["sliding_window"] is None:
-        return {"use_sliding_window": False, "sliding_window": None}
-    first = fields["first_windowed_layer"]
-    return {
-        "use_sliding_window": True,
-        "sliding_window": fields["sliding_window"],
-        "max_window_layers": first,
-        "layer_types": ["full_attention"] * first
-        + ["sliding_attention"] * (fields["num_layers"] - first),
-    }
-
-
-_QWEN_WINDOW = Keys(
-    ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-    _read_qwen_window,
-    _write_qwen_window,
-)
 
 _LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     model="llama",
     model_class=Llama,
-    keys=(*_KEYS, _heads(), _ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
-    rows=_rows(_NORMS_BEFORE),
+    keys=(*KEYS, heads(), ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
+    rows=rows_of(NORMS_BEFORE),
     prefix="model.",
     fields={"head": "lm"},
     is_generative=True,
@@ -277,24 +44,45 @@ _MISTRAL = dataclasses.replace(
     name="MistralForCausalLM",
     model_type="mistral",
     keys=(
-        *_KEYS,
-        _heads(num_kv_heads=8),
-        _window(4096),
+        *KEYS,
+        heads(num_kv_heads=8),
+        window(4096),
     ),
 )
 _QWEN2 = dataclasses.replace(
     _LLAMA,
     name="Qwen2ForCausalLM",
     model_type="qwen2",
-    keys=(*_KEYS, _heads(num_kv_heads=32), _QWEN_WINDOW),
+    keys=(*KEYS, heads(num_kv_heads=32), QWEN_WINDOW),
     fields={"head": "lm", "qkv_bias": True},
 )
 _QWEN3 = dataclasses.replace(
     _LLAMA,
     name="Qwen3ForCausalLM",
     model_type="qwen3",
-    keys=(*_KEYS, _heads(num_kv_heads=32, head_dim=128), _ATTENTION_BIAS, _QWEN_WINDOW),
+    keys=(*KEYS, heads(num_kv_heads=32, head_dim=128), ATTENTION_BIAS, QWEN_WINDOW),
     fields={"head": "lm", "qk_norm": True},
+)
+
+_MINISTRAL = dataclasses.replace(
+    _LLAMA,
+    name="MinistralForCausalLM",
+    model_type="ministral",
+    keys=(
+        *KEYS,
+        heads(num_kv_heads=8),
+        windows(
+            lambda hf: (
+                [
+                    "full_attention"
+                    if hf.get("sliding_window", 4096) is None
+                    else "sliding_attention"
+                ]
+                * hf["num_hidden_layers"]
+            ),
+            default=4096,
+        ),
+    ),
 )
 
 _OLMO2 = dataclasses.replace(
@@ -302,16 +90,31 @@ _OLMO2 = dataclasses.replace(
     name="Olmo2ForCausalLM",
     model_type="olmo2",
     keys=(
-        *_sizes(),
-        _rope(),
-        _UNTIED,
-        _SILU,
+        *sizes(),
+        rope(),
+        UNTIED,
+        SILU,
         Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
-        _heads(),
-        _ATTENTION_BIAS,
+        heads(),
+        ATTENTION_BIAS,
     ),
-    rows=_rows(_NORMS_AFTER),
+    rows=rows_of(NORMS_AFTER),
     fields={"head": "lm", "norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
+)
+_OLMO3 = dataclasses.replace(
+    _OLMO2,
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    keys=(
+        *sizes(),
+        rope_by_type(500000.0, None, "rope_window_theta"),
+        UNTIED,
+        SILU,
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
+        heads(),
+        ATTENTION_BIAS,
+        windows(full_every(4), default=4096),
+    ),
 )
 _GRANITE = dataclasses.replace(
     _LLAMA,
@@ -334,8 +137,8 @@ _SEED_OSS = dataclasses.replace(
     name="SeedOssForCausalLM",
     model_type="seed_oss",
     keys=(
-        *_KEYS,
-        _heads(num_kv_heads=8, head_dim=128),
+        *KEYS,
+        heads(num_kv_heads=8, head_dim=128),
         Key("attention_bias", "qkv_bias", True),
         Key("attention_out_bias", "out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
@@ -348,11 +151,11 @@ _NEMOTRON = dataclasses.replace(
     name="NemotronForCausalLM",
     model_type="nemotron",
     keys=(
-        *_sizes(init_stddev=0.0134),
-        _rope(rotary_fraction=0.5),
-        _heads(),
-        _ATTENTION_BIAS,
-        _UNTIED,
+        *sizes(init_stddev=0.0134),
+        rope(rotary_fraction=0.5),
+        heads(),
+        ATTENTION_BIAS,
+        UNTIED,
         Key("norm_eps", "rms_norm_epsilon", 1e-5),
         Key("mlp_bias", "mlp_bias", False),
         Key("hidden_act", "activation", "relu2", ACTIVATIONS),
@@ -364,13 +167,13 @@ _STABLELM = dataclasses.replace(
     name="StableLmForCausalLM",
     model_type="stablelm",
     keys=(
-        *_sizes(),
-        _rope(rotary_fraction=0.25),
-        _heads(),
-        _UNTIED,
+        *sizes(),
+        rope(rotary_fraction=0.25),
+        heads(),
+        UNTIED,
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("use_qkv_bias", "qkv_bias", False),
-        _SILU,
+        SILU,
         Only("qk_layernorm", (False,)),
         Only("use_parallel_residual", (False,)),
     ),
@@ -382,17 +185,17 @@ _COHERE = dataclasses.replace(
     name="CohereForCausalLM",
     model_type="cohere",
     keys=(
-        *_sizes(),
-        _rope(rope_theta=500000.0),
-        _heads(),
-        _ATTENTION_BIAS,
+        *sizes(),
+        rope(rope_theta=500000.0),
+        heads(),
+        ATTENTION_BIAS,
         Key("tie_word_embeddings", "tie_embeddings", True),
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("logit_scale", "logit_scale", 0.0625),
-        _SILU,
+        SILU,
         Only("use_qk_norm", (False,)),
     ),
-    rows=_rows({"attention_norm": "input_layernorm"}),
+    rows=rows_of({"attention_norm": "input_layernorm"}),
     fields={
         "head": "lm",
         "norm": "layer_no_bias",
@@ -401,21 +204,89 @@ _COHERE = dataclasses.replace(
     },
 )
 
+_COHERE2 = dataclasses.replace(
+    _COHERE,
+    name="Cohere2ForCausalLM",
+    model_type="cohere2",
+    keys=(
+        *(key for key in _COHERE.keys if key.names != ("use_qk_norm",)),
+        windows(
+            full_every(4, "sliding_window_pattern", "_sliding_window_pattern"),
+            default=4096,
+            full="no_positions",
+            further_names=("sliding_window_pattern", "_sliding_window_pattern"),
+        ),
+    ),
+)
+_SMOLLM3 = dataclasses.replace(
+    _LLAMA,
+    name="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    keys=(
+        *sizes(),
+        rope(rope_theta=2000000.0),
+        heads(num_kv_heads=4),
+        ATTENTION_BIAS,
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        SILU,
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
+        Key("mlp_bias", "mlp_bias", False),
+        Only("use_sliding_window", (False,)),
+        WITHOUT_POSITIONS,
+    ),
+    harmless=("attention_dropout", "sliding_window", "max_window_layers"),
+)
+
+_GEMMA2 = dataclasses.replace(
+    _LLAMA,
+    name="Gemma2ForCausalLM",
+    model_type="gemma2",
+    keys=(
+        *sizes(),
+        rope(),
+        *GEMMA_KEYS,
+        windows(full_every(2), default=4096),
+        Key("attn_logit_softcapping", "attention_softcap", 50.0),
+        Key("final_logit_softcapping", "logit_softcap", 30.0),
+    ),
+    rows=rows_of(NORMS_AROUND),
+    fields={"head": "lm", "norm": "rms_1p", "norms": "around"},
+    harmless=("attention_dropout", "cache_implementation"),
+)
+_GEMMA3 = dataclasses.replace(
+    _GEMMA2,
+    name="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    keys=(
+        *sizes(),
+        rope_by_type(1000000.0, 10000.0, "rope_local_base_freq"),
+        *GEMMA_KEYS,
+        windows(
+            full_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
+            default=4096,
+            further_names=("sliding_window_pattern", "_sliding_window_pattern"),
+        ),
+        Key("attn_logit_softcapping", "attention_softcap", None),
+        Key("final_logit_softcapping", "logit_softcap", None),
+    ),
+    fields={**_GEMMA2.fields, "qk_norm": True},
+)
+
 _PHI3 = dataclasses.replace(
     _LLAMA,
     name="Phi3ForCausalLM",
     model_type="phi3",
     keys=(
-        *_sizes(),
-        _rope(rotary_fraction=1.0),
-        _heads(),
-        _UNTIED,
+        *sizes(),
+        rope(rotary_fraction=1.0),
+        heads(),
+        UNTIED,
         Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
-        _SILU,
+        SILU,
         Only("attention_bias", (False,)),
-        _window(None),
+        window(None),
     ),
-    rows=_rows(_NORMS_BEFORE, ("attention", "mlp")),
+    rows=rows_of(NORMS_BEFORE, ("attention", "mlp")),
     harmless=("attention_dropout", "embd_pdrop", "resid_pdrop"),
 )
 _GLM4 = dataclasses.replace(
@@ -423,17 +294,17 @@ _GLM4 = dataclasses.replace(
     name="Glm4ForCausalLM",
     model_type="glm4",
     keys=(
-        *_sizes(),
-        _rope(rotary_fraction=0.5),
-        _heads(num_kv_heads=2, head_dim=128),
-        _UNTIED,
+        *sizes(),
+        rope(rotary_fraction=0.5),
+        heads(num_kv_heads=2, head_dim=128),
+        UNTIED,
         Key("rms_norm_eps", "rms_norm_epsilon", 0.00000015625),
         Key("attention_bias", "qkv_bias", True),
-        _SILU,
+        SILU,
     ),
-    rows=_rows(
+    rows=rows_of(
         {
-            **_NORMS_BEFORE,
+            **NORMS_BEFORE,
             "attention_norm_2": "post_self_attn_layernorm",
             "mlp_norm_2": "post_mlp_layernorm",
         },
@@ -448,21 +319,33 @@ _MODELS = (
     _MISTRAL,
     _QWEN2,
     _QWEN3,
+    _MINISTRAL,
     _OLMO2,
+    _OLMO3,
     _GRANITE,
     _SEED_OSS,
     _NEMOTRON,
     _STABLELM,
     _COHERE,
+    _COHERE2,
+    _SMOLLM3,
+    _GEMMA2,
+    _GEMMA3,
     _PHI3,
     _GLM4,
 )
+
+#: Names of the classes without a head, where they do not end in Model instead of ForCausalLM.
+_BASE_NAMES = {"Gemma3ForCausalLM": "Gemma3TextModel"}
 
 ARCHITECTURES = tuple(
     architecture
     for model in _MODELS
     for architecture in (
         model,
-        model.base(model.name.replace("ForCausalLM", "Model"), other_heads=(r"lm_head\.",)),
+        model.base(
+            _BASE_NAMES.get(model.name, model.name.replace("ForCausalLM", "Model")),
+            other_heads=(r"lm_head\.",),
+        ),
     )
 )

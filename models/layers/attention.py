@@ -4,14 +4,17 @@ The setting `model.attention` is `auto` or `plain`. From it and from the hardwar
 compiled for, `attend` selects the kernel:
 
     "cudnn"     GPUs       cuDNN's fused kernel (cudnn_attention.py)
-    "blocked"   CPUs       blocks of queries in jax.numpy (blocked_attention.py); also float64
+    "blocked"   CPUs       blocks of queries in jax.numpy (blocked_attention.py); also float64, and
+                           on all hardware what other kernels lack: soft-capped scores, and windows
+                           around a token
     "plain"     on demand  all scores at once (jax.nn.dot_product_attention); also on GPUs on which
                            cuDNN's kernel cannot run
 
 B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
 
 Source: Vaswani et al. 2017 (arXiv:1706.03762), section 3.2.1; grouped queries: Ainslie et al. 2023
-(arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
+(arXiv:2305.13245); sliding window: Beltagy et al. 2020 (arXiv:2004.05150), section 3.1; soft caps:
+Gemma Team 2024 (arXiv:2408.00118), section 2; sinks: OpenAI 2025 (arXiv:2508.10925), section 2.2.
 """
 
 import contextlib
@@ -37,12 +40,21 @@ from sharding.ops.heads import (
     over_heads,
     tokens_for_heads,
 )
-from sharding.ops.sequence import SequenceSplit, split_here
+from sharding.ops.sequence import WHOLE, SequenceSplit, split_here
 
 Kernel = Literal["cudnn", "blocked", "plain"]
 
-#: The kernels that can attend to a block of the keys of a ring.
-_BLOCKED = BlockKernel(forward=blocked_attention.forward, backward=blocked_attention.backward)
+
+@functools.cache
+def _blocked(softcap: float | None) -> BlockKernel:
+    """Return the blocked kernel for a block of the keys of a ring."""
+    return BlockKernel(
+        forward=functools.partial(blocked_attention.forward, softcap=softcap),
+        backward=functools.partial(blocked_attention.backward, softcap=softcap),
+    )
+
+
+#: Whether documents are packed -> cuDNN's kernel for a block of the keys of a ring.
 _CUDNN = {
     can_pack: BlockKernel(
         forward=functools.partial(cudnn_attention.forward, can_pack=can_pack),
@@ -142,6 +154,8 @@ def attend(
     segments: Segments | None = None,
     bias: jax.Array | RelativeBias | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
@@ -155,19 +169,16 @@ def attend(
         k_BSKH: keys, of the same dtype; K divides N, and head n uses key-value head n // G.
         v_BSKH: values, of the same dtype.
         is_causal: whether position t only sees positions 0..t.
-        window: if given, position t only sees the last `window` of these positions, including
-            itself.
+        window: if given, position t only sees positions that differ from t by less than `window`.
         segments: int32[B, T] and int32[B, S]; a query only sees keys of its own segment. On a GPU,
             the tokens of a segment must be contiguous, unless there is a bias.
         bias: added to the logits: `[B, N, T, S]`, with dims of size 1 that are broadcast, or a
             function of positions. Only the latter works for a sequence that is split.
         scale: factor of the products; 1 / √H by default.
-
-    Raises:
-        ValueError: if there is a window but attention is not causal.
+        softcap: c, which turns the scaled products s into c · tanh(s / c), before the bias.
+        sinks_N: float[N], the logit of a further key of each head, whose value is 0; no key by
+            default.
     """
-    if window is not None and not is_causal:
-        raise ValueError(f"window={window} needs is_causal=True; set window=None otherwise")
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
     if (calls := _calls.get()) is not None:
@@ -175,11 +186,16 @@ def attend(
             num_heads=q_BTNH.shape[2], num_kv_heads=k_BSKH.shape[2], is_causal=is_causal
         )
         calls[call] = None
-    options: dict[str, Any] = {"is_causal": is_causal, "window": window, "scale": scale}
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "window": window,
+        "scale": scale,
+        "softcap": softcap,
+    }
     split = split_here()
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
-    cached: Any = options | {"segments": segments, "bias_BNTS": bias}
+    cached: Any = options | {"segments": segments, "bias_BNTS": bias, "sinks_N": sinks_N}
     y_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, **cached)
     if y_BTNH is not None:
         return y_BTNH
@@ -187,7 +203,22 @@ def attend(
         on_device = functools.partial(_attend_on_device, options)
     else:
         on_device = functools.partial(_attend_on_context, options, split)
-    return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, bias, segments)
+    of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
+    return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _WithSinks:
+    """What heads add to the logits, for heads with a sink.
+
+    Attributes:
+        bias: bias, or None.
+        sinks_1N: logit of the sink of each head.
+    """
+
+    bias: Any
+    sinks_1N: jax.Array
 
 
 def _attend_on_context(
@@ -196,10 +227,11 @@ def _attend_on_context(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    bias: RelativeBias | None,
+    of_heads: RelativeBias | _WithSinks | None,
     segments: Segments | None,
 ) -> jax.Array:
     """Attend to a sequence that is split: exchange heads within groups, then a ring of groups."""
+    bias, sinks_1N = _bias_and_sinks(of_heads)
     if bias is not None and not isinstance(bias, RelativeBias):
         raise ValueError(
             f"mesh.context={split.num_devices} splits sequences, but attention has a bias for "
@@ -207,17 +239,20 @@ def _attend_on_context(
         )
     if split.group_size > 1:
         q_BTNH, k_BSKH, v_BSKH = (tokens_for_heads(x, split) for x in (q_BTNH, k_BSKH, v_BSKH))
-        bias = jax.tree.map(lambda x: heads_of_device(x, split), bias)
+        bias, sinks_1N = jax.tree.map(lambda x: heads_of_device(x, split), (bias, sinks_1N))
         if segments is not None:
             queries, keys = segments
             group_keys = group_tokens(keys, split)
             segments = group_keys if queries is keys else group_tokens(queries, split), group_keys
     if split.ring_size == 1:
         bias_BNTS = None if bias is None else bias.whole(q_BTNH.shape[1])
-        y_BTNH = _attend_on_device(options, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
+        of_heads = bias_BNTS
+        if sinks_1N is not None:
+            of_heads = _WithSinks(bias=bias_BNTS, sinks_1N=sinks_1N)
+        y_BTNH = _attend_on_device(options, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
     else:
         ring_options = _ring_options(options, split, q_BTNH, k_BSKH, bias, segments)
-        y_BTNH = attend_on_ring(ring_options, q_BTNH, k_BSKH, v_BSKH, segments, bias)
+        y_BTNH = attend_on_ring(ring_options, q_BTNH, k_BSKH, v_BSKH, segments, bias, sinks_1N)
     return heads_for_tokens(y_BTNH, split) if split.group_size > 1 else y_BTNH
 
 
@@ -235,11 +270,14 @@ def _ring_options(
         block_bias = jax.ShapeDtypeStruct(
             (1, q_BTNH.shape[2], q_BTNH.shape[1], k_BSKH.shape[1]), q_BTNH.dtype
         )
-    selected = select_kernel(q_BTNH, k_BSKH, block_bias, segments)
+    why_blocked = _why_blocked(options)
+    selected = select_kernel(q_BTNH, k_BSKH, block_bias, segments, why_blocked=why_blocked)
     if selected.kernel == "plain":
-        selected = SelectedKernel(kernel="blocked", why=f"on a ring, {selected.why}")
+        where = "on a ring" if split.ring_size > 1 else "with sinks"
+        selected = SelectedKernel(kernel="blocked", why=f"{where}, {selected.why}")
     _record(selected)
-    kernel = _CUDNN[_can_pack()] if selected.kernel == "cudnn" else _BLOCKED
+    is_cudnn = selected.kernel == "cudnn"
+    kernel = _CUDNN[_can_pack()] if is_cudnn else _blocked(options["softcap"])
     return RingOptions(
         split=split,
         mask=Mask(is_causal=options["is_causal"], window=options["window"]),
@@ -254,19 +292,42 @@ def _record(selected: SelectedKernel) -> None:
         kernels[selected] = None
 
 
+def _bias_and_sinks(of_heads: Any) -> tuple[Any, jax.Array | None]:
+    is_both = isinstance(of_heads, _WithSinks)
+    return (of_heads.bias, of_heads.sinks_1N) if is_both else (of_heads, None)
+
+
 def _attend_on_device(
-    options: dict[str, Any], q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None
+    options: dict[str, Any], q_BTNH, k_BSKH, v_BSKH, of_heads: Any, segments: Segments | None
 ) -> jax.Array:
     """Run the kernel for the heads of one device."""
-    selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments)
+    bias_BNTS, sinks_1N = _bias_and_sinks(of_heads)
+    if sinks_1N is not None:
+        if bias_BNTS is not None:
+            raise ValueError("attention cannot have both sinks and a bias of whole rows")
+        # A ring of one device has the log-sum-exp, to which the sinks belong.
+        alone = _ring_options(options, WHOLE, q_BTNH, k_BSKH, None, segments)
+        return attend_on_ring(alone, q_BTNH, k_BSKH, v_BSKH, segments, None, sinks_1N)
+    why_blocked = _why_blocked(options)
+    selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments, why_blocked=why_blocked)
     _record(selected)
     masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
     if selected.kernel == "blocked":
         return blocked_attention.attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, **masks)
+    del masks["softcap"]  # None
     if selected.kernel == "cudnn":
         can_pack = _can_pack()
         return cudnn_attention.attend_with_cudnn(q_BTNH, k_BSKH, v_BSKH, **masks, can_pack=can_pack)
     return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **masks)
+
+
+def _why_blocked(options: dict[str, Any]) -> str:
+    """Return why only the blocked kernel can run, or "" if others can."""
+    if options["softcap"] is not None:
+        return "soft-capped scores"
+    if options["window"] is not None and not options["is_causal"]:
+        return "a window around each token"
+    return ""
 
 
 def select_kernel(
@@ -274,8 +335,18 @@ def select_kernel(
     k_BSKH: jax.Array,
     bias_BNTS: jax.Array | jax.ShapeDtypeStruct | None,
     segments: Segments | None,
+    *,
+    why_blocked: str = "",
 ) -> SelectedKernel:
-    """Return the kernel that runs for these arrays, whose shapes are those on one device."""
+    """Return the kernel that runs for these arrays, whose shapes are those on one device.
+
+    Args:
+        q_BTNH: queries.
+        k_BSKH: keys.
+        bias_BNTS: bias, or None.
+        segments: segment ids, or None.
+        why_blocked: why only the blocked kernel can run, or "".
+    """
     device = hardware.current()
     dtype = q_BTNH.dtype.name
     batch, length, num_heads, head_dim = q_BTNH.shape
@@ -283,6 +354,8 @@ def select_kernel(
     wide = max(q_BTNH.dtype.itemsize, 4)
     if dtype == "float64":
         return SelectedKernel(kernel="blocked", why="float64, which the others round to float32")
+    if why_blocked:
+        return SelectedKernel(kernel="blocked", why=why_blocked)
     if _setting.get() == "plain":
         return SelectedKernel(
             kernel="plain", why="model.attention=plain", scores_bytes=wide * scores

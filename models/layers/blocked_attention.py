@@ -1,4 +1,4 @@
-"""Attention over blocks of queries in plain jax.numpy, for CPUs and for float64.
+"""Attention over blocks of queries in plain jax.numpy: for CPUs, float64 and soft-capped scores.
 
 Each block of queries is multiplied only with the keys that it can see. With 4 blocks and a causal
 mask, these are the parts of the T × S logits marked with x; the rest is never computed:
@@ -10,13 +10,18 @@ mask, these are the parts of the T × S logits marked with x; the rest is never 
                 x x x x
 
 Only one block's logits exist at a time, and the residuals for the backward pass are linear in the
-sequence length. Matrix products are batched over leading dims (B, K), which is fast on CPUs.
+sequence length. Matrix products are batched over leading dims (B, K), which is fast on CPUs. On
+GPUs, where blocks have more rows than fit, a loop computes the rows of a block a few at a time, so
+that all memory is linear.
 
 B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_dim.
 """
 
+import copy
+import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,39 +29,67 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.masks import Mask, Segments
+from sharding import hardware
 
 #: Number of queries per block of causal attention, and maximum number of blocks. n blocks compute
 #: (n + 1) / 2n of the full products, but matrix products with few rows are slow.
 _BLOCK_QUERIES = 128
 _MAX_BLOCKS = 8
 
+#: Number of queries whose logits exist at the same time on GPUs.
+_STEP_QUERIES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Spec:
+    """Static options.
+
+    Attributes:
+        mask: which keys a query sees.
+        softcap: as for `models.layers.attention.attend`.
+    """
+
+    mask: Mask
+    softcap: float | None
+
 
 def _blocks(mask: Mask, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
     """Return (queries, keys that they can see) for each block."""
-    count = min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS) if mask.is_causal else 1
+    sees_all = not mask.is_causal and mask.window is None
+    count = 1 if sees_all else min(-(-num_queries // _BLOCK_QUERIES), _MAX_BLOCKS)
     bounds = [num_queries * i // count for i in range(count + 1)]
     return [(slice(*rows), _keys(mask, *rows, num_keys)) for rows in itertools.pairwise(bounds)]
 
 
 def _keys(mask: Mask, start: int, stop: int, num_keys: int) -> slice:
     """Return the keys that queries start..stop - 1 can see, at least one key."""
-    if not mask.is_causal:
-        return slice(0, num_keys)
-    first = 0
+    first, last = 0, num_keys
     if mask.window is not None:
         first = max(0, start + mask.offset - mask.window + 1)
+        last = stop + mask.offset + mask.window - 1
+    if mask.is_causal:
+        last = stop + mask.offset
     first = min(first, num_keys - 1)
-    return slice(first, max(first + 1, min(stop + mask.offset, num_keys)))
+    return slice(first, max(first + 1, min(last, num_keys)))
 
 
-def _visible(mask: Mask, rows: slice, keys: slice) -> jax.Array | None:
-    """Return bool[T, S] for a block, or None if every query sees every key of the block."""
-    if not mask.is_causal:
+def _visible(mask: Mask, rows: slice, keys: slice, first_row: Any) -> jax.Array | None:
+    """Return bool[T, S] for a block, or None if every query sees every key of the block.
+
+    Args:
+        mask: which keys a query sees.
+        rows: queries of the block, counted from `first_row`.
+        keys: keys of the block.
+        first_row: 0, or int32[] in a loop.
+    """
+    if not mask.is_causal and mask.window is None:
         return None
-    rows_T = mask.offset + jnp.arange(rows.start, rows.stop)
+    rows_T = mask.offset + first_row + jnp.arange(rows.start, rows.stop)
     distance_TS = rows_T[:, None] - jnp.arange(keys.start, keys.stop)
     if mask.window is None:
         return distance_TS >= 0
+    if not mask.is_causal:
+        return jnp.abs(distance_TS) < mask.window
     return (distance_TS >= 0) & (distance_TS < mask.window)
 
 
@@ -70,20 +103,30 @@ def attend_in_blocks(
     segments: Segments | None,
     bias_BNTS: jax.Array | None,
     scale: float,
+    softcap: float | None,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
-    mask = Mask(is_causal=is_causal, window=window)
+    spec = _Spec(mask=Mask(is_causal=is_causal, window=window), softcap=softcap)
     arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
-    y_BKGTH: Any = _attend_batched(mask, *arrays, segments)
+    y_BKGTH: Any = _attend_batched(spec, *arrays, segments)
     return _ungrouped(y_BKGTH)
 
 
 def forward(
-    q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None, mask: Mask, scale: float
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    bias_BNTS,
+    segments: Segments | None,
+    mask: Mask,
+    scale: float,
+    *,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return output and log-sum-exp of attention to one block of keys; see `BlockKernel`."""
     arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
-    residuals: Any = _batched_forward(mask, *arrays, segments)[1]
+    spec = _Spec(mask=mask, softcap=softcap)
+    residuals: Any = _batched_forward(spec, *arrays, segments)[1]
     y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals[-3:]
     lse_BKGT1 = largest_BKGT1 - jnp.log(scale_BKGT1)
     sees_none = largest_BKGT1 == jnp.finfo(largest_BKGT1.dtype).min
@@ -104,6 +147,8 @@ def backward(
     lse_BNT,
     y_BTNH,
     dy_BTNH,
+    *,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Return the gradients of q, k, v and bias for one block of keys; see `BlockKernel`."""
     num_kv_heads = k_BSKH.shape[2]
@@ -113,7 +158,9 @@ def backward(
     lse_BKGT1 = jnp.where(jnp.isfinite(lse_BKGT1), lse_BKGT1, 0)
     statistics = _grouped(y_BTNH, num_kv_heads), lse_BKGT1, jnp.ones_like(lse_BKGT1)
     dq_BKGTH, dk_BKSH, dv_BKSH, dbias_BKGTS, _ = _batched_backward(
-        mask, (*arrays, segments, *statistics), _grouped(dy_BTNH, num_kv_heads)
+        _Spec(mask=mask, softcap=softcap),
+        (*arrays, segments, *statistics),
+        _grouped(dy_BTNH, num_kv_heads),
     )
     dbias_BNTS = None
     if bias_BNTS is not None and dbias_BKGTS is not None:
@@ -158,7 +205,7 @@ def _grouped_bias(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_batched(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _attend_batched(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
     The backward pass recomputes the weights from their maxima and sums, so no array of size
@@ -166,33 +213,33 @@ def _attend_batched(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """
-    return _batched_forward(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
+    return _batched_forward(spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
 
 
-def _batched_forward(mask, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
-    outputs = []
-    largest = []
-    scales = []
-    for rows, keys in _blocks(mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
-        logits_BKGTS = _logits(mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
+def _batched_forward(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+    def attend(block: _Block):
+        logits_BKGTS = block.logits()[0]
         largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
         weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
         sum_BKGT1 = jnp.sum(weights_BKGTS, axis=-1, keepdims=True)
         weights_BKGTS = weights_BKGTS.astype(v_BKSH.dtype)
-        y_BKGTH = _einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, v_BKSH[:, :, keys]) / sum_BKGT1
-        outputs.append(y_BKGTH.astype(v_BKSH.dtype))
-        largest.append(largest_BKGT1)
-        scales.append(1 / sum_BKGT1)
+        y_BKGTH = _einsum("BKGTS,BKSH->BKGTH", weights_BKGTS, block.v) / sum_BKGT1
+        return y_BKGTH.astype(v_BKSH.dtype), largest_BKGT1, 1 / sum_BKGT1
+
+    parts = []
+    for rows, keys in _blocks(spec.mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
+        whole = _Block(spec, rows, keys, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
+        parts.append(whole.over_steps(lambda block, _: (None, attend(block)), None, ())[1])
     # Keep maximum and sum as two residuals. Their sum in one log-sum-exp would be inexact for a
     # query that sees no key: its maximum is so large in magnitude that it absorbs log(sum).
     y_BKGTH, *normal = (
         checkpoint_name(jnp.concatenate(parts, axis=3), "attention")
-        for parts in (outputs, largest, scales)
+        for parts in zip(*parts, strict=True)
     )
     return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
 
 
-def _batched_backward(mask, residuals, dy_BKGTH):
+def _batched_backward(spec: _Spec, residuals, dy_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
     dtype = q_BKGTH.dtype
     wide = scale_BKGT1.dtype
@@ -202,27 +249,39 @@ def _batched_backward(mask, residuals, dy_BKGTH):
     dk_BKSH = jnp.zeros(k_BKSH.shape, wide)
     dv_BKSH = jnp.zeros(v_BKSH.shape, wide)
     dbias_BKGTS = None if bias_BKGTS is None else jnp.zeros(bias_BKGTS.shape, wide)
-    for rows, keys in _blocks(mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
-        q = q_BKGTH[:, :, :, rows]
-        dy = dy_BKGTH[:, :, :, rows]
-        logits_BKGTS = _logits(mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows, keys)
-        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1[:, :, :, rows])
-        weights_BKGTS *= scale_BKGT1[:, :, :, rows]
-        dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, v_BKSH[:, :, keys])
-        dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1[:, :, :, rows])
+
+    def add(block: _Block, sums, dy, largest_BKGT1, scale_BKGT1, shift_BKGT1):
+        dk_BKSH, dv_BKSH, dbias_BKGTS = sums
+        keys = block.keys
+        logits_BKGTS, slope_BKGTS = block.logits()
+        weights_BKGTS = jnp.exp(logits_BKGTS - largest_BKGT1)
+        weights_BKGTS *= scale_BKGT1
+        dweights_BKGTS = _einsum("BKGTH,BKSH->BKGTS", dy, block.v)
+        dlogits_BKGTS = weights_BKGTS * (dweights_BKGTS - shift_BKGT1)
         if segments is not None:
             # A query that sees no key has equal weights, but no gradient flows into its logits.
             is_hidden = logits_BKGTS == jnp.finfo(logits_BKGTS.dtype).min
             dlogits_BKGTS = jnp.where(is_hidden, 0, dlogits_BKGTS)
         if dbias_BKGTS is not None:
-            part = (..., *_block_of(dbias_BKGTS, rows, keys))
+            part = (..., *_block_of(dbias_BKGTS, block.rows, keys))
             dbias_BKGTS = dbias_BKGTS.at[part].add(_summed_like(dbias_BKGTS[part], dlogits_BKGTS))
+        if slope_BKGTS is not None:
+            dlogits_BKGTS *= slope_BKGTS
         dlogits_BKGTS = dlogits_BKGTS.astype(dtype)
-        dq.append(_einsum("BKGTS,BKSH->BKGTH", dlogits_BKGTS, k_BKSH[:, :, keys]).astype(dtype))
-        dk = _einsum("BKGTS,BKGTH->BKSH", dlogits_BKGTS, q)
+        dq = _einsum("BKGTS,BKSH->BKGTH", dlogits_BKGTS, block.k).astype(dtype)
+        dk = _einsum("BKGTS,BKGTH->BKSH", dlogits_BKGTS, block.q)
         dv = _einsum("BKGTS,BKGTH->BKSH", weights_BKGTS.astype(dtype), dy)
         dk_BKSH = dk_BKSH.at[:, :, keys].add(dk)
         dv_BKSH = dv_BKSH.at[:, :, keys].add(dv)
+        return (dk_BKSH, dv_BKSH, dbias_BKGTS), (dq,)
+
+    sums = dk_BKSH, dv_BKSH, dbias_BKGTS
+    by_query = dy_BKGTH, largest_BKGT1, scale_BKGT1, shift_BKGT1
+    for rows, keys in _blocks(spec.mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
+        whole = _Block(spec, rows, keys, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
+        sums, (dq_of_block,) = whole.over_steps(add, sums, by_query)
+        dq.append(dq_of_block)
+    dk_BKSH, dv_BKSH, dbias_BKGTS = sums
     dq_BKGTH = jnp.concatenate(dq, axis=3)
     if dbias_BKGTS is not None and bias_BKGTS is not None:
         dbias_BKGTS = dbias_BKGTS.astype(bias_BKGTS.dtype)
@@ -232,18 +291,109 @@ def _batched_backward(mask, residuals, dy_BKGTH):
 _attend_batched.defvjp(_batched_forward, _batched_backward)
 
 
-def _logits(mask, q_BKGTH, k_BKSH, bias_BKGTS, segments, rows: slice, keys: slice) -> jax.Array:
-    logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", q_BKGTH[:, :, :, rows], k_BKSH[:, :, keys])
-    if bias_BKGTS is not None:
-        logits_BKGTS += bias_BKGTS[..., *_block_of(bias_BKGTS, rows, keys)]
-    hidden = jnp.finfo(logits_BKGTS.dtype).min
-    visible_TS = _visible(mask, rows, keys)
-    if visible_TS is not None:
-        logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
-    if segments is not None:
-        same_BTS = _same((segments[0][:, rows], segments[1][:, keys]))
-        logits_BKGTS = jnp.where(same_BTS[:, None, None], logits_BKGTS, hidden)
-    return logits_BKGTS
+class _Block:
+    """The arrays of a block: some queries, and the keys that they can see.
+
+    Args:
+        spec: static options.
+        rows: queries of the block.
+        keys: keys of the block.
+        q_BKGTH: all queries.
+        k_BKSH: all keys.
+        v_BKSH: all values.
+        bias_BKGTS: bias of all logits, or None.
+        segments: segment ids of all queries and keys, or None.
+    """
+
+    def __init__(
+        self,
+        spec: _Spec,
+        rows: slice,
+        keys: slice,
+        q_BKGTH: jax.Array,
+        k_BKSH: jax.Array,
+        v_BKSH: jax.Array,
+        bias_BKGTS: jax.Array | None,
+        segments: Segments | None,
+    ):
+        self.spec = spec
+        self.rows = rows
+        self.keys = keys
+        self.first_row: Any = 0  # of `rows`, in a loop
+        self.q = q_BKGTH[:, :, :, rows]
+        self.k = k_BKSH[:, :, keys]
+        self.v = v_BKSH[:, :, keys]
+        self.bias_BKGTS = bias_BKGTS
+        self.ids = None if segments is None else (segments[0][:, rows], segments[1][:, keys])
+
+    def over_steps(self, function: Callable, carry: Any, by_query: Sequence[jax.Array]) -> Any:
+        """Call `function(block, carry, *by_query)` for all queries, or for a few at a time.
+
+        Args:
+            function: returns (carry, arrays [B, K, G, T, ·] of the queries).
+            carry: its second argument.
+            by_query: arrays `[B, K, G, T, ·]` of all queries, of which it gets the block's.
+
+        Returns:
+            What it returns, for all queries of the block.
+        """
+        arrays = tuple(x[:, :, :, self.rows] for x in by_query)
+        num_rows = self.rows.stop - self.rows.start
+        can_step = not hardware.current().runs_on_cpu and self.bias_BKGTS is None
+        if not can_step or num_rows <= _STEP_QUERIES:
+            return function(self, carry, *arrays)
+        num_steps = -(-num_rows // _STEP_QUERIES)
+
+        def cut(x: jax.Array, dim: int) -> jax.Array:
+            widths = [
+                (0, (num_steps * _STEP_QUERIES - num_rows) * (d == dim)) for d in range(x.ndim)
+            ]
+            x = jnp.pad(x, widths)
+            shape = (*x.shape[:dim], num_steps, _STEP_QUERIES, *x.shape[dim + 1 :])
+            return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+        def step(carry, part):
+            number, q, ids, arrays = part
+            block = copy.copy(self)
+            block.rows = slice(self.rows.start, self.rows.start + _STEP_QUERIES)
+            block.first_row = number * _STEP_QUERIES
+            block.q = q
+            block.ids = None if ids is None or self.ids is None else (ids, self.ids[1])
+            return function(block, carry, *arrays)
+
+        parts = (
+            jnp.arange(num_steps, dtype=jnp.int32),
+            cut(self.q, 3),
+            None if self.ids is None else cut(self.ids[0], 1),
+            tuple(cut(x, 3) for x in arrays),
+        )
+        carry, outputs = jax.lax.scan(step, carry, parts)
+
+        def joined(x: jax.Array) -> jax.Array:
+            x = jnp.moveaxis(x, 0, 3)
+            return x.reshape(*x.shape[:3], -1, *x.shape[5:])[:, :, :, :num_rows]
+
+        return carry, jax.tree.map(joined, outputs)
+
+    def logits(self) -> tuple[jax.Array, jax.Array | None]:
+        """Return the logits `[B, K, G, T, S]`, and their slope if scores are capped."""
+        logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", self.q, self.k)
+        slope_BKGTS = None
+        if self.spec.softcap is not None:
+            share_BKGTS = jnp.tanh(logits_BKGTS / self.spec.softcap)
+            slope_BKGTS = 1 - jnp.square(share_BKGTS)
+            logits_BKGTS = self.spec.softcap * share_BKGTS
+        if self.bias_BKGTS is not None:
+            block = _block_of(self.bias_BKGTS, self.rows, self.keys)
+            logits_BKGTS += self.bias_BKGTS[..., *block]
+        hidden = jnp.finfo(logits_BKGTS.dtype).min
+        visible_TS = _visible(self.spec.mask, self.rows, self.keys, self.first_row)
+        if visible_TS is not None:
+            logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
+        if self.ids is not None:
+            same_BTS = _same(self.ids)
+            logits_BKGTS = jnp.where(same_BTS[:, None, None], logits_BKGTS, hidden)
+        return logits_BKGTS, slope_BKGTS
 
 
 def _same(segments: Segments) -> jax.Array:

@@ -26,6 +26,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,8 +129,7 @@ class _Reading:
         v_BTKH,
         *,
         window: int | None,
-        bias_BNTS: jax.Array | None,
-        scale: float,
+        **logits_options: Any,
     ) -> jax.Array:
         """Return the attention of the tokens, `[B, T, N, H]`."""
         distances_BTS = self.key_distances()
@@ -147,14 +147,14 @@ class _Reading:
         is_visible_BTS = distances_BTS <= self._positions_BT[:, :, None]
         if window is not None:
             is_visible_BTS &= distances_BTS < window
-        return _attend_to(cache, q_BTNH, is_visible_BTS, bias_BNTS, scale)
+        return _attend_to(cache, q_BTNH, is_visible_BTS, **logits_options)
 
-    def read_across(self, q_BTNH, scale: float) -> jax.Array:
+    def read_across(self, q_BTNH, **logits_options: Any) -> jax.Array:
         """Return the cross-attention of the tokens, `[B, T, N, H]`."""
         cache = self._old[len(self.caches)]
         self.caches.append(cache)
         assert cache.is_visible_BS is not None
-        return _attend_to(cache, q_BTNH, cache.is_visible_BS[:, None], None, scale)
+        return _attend_to(cache, q_BTNH, cache.is_visible_BS[:, None], **logits_options)
 
 
 _current: contextvars.ContextVar[_Filling | _Reading | None] = contextvars.ContextVar(
@@ -223,7 +223,7 @@ def attend_to_cache(
     window: int | None,
     segments: Segments | None,
     bias_BNTS: jax.Array | None,
-    scale: float,
+    **logits_options: Any,
 ) -> jax.Array | None:
     """Fill or read a cache of the current context.
 
@@ -235,7 +235,7 @@ def attend_to_cache(
         window: as there.
         segments: as there; self-attention with caches has none.
         bias_BNTS: as there; in `reading`, S are the slots of the cache.
-        scale: factor of the products.
+        **logits_options: `scale`, `softcap` and `sinks_N`, as there.
 
     Returns:
         In `reading`, the attention to the tokens in the cache, `[B, T, N, H]`; otherwise None,
@@ -244,8 +244,9 @@ def attend_to_cache(
     current = _current.get()
     if isinstance(current, _Reading):
         if not is_causal:
-            return current.read_across(q_BTNH, scale)
-        return current.read(q_BTNH, k_BSKH, v_BSKH, window=window, bias_BNTS=bias_BNTS, scale=scale)
+            return current.read_across(q_BTNH, bias_BNTS=None, **logits_options)
+        logits_options["bias_BNTS"] = bias_BNTS
+        return current.read(q_BTNH, k_BSKH, v_BSKH, window=window, **logits_options)
     if isinstance(current, _Filling):
         if is_causal:
             current.keep(k_BSKH, v_BSKH, window)
@@ -263,8 +264,11 @@ def _attend_to(
     cache: KVCache,
     q_BTNH: jax.Array,
     is_visible_BTS: jax.Array,
+    *,
     bias_BNTS: jax.Array | None,
     scale: float,
+    softcap: float | None,
+    sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Return the attention of a few queries per row, `[B, T, N, H]`."""
     batch, length, num_heads, head_dim = q_BTNH.shape
@@ -276,10 +280,19 @@ def _attend_to(
     logits_BKQS = scale * jnp.einsum(
         "BKQH,BKSH->BKQS", q_BKQH, cache.k_BKSH, preferred_element_type=wide
     )
+    if softcap is not None:
+        logits_BKQS = softcap * jnp.tanh(logits_BKQS / softcap)
     if bias_BNTS is not None:
         logits_BKQS += bias_BNTS.reshape(-1, *logits_BKQS.shape[1:]).astype(wide)
     is_visible_B1QS = jnp.tile(is_visible_BTS, (1, num_heads // num_kv_heads, 1))[:, None]
     logits_BKQS = jnp.where(is_visible_B1QS, logits_BKQS, -jnp.inf)
-    weights_BKQS = jax.nn.softmax(logits_BKQS, axis=-1).astype(q_BTNH.dtype)
+    if sinks_N is None:
+        weights_BKQS = jax.nn.softmax(logits_BKQS, axis=-1)
+    else:
+        sinks_BKQ1 = jnp.repeat(sinks_N.reshape(1, num_kv_heads, -1, 1), length, axis=2)
+        sinks_BKQ1 = jnp.broadcast_to(sinks_BKQ1, (*logits_BKQS.shape[:-1], 1)).astype(wide)
+        with_sinks = jnp.concatenate((logits_BKQS, sinks_BKQ1), axis=-1)
+        weights_BKQS = jax.nn.softmax(with_sinks, axis=-1)[..., :-1]
+    weights_BKQS = weights_BKQS.astype(q_BTNH.dtype)
     y_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights_BKQS, cache.v_BKSH)
     return y_BKQH.reshape(batch, num_heads, length, head_dim).swapaxes(1, 2)

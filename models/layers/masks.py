@@ -15,7 +15,7 @@ class Mask:
 
     Attributes:
         is_causal: whether a query only sees keys up to its own position.
-        window: if given, a query only sees the last `window` of these keys.
+        window: if given, a query only sees keys whose position differs from its own by less.
         offset: position of the first query minus position of the first key.
     """
 

@@ -88,6 +88,7 @@ def attend_on_ring(
     v_BSKH: jax.Array,
     segments: Segments | None,
     bias_params: Any = None,
+    sinks_1N: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v over the keys of all devices, `[B, T, N, H]`.
 
@@ -100,18 +101,19 @@ def attend_on_ring(
         v_BSKH: values of this device.
         segments: int32[B, T] and int32[B, S] of this device, or None.
         bias_params: parameters of the bias, a tree of arrays.
+        sinks_1N: as for `models.layers.attention.attend`.
 
     Raises:
         ValueError: attention is causal, but the order of the sequence is not zigzag.
     """
     if options.mask.is_causal and not options.split.is_zigzag:
         raise ValueError("causal attention on a ring needs a sequence in zigzag order")
-    return _attend(options, q_BTNH, k_BSKH, v_BSKH, segments, bias_params)
+    return _attend(options, q_BTNH, k_BSKH, v_BSKH, segments, bias_params, sinks_1N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: RingOptions, q, k, v, segments, bias_params) -> jax.Array:
-    return _forward(options, q, k, v, segments, bias_params)[0]
+def _attend(options: RingOptions, q, k, v, segments, bias_params, sinks_1N) -> jax.Array:
+    return _forward(options, q, k, v, segments, bias_params, sinks_1N)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,9 @@ def _calls(options: RingOptions, hop: Any, chunk_length: int) -> list[_Call]:
     """Return the calls of a hop: int, or int32[] for any hop but the first."""
     split = options.split
     mask = options.mask
-    if not mask.is_causal:
+    if split.ring_size == 1:
+        return [_Call(masks=(mask,))]
+    if not mask.is_causal and mask.window is None:
         return [_Call(masks=(_WHOLE,))]
     is_own = isinstance(hop, int) and hop == 0
     index = ring_index(AXIS, split.ring_size)
@@ -158,10 +162,11 @@ def _calls(options: RingOptions, hop: Any, chunk_length: int) -> list[_Call]:
 def _windowed_calls(options: RingOptions, index, source, chunk_length: int) -> list[_Call]:
     """Return a call for each pair of chunks; the distance of the chunks decides the mask."""
     masks, which_of = _masks_by_distance(options.mask, chunk_length)
+    first = _distances(options.mask, chunk_length).start
     calls = []
     for q_chunk, q_number in enumerate(options.split.chunk_numbers(index)):
         for k_chunk, k_number in enumerate(options.split.chunk_numbers(source)):
-            distance = q_number - k_number
+            distance = q_number - k_number - first
             is_visible = (distance >= 0) & (distance < len(which_of))
             which = jnp.asarray(which_of)[jnp.clip(distance, 0, len(which_of) - 1)]
             which = jnp.where(is_visible, which, 0)
@@ -177,8 +182,8 @@ def _masks_by_distance(mask: Mask, chunk_length: int) -> tuple[tuple[Mask, ...],
     assert mask.window is not None
     masks: list[Mask] = []
     which_of = []
-    for distance in range(_window_chunks(mask.window, chunk_length) + 1):
-        is_whole = distance > 0 and (distance + 1) * chunk_length - 1 < mask.window
+    for distance in _distances(mask, chunk_length):
+        is_whole = distance != 0 and (abs(distance) + 1) * chunk_length - 1 < mask.window
         of_chunk = _WHOLE if is_whole else dataclasses.replace(mask, offset=distance * chunk_length)
         if of_chunk not in masks:
             masks.append(of_chunk)
@@ -186,22 +191,23 @@ def _masks_by_distance(mask: Mask, chunk_length: int) -> tuple[tuple[Mask, ...],
     return tuple(masks), np.asarray(which_of, np.int32)
 
 
-def _window_chunks(window: int, chunk_length: int) -> int:
-    """Return how many chunks before its own a query may see, at most."""
-    return (window + chunk_length - 2) // chunk_length
+def _distances(mask: Mask, chunk_length: int) -> range:
+    """Return how far, in chunks, the keys that a query sees through a window are before it."""
+    assert mask.window is not None
+    farthest = (mask.window + chunk_length - 2) // chunk_length
+    return range(0 if mask.is_causal else -farthest, farthest + 1)
 
 
 def _hops(options: RingOptions, chunk_length: int) -> list[int]:
     """Return the hops after the first in which some device sees keys."""
     split = options.split
-    window = options.mask.window
-    if window is None:
+    if options.mask.window is None:
         return list(range(1, split.ring_size))
-    max_distance = _window_chunks(window, chunk_length)
+    distances = _distances(options.mask, chunk_length)
 
     def is_needed(hop: int) -> bool:
         return any(
-            0 <= q - k <= max_distance
+            q - k in distances
             for index in range(split.ring_size)
             for q in split.chunk_numbers(index)
             for k in split.chunk_numbers((index - hop) % split.ring_size)
@@ -464,7 +470,7 @@ def _merge(y, lse_BNT, new_y, new_lse_BNT) -> tuple[jax.Array, jax.Array]:
     return y * weight(lse_BNT) + new_y.astype(y.dtype) * weight(new_lse_BNT), total
 
 
-def _forward(options: RingOptions, q, k, v, segments, bias_params):
+def _forward(options: RingOptions, q, k, v, segments, bias_params, sinks_1N):
     q_ids, k_ids = (None, None) if segments is None else segments
     attention = _Attention(options, q, q_ids, k.shape[1], bias_params)
     own = _Passing(k_BSKH=k, v_BSKH=v, ids_BS=k_ids)
@@ -477,7 +483,9 @@ def _forward(options: RingOptions, q, k, v, segments, bias_params):
 
     batch, length, num_heads, _ = q.shape
     y = jnp.zeros((batch, length, num_heads, v.shape[-1]), attention.wide)
-    lse_BNT = jnp.full((batch, num_heads, length), -jnp.inf, attention.wide)
+    # A sink is as a key that every query sees, whose value is 0.
+    sees_nothing = -jnp.inf if sinks_1N is None else sinks_1N[:, :, None].astype(attention.wide)
+    lse_BNT = jnp.full((batch, num_heads, length), sees_nothing, attention.wide)
     # The first send starts before the device attends to its own keys.
     passing = own.shifted(split, attention.hops[0]) if attention.hops else own
     merged = attention.forward(0, own, y, lse_BNT)
@@ -486,11 +494,11 @@ def _forward(options: RingOptions, q, k, v, segments, bias_params):
     y, lse_BNT = merged
     y = checkpoint_name(y.astype(q.dtype), "attention")
     lse_BNT = checkpoint_name(lse_BNT, "attention")
-    return y, (q, k, v, segments, bias_params, y, lse_BNT)
+    return y, (q, k, v, segments, bias_params, sinks_1N, y, lse_BNT)
 
 
 def _backward(options: RingOptions, residuals, dy):
-    q, k, v, segments, bias_params, y, lse_BNT = residuals
+    q, k, v, segments, bias_params, sinks_1N, y, lse_BNT = residuals
     q_ids, k_ids = (None, None) if segments is None else segments
     attention = _Attention(options, q, q_ids, k.shape[1], bias_params)
     own = _Passing(k_BSKH=k, v_BSKH=v, ids_BS=k_ids)
@@ -527,7 +535,13 @@ def _backward(options: RingOptions, residuals, dy):
         gradients = dataclasses.replace(gradients, dkv=own_dkv + returned)
     dk, dv = jnp.split(gradients.dkv.astype(k.dtype), [k.shape[-1]], axis=-1)
     dparams = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients.dparams, bias_params)
-    return gradients.dq.astype(q.dtype), dk, dv, None, dparams
+    dsinks_1N = None
+    if sinks_1N is not None:
+        weights_BNT = jnp.exp(sinks_1N[:, :, None].astype(wide) - lse_BNT)
+        shift_BTN = jnp.sum(dy.astype(wide) * y.astype(wide), axis=-1)
+        dsinks_N = -jnp.einsum("BNT,BTN->N", weights_BNT, shift_BTN)
+        dsinks_1N = dsinks_N[None].astype(sinks_1N.dtype)
+    return gradients.dq.astype(q.dtype), dk, dv, None, dparams, dsinks_1N
 
 
 _attend.defvjp(_forward, _backward)

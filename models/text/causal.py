@@ -22,6 +22,11 @@ class CausalModel(nnx.Module):
     objectives = ("causal_lm", "chat", "preference")
     config: Any
 
+    @property
+    def logit_softcap(self) -> float | None:
+        """Soft cap of the logits; see `models.losses.soft_capped`."""
+        return getattr(self.config, "logit_softcap", None)
+
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         raise NotImplementedError
@@ -39,7 +44,8 @@ class CausalModel(nnx.Module):
         config = self.config
         check_has_loss(config)
         outputs = self.outputs(x_BTD)
-        return *vocab_loss(*outputs, batch, vocab_size=config.vocab_size, loss=config.loss), {}
+        options = {"vocab_size": config.vocab_size, "softcap": self.logit_softcap}
+        return *vocab_loss(*outputs, batch, loss=config.loss, **options), {}
 
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
         """Return logits, or activations for `head="none"`.
@@ -60,4 +66,5 @@ class CausalModel(nnx.Module):
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits float32[B, T, V] for the activations after the last block."""
-        return vocab_logits(*self.outputs(x_BTD), vocab_size=self.config.vocab_size)
+        options = {"vocab_size": self.config.vocab_size, "softcap": self.logit_softcap}
+        return vocab_logits(*self.outputs(x_BTD), **options)

@@ -22,7 +22,7 @@ from jax.core import Tracer
 
 from fields.numbers import MAX_LAYERS, number_problem, shown
 from models.layers.masks import Segments
-from models.losses import chunked_vocab_loss, make_token_loss
+from models.losses import chunked_vocab_loss, make_token_loss, soft_capped
 from sharding.ops import sequence
 
 
@@ -117,6 +117,7 @@ def vocab_loss(
     vocab_size: int,
     loss: str,
     bias_V: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of the weighted losses of `targets`, sum of `weights`).
 
@@ -127,6 +128,7 @@ def vocab_loss(
         vocab_size: as for `models.losses.chunked_vocab_loss`.
         loss: as for `models.losses.make_token_loss`.
         bias_V: as for `models.losses.chunked_vocab_loss`.
+        softcap: as for `models.losses.chunked_vocab_loss`.
     """
     total = chunked_vocab_loss(
         x_BTD.reshape(-1, x_BTD.shape[-1]),
@@ -135,20 +137,27 @@ def vocab_loss(
         batch["weights"].reshape(-1),
         vocab_size=vocab_size,
         bias_V=bias_V,
+        softcap=softcap,
         token_loss=make_token_loss(loss),
     )
     return total, jnp.sum(batch["weights"], dtype=total.dtype)
 
 
 def vocab_logits(
-    x_BTD: jax.Array, table_VD: jax.Array, *, vocab_size: int, bias_V: jax.Array | None = None
+    x_BTD: jax.Array,
+    table_VD: jax.Array,
+    *,
+    vocab_size: int,
+    bias_V: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Return logits over the vocab without its padding, float32[B, T, V] or wider."""
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
     # Without the padding of the table, each call would copy it.
     logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=wide)
     logits = logits[..., :vocab_size]
-    return logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
+    logits = logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
+    return soft_capped(logits, softcap)
 
 
 def check_heads_divide(config: Any, *, prefix: str = "") -> None:

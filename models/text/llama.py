@@ -11,21 +11,23 @@ Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), secti
 """
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 from flax import nnx
 
+from fields.numbers import shown
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, RMSNorm, lookup, param
 from models.layers.block import Block
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
-from models.layers.transformer import MLP, Attention
+from models.layers.transformer import MLP, Attention, identity
 from models.losses import make_token_loss
-from models.stack import Stack
+from models.stack import Stack, periods
 from models.text.causal import CausalModel
 from models.text.common import (
     check_head,
@@ -36,8 +38,20 @@ from models.text.common import (
 )
 from sharding.ops.sequence import whole_length
 
+#: Values of `model.layer_types`: attention to all earlier tokens, or to the last
+#: `model.sliding_window` ones; "no_positions" is "full" without rotary positions.
+LAYER_TYPES = ("full", "window", "no_positions")
+
 #: Values of `model.norms`.
 _NORMS = ("before", "after", "around", "parallel")
+
+
+def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest value of `model.layer_types` that gives layers these types, in order."""
+    lengths = range(1, len(types) + 1)
+    repeats = (n for n in lengths if all(a == b for a, b in zip(types, types[n:], strict=False)))
+    pattern = tuple(types[: next(repeats, 0)])
+    return () if pattern in (("full",), ("window",)) else pattern
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,9 +82,12 @@ class LlamaConfig:
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
     sliding_window: int | None = None  # tokens that a token sees, including itself: Mistral
-    first_windowed_layer: int = 0  # earlier layers have no sliding window
+    layer_types: Sequence[str] = ()  # repeated over the layers; see LAYER_TYPES, and `types`
+    window_rope_theta: float | None = None  # rope_theta of windowed layers, which have no scaling
     embedding_scale: float = 1.0  # of the embedding, and of the following: Granite
     attention_scale: float | None = None  # of queries · keys; 1 / √head_dim if None
+    attention_softcap: float | None = None  # c of c · tanh(scores / c); Gemma 2
+    logit_softcap: float | None = None  # the same for the logits, after logit_scale
     residual_scale: float = 1.0  # of the output of attention and of the MLP
     logit_scale: float = 1.0
     tie_embeddings: bool = False  # whether the head uses the token embedding
@@ -91,17 +108,16 @@ class LlamaConfig:
             raise ValueError(
                 f"model.sliding_window={self.sliding_window} must be at least 1, or None"
             )
-        last = self.num_layers - 1 if self.sliding_window else 0
-        if not 0 <= self.first_windowed_layer <= last:
-            raise ValueError(
-                f"model.first_windowed_layer={self.first_windowed_layer} must be from 0 to {last}, "
-                f"for model.sliding_window={self.sliding_window} and "
-                f"model.num_layers={self.num_layers}"
-            )
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        self._check_layer_types()
+        object.__setattr__(self, "layer_types", layer_pattern(self.types))
         for name, choices in (("norms", _NORMS), ("norm", NORM_KINDS), ("rotary_pairs", PAIRS)):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
         check_activation(self.activation)
+        for name in ("attention_softcap", "logit_softcap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"model.{name}={value} must be positive, or None for no cap")
         if not 0.0 < self.rotary_fraction <= 1.0:
             raise ValueError(
                 f"model.rotary_fraction={self.rotary_fraction} must be more than 0 and at most 1"
@@ -121,6 +137,31 @@ class LlamaConfig:
         make_token_loss(self.loss)
         check_head(self.head)
 
+    def _check_layer_types(self) -> None:
+        if unknown := [name for name in self.layer_types if name not in LAYER_TYPES]:
+            raise ValueError(
+                f"model.layer_types: {shown(unknown[0])} is unknown; choose "
+                f"{', '.join(LAYER_TYPES)}"
+            )
+        if len(self.layer_types) > self.num_layers:
+            raise ValueError(
+                f"model.layer_types has {len(self.layer_types)} entries, for "
+                f"model.num_layers={self.num_layers}; give each layer one, or fewer to be repeated"
+            )
+        has_window = self.sliding_window is not None
+        if has_window != ("window" in self.types):
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} must be set if, and only if, "
+                f"model.layer_types={list(self.layer_types)} has window or is empty"
+            )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The type of each layer: `layer_types`, repeated; by default all window, or all full."""
+        default = "full" if self.sliding_window is None else "window"
+        types = itertools.cycle(self.layer_types or (default,))
+        return tuple(itertools.islice(types, self.num_layers))
+
     @property
     def rotary_dim(self) -> int:
         """Number of features of a head that are rotated."""
@@ -132,7 +173,7 @@ class LlamaConfig:
 
 
 class _Block(Block):
-    def __init__(self, config: LlamaConfig, *, window: int | None, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, layer_type: str, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         stddev = config.init_stddev
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
@@ -140,7 +181,7 @@ class _Block(Block):
         def head_norms() -> tuple[nnx.Module, nnx.Module]:
             size = config.head_dim
             if not config.qk_norm_over_heads:
-                return RMSNorm(size, **norm), RMSNorm(size, **norm)
+                return config.make_norm(size, rngs), config.make_norm(size, rngs)
             queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
             return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
 
@@ -176,26 +217,41 @@ class _Block(Block):
             scale=config.residual_scale,
         )
         self.config = config
-        self.window = window
+        self.layer_type = layer_type
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         config = self.config
-        positions = positions_by_index(batch)
+        return self.attention(
+            x_BTD,
+            rotate=self._rotation(x_BTD, batch),
+            is_causal=True,
+            window=config.sliding_window if self.layer_type == "window" else None,
+            segments=segments(batch),
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+        )
+
+    def _rotation(self, x_BTD: jax.Array, batch: dict) -> Callable[[jax.Array], jax.Array]:
+        """Return the function that gives queries and keys their positions."""
+        config = self.config
+        if self.layer_type == "no_positions":
+            return identity
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if self.layer_type == "window" and config.window_rope_theta is not None:
+            theta, scaling = config.window_rope_theta, None
         frequencies, factor = rope_frequencies(
             config.rotary_dim,
-            config.rope_theta,
-            config.rope_scaling,
+            theta,
+            scaling,
             num_positions=whole_length(x_BTD.shape[1]),
             max_positions=config.max_positions,
         )
-        rotation = {"frequencies": frequencies, "factor": factor, "pairs": config.rotary_pairs}
-        return self.attention(
-            x_BTD,
-            rotate=partial(rotate, positions_BT=positions, **rotation),
-            is_causal=True,
-            window=self.window,
-            segments=segments(batch),
-            scale=config.attention_scale,
+        return partial(
+            rotate,
+            positions_BT=positions_by_index(batch),
+            frequencies=frequencies,
+            factor=factor,
+            pairs=config.rotary_pairs,
         )
 
 
@@ -203,7 +259,7 @@ class Llama(CausalModel):
     """A causal language model."""
 
     Config = LlamaConfig
-    stacks = ("decoder", "windowed_decoder")
+    stacks = ("decoder", "last_decoder")
     can_share_vocab = True
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -213,17 +269,16 @@ class Llama(CausalModel):
         table = (vocab, config.embed_dim), ("vocab", "embed")
         self.token_embedding = param(normal, rngs, *table)
 
-        def stack(num_layers: int, window: int | None) -> Stack | None:
-            def make(rngs):
-                return _Block(config, window=window, rngs=rngs)
+        def block(layer_type: str) -> Callable[[nnx.Rngs], nnx.Module]:
+            return lambda rngs: _Block(config, layer_type, rngs=rngs)
 
-            return Stack(make, num_layers, rngs=rngs) if num_layers else None
+        def stack(types: Sequence[str], num_periods: int) -> Stack:
+            return Stack([block(layer_type) for layer_type in types], num_periods, rngs=rngs)
 
-        # Blocks of one stack are identical, so layers without a window have a stack of their own.
-        window = config.sliding_window
-        num_full = config.first_windowed_layer
-        self.decoder = stack(num_full or config.num_layers, None if num_full else window)
-        self.windowed_decoder = stack(config.num_layers - num_full if num_full else 0, window)
+        # Blocks of a stack are identical, so layers of several types are blocks of a period.
+        first, last = periods(config.types)
+        self.decoder = stack(*first)
+        self.last_decoder = stack(*last) if last else None
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
@@ -248,11 +303,17 @@ class Llama(CausalModel):
         head_dim = config.head_dim
         kernels = dense_flops(embed, 2 * (heads + kv_heads) * head_dim)
         kernels += (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
-        full = attention_flops(length, heads, head_dim, is_causal=True)
         window = config.sliding_window
-        windowed = attention_flops(length, heads, head_dim, is_causal=True, window=window)
-        num_full = config.first_windowed_layer if window else config.num_layers
-        scores = num_full * full + (config.num_layers - num_full) * windowed
+        scores = sum(
+            attention_flops(
+                length,
+                heads,
+                head_dim,
+                is_causal=True,
+                window=window if layer_type == "window" else None,
+            )
+            for layer_type in config.types
+        )
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * kernels + scores + head)
 

@@ -225,6 +225,71 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "CohereForCausalLM",
         {**_LAYER_NORMS, "logit_scale": 0.25, "pad_token_id": PAD},
     ),
+    "cohere2": (
+        "Cohere2ForCausalLM",
+        {**_LAYER_NORMS, "num_hidden_layers": 5, "sliding_window": 4, "pad_token_id": PAD},
+    ),
+    "smollm3": (
+        "SmolLM3ForCausalLM",
+        {
+            **_WITHOUT_HEAD_DIM,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "pad_token_id": PAD,
+        },
+    ),
+    "ministral": (
+        "MinistralForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
+    ),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            **_WITHOUT_HEAD_DIM,
+            "num_hidden_layers": 5,
+            "sliding_window": 4,
+            "pad_token_id": PAD,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500.0,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 12,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 7,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.5,
+        },
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 5,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 7,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
     "qwen3_base": ("Qwen3Model", {**_LLAMA, "attention_bias": True}),
     "bert_pretraining": ("BertForPreTraining", _BERT),
     "bert_mlm": ("BertForMaskedLM", {**_BERT, "hidden_act": "gelu_new"}),

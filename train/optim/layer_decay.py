@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from models.functions import ModelFunctions
+from models.stack import number_in_period
 from sharding.jaxprs import reads
 
 Tree = Any
@@ -26,6 +27,8 @@ class Depths:
 
     Attributes:
         first_layers: stack -> the number of its first layer, counted from 0 over all stacks.
+        layers_per_block: stack -> the number of layers of a block, which a path names in a
+            `models.stack.Period`.
         num_layers: number of layers of all stacks together.
         non_stack_params: path of a non-stack parameter -> its depth. It is -1 if `embed` reads the
             parameter, and the number of the stack's first layer if `before_<stack>` does.
@@ -33,6 +36,7 @@ class Depths:
     """
 
     first_layers: Mapping[str, int]
+    layers_per_block: Mapping[str, int]
     num_layers: int
     non_stack_params: Mapping[tuple, int]
 
@@ -55,8 +59,13 @@ def depths_of(functions: ModelFunctions, params: Tree, batch: Tree) -> Depths:
             for path in _read_by(functions.before[stack], non_stack_params, types[stack][0], batch):
                 depths.setdefault(path, num_layers)  # the first function that reads it counts
         first_layers[stack] = num_layers
-        num_layers += count
-    return Depths(first_layers=first_layers, num_layers=num_layers, non_stack_params=depths)
+        num_layers += count * functions.layers_per_block[stack]
+    return Depths(
+        first_layers=first_layers,
+        layers_per_block=functions.layers_per_block,
+        num_layers=num_layers,
+        non_stack_params=depths,
+    )
 
 
 def _read_by(function: Callable, non_stack_params: Tree, *args: Tree) -> list[tuple]:
@@ -81,7 +90,7 @@ def scaled_by_depth(
 
     Returns:
         A transformation whose `update` takes an additional argument `row_ids`: a tree like
-        the updates, int32[slots] with the layer number of every slot within its stack.
+        the updates, int32[slots] with the block number of every slot within its stack.
 
     Source: Clark et al., "ELECTRA" (2020), appendix; Bao et al., "BEiT" (2021), and the function
     `param_groups_lrd` of He et al., "Masked Autoencoders" (2021).
@@ -90,8 +99,10 @@ def scaled_by_depth(
     num_layers = depths.num_layers
 
     def scaled(path: tuple, update: jax.Array, row_ids: jax.Array) -> jax.Array:
-        if path[0].key in depths.first_layers:
-            layers = depths.first_layers[path[0].key] + jnp.asarray(row_ids)
+        stack, *names = (str(entry.key) for entry in path)
+        if stack in depths.first_layers:
+            first = depths.first_layers[stack] + number_in_period(names)
+            layers = first + depths.layers_per_block[stack] * jnp.asarray(row_ids)
             factors = jnp.power(decay, num_layers - layers).astype(update.dtype)
             return update * factors.reshape(-1, *[1] * (update.ndim - 1))
         return update * decay ** (num_layers - depths.non_stack_params.get(path, num_layers))

@@ -10,6 +10,7 @@ from models.layers.activations import ACTIVATIONS
 
 THEIRS = {
     "relu": torch.nn.functional.relu,
+    "relu2": lambda x: torch.square(torch.nn.functional.relu(x)),
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),

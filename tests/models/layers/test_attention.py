@@ -232,12 +232,6 @@ def test_attend_implementations_agree():
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
-def test_attend_with_a_window_requires_causality():
-    q, k, v, _ = draw(4, 4)
-    with pytest.raises(ValueError, match="window=3 needs is_causal=True"):
-        attention.attend(*map(jnp.asarray, (q, k, v)), is_causal=False, window=3)
-
-
 def test_attend_returns_the_mean_for_queries_that_see_no_key():
     """As in `jax.nn.dot_product_attention`. Such rows are padding; no key is padding."""
     rng = np.random.default_rng(0)

@@ -40,6 +40,7 @@ def arrays(num_kv_heads: int) -> dict[str, jax.Array]:
         "k": jax.random.normal(keys[1], kv_shape, jnp.float64),
         "v": jax.random.normal(keys[2], kv_shape, jnp.float64),
         "table": jax.random.normal(keys[3], (16, 4), jnp.float64),
+        "sinks": jnp.asarray([[-1.0, 0.5, 2.0, 0.0]]),
     }
 
 
@@ -61,30 +62,30 @@ def visible(mask: Mask, ids: jax.Array | None) -> jax.Array:
     if mask.is_causal:
         is_visible &= k <= q
     if mask.window is not None:
-        is_visible &= q - k < mask.window
+        is_visible &= jnp.abs(q - k) < mask.window
     if ids is not None:
         is_visible &= (ids[:, :, None] == ids[:, None, :])[:, None]
     return is_visible
 
 
-def on_ring(options: RingOptions, q, k, v, ids, table):
+def on_ring(options: RingOptions, q, k, v, ids, table, sinks):
     order = options.split.order(LENGTH)
     spec = PartitionSpec(None, "context")
 
-    def local(q, k, v, ids, table):
-        return attend_on_ring(options, q, k, v, None if ids is None else (ids, ids), table)
+    def local(q, k, v, ids, table, sinks):
+        return attend_on_ring(options, q, k, v, None if ids is None else (ids, ids), table, sinks)
 
     ids_spec = None if ids is None else spec
     attend = jax.shard_map(
         local,
-        in_specs=(spec, spec, spec, ids_spec, PartitionSpec()),
+        in_specs=(spec, spec, spec, ids_spec, PartitionSpec(), PartitionSpec()),
         out_specs=spec,
         axis_names={"context"},
         check_vma=False,
     )
     q, k, v = (x[:, order] for x in (q, k, v))
     ids = None if ids is None else ids[:, order]
-    return attend(q, k, v, ids, table)[:, np.argsort(order)]
+    return attend(q, k, v, ids, table, sinks)[:, np.argsort(order)]
 
 
 CASES = {
@@ -100,7 +101,17 @@ CASES = {
     "window of two chunks, documents": (4, True, 13, "documents"),
     "window of all but a few": (6, True, 40, ""),
     "window, documents and bias": (4, True, 13, "documents bias"),
+    "window around each token": (6, False, 5, ""),
+    "window around each token, documents": (4, False, 14, "documents"),
+    "window around each token, of all but a few": (4, False, 40, ""),
+    "sinks": (4, True, None, "sinks"),
+    "sinks, window, documents": (4, True, 13, "sinks documents"),
+    "sinks on one device": (1, True, None, "sinks"),
+    "sinks on one device, window, documents": (1, True, 13, "sinks documents"),
+    "soft cap, window, sinks": (4, True, 13, "softcap sinks"),
+    "soft cap, documents": (4, False, None, "softcap documents"),
 }
+SOFTCAP = 2.0
 
 
 @pytest.mark.thorough(but=["blocked-causal, documents"])
@@ -111,33 +122,54 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
     size, is_causal, window, extras = CASES[case]
     has_segments = "documents" in extras
     has_bias = "bias" in extras
+    has_sinks = "sinks" in extras
+    block_kernel = KERNELS[kernel]
+    softcap = SOFTCAP if "softcap" in extras else None
     if kernel == "cudnn":
         if has_bias and window:
             pytest.skip("no model has a bias and a window")
+        if softcap or (window and not is_causal):
+            pytest.skip("cuDNN has neither soft caps nor windows around a token")
         cudnn_stand_in.install(monkeypatch)
+    elif softcap:
+        block_kernel = BlockKernel(
+            forward=functools.partial(blocked_attention.forward, softcap=softcap),
+            backward=functools.partial(blocked_attention.backward, softcap=softcap),
+        )
     mask = Mask(is_causal=is_causal, window=window)
     split = SequenceSplit(num_devices=size, ring_size=size, is_zigzag=is_causal)
     options = RingOptions(
         split=split,
         mask=mask,
         scale=0.3,
-        kernel=KERNELS[kernel],
+        kernel=block_kernel,
         bias_of=bias_of if has_bias else None,
     )
     ids = segment_ids() if has_segments else None
     inputs = arrays(num_kv_heads=2)
     cotangent = jax.random.normal(jax.random.key(9), inputs["q"].shape, jnp.float64)
 
-    def plain(q, k, v, table):
+    def plain(q, k, v, table, sinks):
         places = jnp.arange(LENGTH)
         bias = bias_of(table, places, places) if has_bias else 0.0
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))  # two query heads for each of its heads
-        logits = 0.3 * jnp.einsum("btnh,bsnh->bnts", q, k) + bias
-        weights = jax.nn.softmax(logits, where=visible(mask, ids))
-        return jnp.einsum("bnts,bsnh->btnh", weights, v)
+        logits = 0.3 * jnp.einsum("btnh,bsnh->bnts", q, k)
+        logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+        is_visible = visible(mask, ids)
+        if has_sinks:
+            shape = (*logits.shape[:3], 1)
+            sink = jnp.broadcast_to(sinks[:, :, None, None], shape)
+            logits = jnp.concatenate((logits, sink), axis=-1)
+            is_visible = jnp.concatenate(
+                (is_visible, jnp.ones((*is_visible.shape[:3], 1), bool)), axis=-1
+            )
+            bias = 0.0
+        weights = jax.nn.softmax(logits + bias, where=is_visible)
+        return jnp.einsum("bnts,bsnh->btnh", weights[..., : k.shape[1]], v)
 
-    def on_devices(q, k, v, table):
-        return on_ring(options, q, k, v, ids, table if has_bias else None)
+    def on_devices(q, k, v, table, sinks):
+        extra = table if has_bias else None, sinks if has_sinks else None
+        return on_ring(options, q, k, v, ids, *extra)
 
     def results(function):
         y, pullback = jax.vjp(function, *inputs.values())

@@ -1,0 +1,421 @@
+"""Keys and weight names that LLaMA and its descendants share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
+from convert.names import Row
+from convert.names import norm as norm_rows
+from models.text.llama import LlamaConfig, layer_pattern
+from untrusted.schema import check
+
+THEIRS = "model.layers.{layer}"
+
+
+#: Norm of a block -> its name in the files, for norms before the branches and after them.
+NORMS_BEFORE = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+NORMS_AFTER = {
+    "attention_norm_2": "post_attention_layernorm",
+    "mlp_norm_2": "post_feedforward_layernorm",
+}
+
+
+NORMS_AROUND = {
+    "attention_norm": "input_layernorm",
+    "attention_norm_2": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_norm_2": "post_feedforward_layernorm",
+}
+
+
+#: The linear layers that some files store as one.
+_FUSED = {
+    "attention": ("self_attn.qkv_proj", "qkv"),
+    "mlp": ("mlp.gate_up_proj", ("gate", "up")),
+}
+
+
+def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
+    """Return the rows of linear layers that are stored as one.
+
+    Args:
+        ours: path of the blocks.
+        *branches: keys of _FUSED.
+    """
+    return tuple(
+        Row(f"{ours}.{branch}.{x}.{word}", f"{THEIRS}.{theirs}.{suffix}", part=part)
+        for branch in branches
+        for theirs, layers in [_FUSED[branch]]
+        for part, x in enumerate(layers)
+        for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+    )
+
+
+def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tuple[Row, ...]:
+    attention = f"{ours}.attention"
+    return (
+        *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
+        *(
+            Row(f"{ours}.{norm}.{word}", f"{THEIRS}.{theirs}.{suffix}")
+            for norm, theirs in norms.items()
+            for word, suffix in (("scale", "weight"), ("bias", "bias"))
+            if word == "scale" or not norm.endswith("_2")  # these are RMS norms in all families
+        ),
+        *(
+            Row(f"{attention}.{x}.{word}", f"{THEIRS}.self_attn.{x}_proj.{suffix}")
+            for x in "qkv"
+            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+        ),
+        Row(f"{attention}.q_norm.scale", f"{THEIRS}.self_attn.q_norm.weight"),
+        Row(f"{attention}.k_norm.scale", f"{THEIRS}.self_attn.k_norm.weight"),
+        Row(f"{attention}.out.kernel", f"{THEIRS}.self_attn.o_proj.weight", num_inputs=2),
+        Row(f"{attention}.out.bias", f"{THEIRS}.self_attn.o_proj.bias"),
+        *(
+            Row(f"{ours}.mlp.{x}.{word}", f"{THEIRS}.mlp.{x}_proj.{suffix}")
+            for x in ("gate", "up", "down")
+            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+        ),
+    )
+
+
+def rows_of(norms: Mapping[str, str], fused: Sequence[str] = ()) -> tuple[Row, ...]:
+    """Return the rows of a model.
+
+    Args:
+        norms: norm of a block -> its name in the files.
+        fused: keys of _FUSED.
+    """
+    return (
+        Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
+        *_block_rows("decoder.layers", norms, fused),
+        *_block_rows("last_decoder.layers", norms, fused),
+        *norm_rows("final_norm", "model.norm"),
+        Row("output_embedding", "lm_head.weight", "vocab"),
+    )
+
+
+def heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
+    """Return the keys with the number of kv heads and the size of heads.
+
+    Args:
+        num_kv_heads: number of kv heads if the key is absent; None for the number of heads.
+        head_dim: size of a head if the key is absent; None for hidden_size / heads.
+    """
+
+    def read(hf: Config) -> dict[str, Any]:
+        heads = hf["num_attention_heads"]
+        kv_heads = hf.get("num_key_value_heads", num_kv_heads)
+        size = hf.get("head_dim", head_dim)
+        return {
+            "num_kv_heads": heads if kv_heads is None else kv_heads,
+            "head_dim": hf["hidden_size"] // heads if size is None else size,
+        }
+
+    def write(fields: Config) -> dict[str, Any]:
+        return {"num_key_value_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"]}
+
+    return Keys(("num_key_value_heads", "head_dim"), read, write)
+
+
+def _read_rope(hf: Config, *, rope_theta: float, rotary_fraction: float | None) -> dict[str, Any]:
+    """Read the keys about rotary positions.
+
+    Args:
+        rope_theta: base of the wavelengths if the key is absent.
+        rotary_fraction: share of a head's features that are rotated if the key is absent; None:
+            only models that rotate all features.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        check(hf.get(name), dict[str, Any] | None, f"config.json: {name}")
+    scaling = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError(
+            f"config.json has rope_parameters={scaling}, which must be the same for all layers of "
+            "this architecture"
+        )
+    theta = _first(scaling.pop("rope_theta", None), hf.get("rope_theta"), rope_theta)
+    rotated = _first(
+        scaling.pop("partial_rotary_factor", None),
+        hf.get("partial_rotary_factor"),
+        rotary_fraction,
+        1.0,
+    )
+    if rotary_fraction is None and rotated != 1.0:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={rotated}, which is not supported; it must be "
+            "1, that is, all features of a head are rotated"
+        )
+    old_name = scaling.pop("type", "default")
+    kind = scaling.setdefault("rope_type", old_name)
+    if kind == "su":  # the first name of longrope, in Phi-3's files
+        kind = scaling["rope_type"] = "longrope"
+    fields = {"rope_theta": float(theta), "rotary_fraction": float(rotated)}
+    if kind == "default":
+        return {**fields, "rope_scaling": None}
+    key = "original_max_position_embeddings"
+    if kind in ("llama3", "yarn", "longrope"):
+        scaling[key] = hf.get(key) or scaling.get(key) or hf["max_position_embeddings"]
+    elif kind == "dynamic":
+        scaling.pop(key, None)
+    scaling = {name: value for name, value in scaling.items() if value is not None}
+    return {**fields, "rope_scaling": scaling}
+
+
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None; 0 is a value, which the model refuses."""
+    return next(value for value in values if value is not None)
+
+
+def _write_rope(fields: Config) -> dict[str, Any]:
+    scaling = fields["rope_scaling"]
+    return {
+        "rope_theta": fields["rope_theta"],
+        "rope_scaling": None if scaling is None else dict(scaling),
+        "partial_rotary_factor": fields["rotary_fraction"],
+    }
+
+
+_ROPE_NAMES = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+
+
+def rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> Keys:
+    """Return the keys about rotary positions; arguments as for `_read_rope`."""
+    read = partial(_read_rope, rope_theta=rope_theta, rotary_fraction=rotary_fraction)
+    return Keys(_ROPE_NAMES, read, _write_rope)
+
+
+def rope_by_type(rope_theta: float, window_theta: float | None, window_key: str) -> Keys:
+    """Return the keys about rotary positions that layers with a sliding window may have others of.
+
+    Args:
+        rope_theta: base of the wavelengths if the key is absent.
+        window_theta: base in layers with a window if the key is absent; None: as in other layers.
+        window_key: key of that base, in files without `rope_parameters`.
+    """
+
+    def read(hf: Config) -> dict[str, Any]:
+        check(hf.get("rope_parameters"), dict[str, Any] | None, "config.json: rope_parameters")
+        by_type = hf.get("rope_parameters") or {}
+        flat = {**hf, "rope_parameters": by_type.get("full_attention")}
+        fields = _read_rope(flat, rope_theta=rope_theta, rotary_fraction=None)
+        of_window = by_type.get("sliding_attention") or {}
+        if (kind := of_window.get("rope_type", "default")) != "default":
+            raise ValueError(
+                f"config.json has rope_type={kind!r} for sliding_attention, which is not "
+                "supported; it must be 'default'"
+            )
+        thetas = of_window.get("rope_theta"), hf.get(window_key), window_theta
+        theta = _first(*thetas, fields["rope_theta"])
+        return {**fields, "window_rope_theta": float(theta)}
+
+    def write(fields: Config) -> dict[str, Any]:
+        of_all = _write_rope(fields)
+        theta, scaling = of_all["rope_theta"], of_all["rope_scaling"]
+        of_window = fields["window_rope_theta"] or theta
+        return {
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            window_key: of_window,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": theta, **(scaling or {"rope_type": "default"})},
+                "sliding_attention": {"rope_theta": of_window, "rope_type": "default"},
+            },
+        }
+
+    return Keys((*_ROPE_NAMES, window_key), read, write)
+
+
+def sizes(init_stddev: float = 0.02) -> tuple[Key, ...]:
+    """Return the keys of sizes, which all have in common."""
+    return (
+        Key("vocab_size", "vocab_size"),
+        Key("max_position_embeddings", "max_positions"),
+        Key("num_hidden_layers", "num_layers"),
+        Key("num_attention_heads", "num_heads"),
+        Key("hidden_size", "embed_dim"),
+        Key("intermediate_size", "mlp_dim"),
+        Key("initializer_range", "init_stddev", init_stddev),
+    )
+
+
+UNTIED = Key("tie_word_embeddings", "tie_embeddings", False)
+SILU = Only("hidden_act", ("silu", "swish"))
+KEYS = (*sizes(), rope(), UNTIED, SILU, Key("rms_norm_eps", "rms_norm_epsilon", 1e-6))
+
+ATTENTION_BIAS = Keys(
+    ("attention_bias",),
+    lambda hf: {name: bool(hf.get("attention_bias")) for name in ("qkv_bias", "out_bias")},
+    lambda fields: {"attention_bias": fields["qkv_bias"]},
+)
+
+
+def _read_query_scale(hf: Config) -> dict[str, Any]:
+    """Read the number whose root divides the scores; by default the size of a head."""
+    squared = hf.get("query_pre_attn_scalar", 256)
+    is_default = squared == hf.get("head_dim", 256)
+    return {"attention_scale": None if is_default else squared**-0.5}
+
+
+def _write_query_scale(fields: Config) -> dict[str, Any]:
+    scale = fields["attention_scale"]
+    return {"query_pre_attn_scalar": round(fields["head_dim"] if scale is None else scale**-2)}
+
+
+#: Keys of Gemma 2 and 3.
+GEMMA_KEYS = (
+    heads(num_kv_heads=4, head_dim=256),
+    ATTENTION_BIAS,
+    Key("tie_word_embeddings", "tie_embeddings", True),
+    Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
+    Key("hidden_activation", "activation", "gelu_tanh", ACTIVATIONS),
+    Keys(("query_pre_attn_scalar",), _read_query_scale, _write_query_scale),
+    Keys((), lambda hf: {"embedding_scale": hf["hidden_size"] ** 0.5}, lambda fields: {}),
+    Only("use_bidirectional_attention", (False,)),
+)
+
+
+def window(default: int | None) -> Keys:
+    """Return the key of a sliding window of all layers."""
+    return Keys(
+        ("sliding_window",),
+        lambda hf: {"sliding_window": hf.get("sliding_window", default), "layer_types": ()},
+        lambda fields: {"sliding_window": fields["sliding_window"]},
+    )
+
+
+def windows(
+    default_types: Callable[[Config], list[str]],
+    *,
+    default: int | None,
+    full: str = "full",
+    further_names: Sequence[str] = (),
+) -> Keys:
+    """Return the keys of a sliding window that some of the layers have.
+
+    Args:
+        default_types: config.json -> types of the layers if it has no `layer_types`.
+        default: window if the key is absent.
+        full: type here of layers without a window.
+        further_names: keys that `default_types` reads.
+    """
+    types_here = {"sliding_attention": "window", "full_attention": full}
+
+    def read(hf: Config) -> dict[str, Any]:
+        size = hf.get("sliding_window", default)
+        num_layers = hf["num_hidden_layers"]
+        names = hf.get("layer_types") or default_types(hf)
+        check(names, list[str], "config.json: layer_types")
+        unknown = [name for name in names if name not in types_here]
+        if unknown or len(names) != num_layers:
+            raise ValueError(
+                f"config.json has layer_types={names} with num_hidden_layers={num_layers}, which "
+                f"is not supported; it must have one of {', '.join(types_here)} for each layer"
+            )
+        if size is None and "sliding_attention" in names:
+            raise ValueError(
+                f"config.json has sliding_window=None with layer_types={names}, which is not "
+                "supported; give sliding_attention a window"
+            )
+        types = layer_pattern([types_here[name] for name in names])
+        has_window = "sliding_attention" in names
+        return {"layer_types": types, "sliding_window": size if has_window else None}
+
+    def write(fields: Config) -> dict[str, Any]:
+        names = {here: name for name, here in types_here.items()}
+        types = LlamaConfig(**fields).types
+        return {
+            "sliding_window": fields["sliding_window"],
+            "layer_types": [names.get(each, "full_attention") for each in types],
+        }
+
+    return Keys(("sliding_window", "layer_types", *further_names), read, write)
+
+
+def full_every(interval: int, *names: str) -> Callable[[Config], list[str]]:
+    """Return a function to the types of layers of which the last of each interval has no window.
+
+    Args:
+        interval: number of layers of the pattern, unless a key gives it.
+        *names: keys that may give it.
+    """
+
+    def types(hf: Config) -> list[str]:
+        given = [hf[name] for name in names if hf.get(name)]
+        every = given[0] if given else interval
+        return [
+            "sliding_attention" if number % every else "full_attention"
+            for number in range(1, hf["num_hidden_layers"] + 1)
+        ]
+
+    return types
+
+
+def _qwen_types(hf: Config) -> list[str]:
+    """Return the types of layers of which the first ones have no window."""
+    num_layers = hf["num_hidden_layers"]
+    first = hf.get("max_window_layers")
+    num_full = min(28 if first is None else first, num_layers)
+    return ["full_attention"] * num_full + ["sliding_attention"] * (num_layers - num_full)
+
+
+def _qwen_window() -> Keys:
+    names = ("use_sliding_window", "max_window_layers")
+    keys = windows(_qwen_types, default=4096, further_names=names)
+
+    def read(hf: Config) -> dict[str, Any]:
+        if hf.get("use_sliding_window"):
+            return keys.read(hf)
+        if "sliding_attention" in (hf.get("layer_types") or ()):
+            raise ValueError(
+                f"config.json has layer_types={hf['layer_types']} without use_sliding_window, "
+                "which is not supported; set use_sliding_window to true, or leave layer_types out"
+            )
+        return {"sliding_window": None, "layer_types": ()}
+
+    def write(fields: Config) -> dict[str, Any]:
+        if fields["sliding_window"] is None:
+            return {"use_sliding_window": False, "sliding_window": None}
+        written = keys.write(fields)
+        num_full = written["layer_types"].index("sliding_attention")
+        return {"use_sliding_window": True, "max_window_layers": num_full, **written}
+
+    return Keys(keys.names, read, write)
+
+
+QWEN_WINDOW = _qwen_window()
+
+
+def _without_positions() -> Keys:
+    """Return the keys of layers without rotary positions."""
+
+    def read(hf: Config) -> dict[str, Any]:
+        num_layers = hf["num_hidden_layers"]
+        every = hf.get("no_rope_layer_interval", 4)
+        default = [int(number % every != 0) for number in range(1, num_layers + 1)]
+        has_positions = hf.get("no_rope_layers") or default  # 1 for a layer that has them
+        kinds = {"full_attention", *(hf.get("layer_types") or ())}
+        if len(has_positions) != num_layers or len(kinds) > 1:
+            raise ValueError(
+                f"config.json has no_rope_layers={has_positions} and layer types "
+                f"{', '.join(sorted(kinds))} with num_hidden_layers={num_layers}, which is not "
+                "supported; no_rope_layers must have an entry per layer, and all types must be "
+                "full_attention"
+            )
+        types = layer_pattern(["full" if each else "no_positions" for each in has_positions])
+        return {"layer_types": types, "sliding_window": None}
+
+    def write(fields: Config) -> dict[str, Any]:
+        types = LlamaConfig(**fields).types
+        return {"no_rope_layers": [int(each != "no_positions") for each in types]}
+
+    return Keys(("no_rope_layers", "no_rope_layer_interval", "layer_types"), read, write)
+
+
+WITHOUT_POSITIONS = _without_positions()
