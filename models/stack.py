@@ -177,8 +177,8 @@ def periods(
     whole = period(types)
     if len(whole[0]) == 1:
         return whole, None
-    cuts = [(period(types[:cut]), period(types[cut:])) for cut in range(1, len(types))]
-    first, second = min(cuts, key=lambda two: (len(two[0][0]) + len(two[1][0]), -two[0][1]))
+    cuts = [(period(types[:cut]), period(types[cut:])) for cut in reversed(range(1, len(types)))]
+    first, second = min(cuts, key=lambda two: len(two[0][0]) + len(two[1][0]))
     is_shorter = len(first[0]) + len(second[0]) < len(whole[0])
     return (first, second) if is_shorter else (whole, None)
 

@@ -204,19 +204,35 @@ _COHERE = dataclasses.replace(
     },
 )
 
+#: Number of layers of which the last has no window, in files without the type of each layer.
+_PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 _COHERE2 = dataclasses.replace(
     _COHERE,
     name="Cohere2ForCausalLM",
     model_type="cohere2",
     keys=(
-        *(key for key in _COHERE.keys if key.names != ("use_qk_norm",)),
+        *sizes(),
+        rope(),
+        heads(),
+        ATTENTION_BIAS,
+        Key("tie_word_embeddings", "tie_embeddings", True),
+        Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
+        Key("logit_scale", "logit_scale", 0.0625),
+        SILU,
         windows(
-            full_every(4, "sliding_window_pattern", "_sliding_window_pattern"),
+            full_every(4, *_PATTERN, "layer_switch"),
             default=4096,
             full="no_positions",
-            further_names=("sliding_window_pattern", "_sliding_window_pattern"),
+            further_names=(*_PATTERN, "layer_switch"),
         ),
+        # Published files describe the model in these words too; None is for files without them.
+        Only("order_of_interleaved_layers", (None, "local_attn_first")),
+        Only("position_embedding_type", (None, "rope_gptj")),
+        Only("rotary_pct", (None, 1.0)),
+        Only("use_gated_activation", (None, True)),
+        Only("use_parallel_block", (None, True)),
     ),
+    harmless=(*_COHERE.harmless, "cache_implementation", "head_dim", "use_embedding_sharing"),
 )
 _SMOLLM3 = dataclasses.replace(
     _LLAMA,
@@ -234,7 +250,7 @@ _SMOLLM3 = dataclasses.replace(
         Only("use_sliding_window", (False,)),
         WITHOUT_POSITIONS,
     ),
-    harmless=("attention_dropout", "sliding_window", "max_window_layers"),
+    harmless=(*_LLAMA.harmless, "sliding_window", "max_window_layers"),
 )
 
 _GEMMA2 = dataclasses.replace(
@@ -251,7 +267,7 @@ _GEMMA2 = dataclasses.replace(
     ),
     rows=rows_of(NORMS_AROUND),
     fields={"head": "lm", "norm": "rms_1p", "norms": "around"},
-    harmless=("attention_dropout", "cache_implementation"),
+    harmless=("attention_dropout", "cache_implementation", "hidden_act"),
 )
 _GEMMA3 = dataclasses.replace(
     _GEMMA2,
@@ -261,11 +277,7 @@ _GEMMA3 = dataclasses.replace(
         *sizes(),
         rope_by_type(1000000.0, 10000.0, "rope_local_base_freq"),
         *GEMMA_KEYS,
-        windows(
-            full_every(6, "sliding_window_pattern", "_sliding_window_pattern"),
-            default=4096,
-            further_names=("sliding_window_pattern", "_sliding_window_pattern"),
-        ),
+        windows(full_every(6, *_PATTERN), default=4096, further_names=_PATTERN),
         Key("attn_logit_softcapping", "attention_softcap", None),
         Key("final_logit_softcapping", "logit_softcap", None),
     ),

@@ -268,13 +268,15 @@ def _write_query_scale(fields: Config) -> dict[str, Any]:
     return {"query_pre_attn_scalar": round(fields["head_dim"] if scale is None else scale**-2)}
 
 
+_GEMMA_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", **ACTIVATIONS}
+
 #: Keys of Gemma 2 and 3.
 GEMMA_KEYS = (
     heads(num_kv_heads=4, head_dim=256),
     ATTENTION_BIAS,
     Key("tie_word_embeddings", "tie_embeddings", True),
     Key("rms_norm_eps", "rms_norm_epsilon", 1e-6),
-    Key("hidden_activation", "activation", "gelu_tanh", ACTIVATIONS),
+    Key("hidden_activation", "activation", "gelu_pytorch_tanh", _GEMMA_ACTIVATIONS),
     Keys(("query_pre_attn_scalar",), _read_query_scale, _write_query_scale),
     Keys((), lambda hf: {"embedding_scale": hf["hidden_size"] ** 0.5}, lambda fields: {}),
     Only("use_bidirectional_attention", (False,)),

@@ -14,10 +14,17 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=architecture.harmless) | architecture.fields
     ours = architecture.model_class.Config(**fields)
-    theirs = getattr(transformers, f"{hf['architectures'][0].removesuffix('ForCausalLM')}Config")
-    theirs = theirs(**hf)
+    theirs = getattr(transformers, hf["architectures"][0]).config_class(**hf)
     assert ours.num_kv_heads == theirs.num_key_value_heads
+    by_type = {"full": "full_attention", "window": "sliding_attention"}
+    has_window = getattr(theirs, "layer_types", None) or ()
+    if "sliding_attention" in has_window:
+        types = [by_type.get(each, "full_attention") for each in ours.types]
+        assert types == theirs.layer_types
     rope = theirs.rope_parameters
+    if "full_attention" in rope:
+        assert ours.window_rope_theta == rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
     assert ours.rope_theta == rope["rope_theta"]
     assert ours.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
     assert ours.sliding_window == getattr(theirs, "sliding_window", None)

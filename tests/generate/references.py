@@ -55,6 +55,9 @@ _QWEN2: dict[str, Any] = {
     "sliding_window": 10,
     "max_window_layers": 1,
 }
+_FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 10}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+#: Name -> function that returns a model with random weights.
 MODELS: dict[str, Any] = {
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(vocab_size=VOCAB, n_positions=128, n_layer=3, n_head=4, n_embd=40)
@@ -81,6 +84,19 @@ MODELS: dict[str, Any] = {
         hf.Glm4Config(**_LLAMA | {"head_dim": 12}, pad_token_id=PAD)
     ),
     "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA, pad_token_id=PAD)),
+    "cohere2": lambda: hf.Cohere2ForCausalLM(
+        hf.Cohere2Config(**_LLAMA | _FOUR_LAYERS, pad_token_id=PAD)
+    ),
+    "smollm3": lambda: hf.SmolLM3ForCausalLM(
+        hf.SmolLM3Config(**_LLAMA, no_rope_layer_interval=2, pad_token_id=PAD)
+    ),
+    "olmo3": lambda: hf.Olmo3ForCausalLM(hf.Olmo3Config(**_LLAMA | _FOUR_LAYERS)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**_LLAMA | _FOUR_LAYERS, attn_logit_softcapping=2.0)
+    ),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**_LLAMA | _FOUR_LAYERS, layer_types=_ALTERNATING)
+    ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
 }
 

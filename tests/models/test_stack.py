@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from models.check import check
 from models.functions import can_share_vocab, functions_of
 from models.layers.basic import Linear
-from models.stack import Stack, run_layers
+from models.stack import Stack, block_function, checkpoint_policy, periods, run_layers
 from pipeline.runtime.executor import make_loss_and_grad
 from pipeline.runtime.gather import ParamSharding
 from pipeline.schedule import make_schedule
@@ -123,6 +123,53 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
             return np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
         jax.tree.map(close, {"non_stack": grads["non_stack"], "stacks": layers}, expected)
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        ("aaaa", (("a", 4), None)),
+        ("abab", (("ab", 2), None)),
+        ("aaabbbb", (("a", 3), ("b", 4))),
+        ("wwwwwfwwwwwfww", (("wwwwwf", 2), ("w", 2))),
+        ("abcde", (("abcde", 1), None)),
+    ],
+)
+def test_layers_are_divided_into_the_shortest_periods(types, expected):
+    assert periods(types) == expected
+
+
+class Recorder(nnx.Module):
+    """A block that adds digits: the number of its layer, and what it was made with."""
+
+    def __init__(self, digit: float):
+        self.digit = nnx.Param(jnp.full((), digit), out_sharding=())
+
+    def __call__(self, x, batch, keys):
+        drawn = jax.vmap(lambda key: jax.random.uniform(key, x["drawn"].shape[1:]))(keys)
+        layers = x["layers"] * 10 + batch["layer"]
+        return {"layers": layers, "digits": x["digits"] * 10 + self.digit[...], "drawn": drawn}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_of_periods_have_numbers_and_random_keys_of_their_own(remat):
+    policy = checkpoint_policy(remat, ())
+    zeros = {name: jnp.zeros(()) for name in ("layers", "digits")} | {"drawn": jnp.zeros((2, 3))}
+    batch = {"dropout_keys": jax.random.split(jax.random.key(0), 2)}
+    stack = Stack([lambda rngs: Recorder(1.0), lambda rngs: Recorder(2.0)], 2, rngs=nnx.Rngs(0))
+    single = Stack(lambda rngs: Recorder(3.0), 1, rngs=nnx.Rngs(0))
+    assert (stack.num_layers, stack.layers_per_block, single.layers_per_block) == (2, 2, 1)
+
+    def run(stack: Stack, x, first_layer: int):
+        block = block_function(stack.layers, policy, first_layer=first_layer)
+        return run_layers(block, nnx.split(stack.layers)[1], x, batch)
+
+    x = run(single, run(stack, zeros, first_layer=1), first_layer=5)
+    assert (float(x["layers"]), float(x["digits"])) == (12345, 12123)
+    keys = jax.vmap(jax.random.fold_in, (0, None))(batch["dropout_keys"], 1 + 5)
+    np.testing.assert_array_equal(
+        x["drawn"], jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
+    )
 
 
 @pytest.mark.parametrize("stacks", [("encoder",), ()])

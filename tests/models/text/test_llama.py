@@ -26,6 +26,11 @@ SIZES = {
         ({"rotary_fraction": 0.5}, "model.rotary_fraction=0.5 of model.head_dim=6 is 3 features"),
         ({"qk_norm_over_heads": True}, "model.qk_norm_over_heads=True needs model.qk_norm=True"),
         ({"activation": "sine"}, "model.activation='sine' is unknown; choose relu, relu2"),
+        ({"layer_types": ("chunked",)}, "model.layer_types: 'chunked' is unknown; choose full"),
+        ({"layer_types": ("full",) * 3}, "model.layer_types has 3 entries, for model.num_layers=2"),
+        ({"layer_types": ("window", "full")}, "model.sliding_window=None must be set if, and only"),
+        ({"layer_types": ("full",), "sliding_window": 4}, "model.sliding_window=4 must be set if"),
+        ({"attention_softcap": 0.0}, "model.attention_softcap=0.0 must be positive, or None"),
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 must divide model.num_heads=4"),
     ],
 )

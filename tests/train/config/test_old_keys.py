@@ -75,3 +75,20 @@ def test_command_line_replaces_what_an_old_file_says(tmp_path):
 def test_value_that_the_old_key_never_had_is_refused():
     with pytest.raises(ValueError, match=r"pipeline\.remat='dots' must be full or none; write"):
         load(CONFIG, ["pipeline.remat=dots"])
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected", "warnings"), [(0, None, 0), (1, ("full", "window", "window"), 1)]
+)
+def test_number_of_layers_without_a_window_becomes_the_types_of_layers(
+    stored, expected, warnings, caplog
+):
+    model = {"num_layers": 3, "sliding_window": 4, "first_windowed_layer": stored}
+    old_keys.replace_old_keys({"model": model})
+    assert "first_windowed_layer" not in model and model.get("layer_types") == expected
+    assert len(caplog.messages) == warnings
+
+
+def test_number_of_layers_without_a_window_that_no_model_could_have_is_refused():
+    with pytest.raises(ValueError, match="model.first_windowed_layer=3 must be from 0 to"):
+        old_keys.replace_old_keys({"model": {"num_layers": 3, "first_windowed_layer": 3}})

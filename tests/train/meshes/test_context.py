@@ -132,6 +132,20 @@ VARIANTS = {
         "model.logit_scale=0.5",
     ),
     "Command-R": ("model.norms=parallel", "model.norm=layer_no_bias", "model.tie_embeddings=true"),
+    "Gemma 3": (
+        "model.layer_types=('window', 'window', 'full')",
+        "model.sliding_window=7",
+        "model.window_rope_theta=50.0",
+        "model.norm=rms_1p",
+        "model.norms=around",
+    ),
+    "Gemma 2": (
+        "model.layer_types=('window', 'full')",
+        "model.sliding_window=7",
+        "model.attention_softcap=1.5",
+        "model.logit_softcap=2.5",
+    ),
+    "SmolLM3": ("model.layer_types=('full', 'no_positions')",),
     "Nemotron": ("model.norm=layer_1p", "model.activation=relu2", "model.is_gated=false"),
 }
 

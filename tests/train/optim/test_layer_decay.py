@@ -18,6 +18,13 @@ T5 = (
     *(override for override in TINY if "num_layers" not in override),
 )
 
+LLAMA = (
+    "model.num_layers=5",
+    "model.num_kv_heads=2",
+    "model.head_dim=8",
+    "model.mlp_dim=48",
+)
+
 
 def depths(corpus_overrides, config: str, overrides=TINY) -> Depths:
     file = str(ROOT / "configs" / f"{config}.py")
@@ -61,6 +68,7 @@ def test_update_is_scaled_by_the_power_of_its_layer():
     """As in `param_groups_lrd`: with 5 layers, factors 0.5^(5 + 1 - i); the embedding has i = 0."""
     found = Depths(
         first_layers={"encoder": 0, "decoder": 2},
+        layers_per_block={"encoder": 1, "decoder": 1},
         num_layers=5,
         non_stack_params={
             (jax.tree_util.DictKey(name),): layer for name, layer in (("table", -1), ("in", 2))
@@ -84,3 +92,24 @@ def test_update_is_scaled_by_the_power_of_its_layer():
     row_ids = {"decoder": row_ids["decoder"][1:2]}
     updates, _ = optimizer.update(alone, state, alone, row_ids=row_ids)
     assert updates["decoder"].tolist() == [[-(0.5**2)] * 2]
+
+
+def test_layers_of_a_period_have_factors_of_their_own(corpus_overrides):
+    """LLaMA of 5 layers: two periods of two layers, and one layer of a second stack."""
+    pattern = ("model.layer_types=('window', 'full')", "model.sliding_window=4")
+    without = ("num_layers", "model.dropout")
+    sizes = (*(o for o in TINY if not any(name in o for name in without)), *LLAMA, *pattern)
+    found = depths(corpus_overrides, "llama", sizes)
+    assert found.first_layers == {"decoder": 0, "last_decoder": 4} and found.num_layers == 5
+    ones = {
+        "decoder": {"block_0": {"scale": jnp.ones((2, 3))}, "block_1": {"scale": jnp.ones((2, 3))}},
+        "last_decoder": {"scale": jnp.ones((1, 3))},
+    }
+    row_ids = jax.tree.map(lambda x: np.arange(len(x)), ones)
+    optimizer = scaled_by_depth(optax.sgd(1.0), 0.5, found)
+    updates: Any = optimizer.update(ones, optimizer.init(ones), ones, row_ids=row_ids)[0]
+    factors = jax.tree.map(lambda x: [*map(float, -x[:, 0])], updates)
+    assert factors == {
+        "decoder": {"block_0": {"scale": [2**-5, 2**-3]}, "block_1": {"scale": [2**-4, 2**-2]}},
+        "last_decoder": {"scale": [2**-1]},
+    }
