@@ -5,8 +5,10 @@ import dataclasses
 from convert.architecture import Architecture
 from convert.families.llama_tables import (
     ATTENTION_BIAS,
+    DENSE,
     GEMMA_KEYS,
     KEYS,
+    LATENTS,
     NORMS_AFTER,
     NORMS_AROUND,
     NORMS_BEFORE,
@@ -16,6 +18,7 @@ from convert.families.llama_tables import (
     WITHOUT_POSITIONS,
     full_every,
     heads,
+    latent_attention_rows,
     rope,
     rope_by_type,
     rows_of,
@@ -284,6 +287,34 @@ _GEMMA3 = dataclasses.replace(
     fields={**_GEMMA2.fields, "qk_norm": True},
 )
 
+#: Keys of DeepSeek's experts, which a model without experts does not read.
+_OF_EXPERTS = (
+    "aux_loss_alpha",
+    "ep_size",
+    "moe_intermediate_size",
+    "moe_layer_freq",
+    "n_group",
+    "n_routed_experts",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "num_experts_per_tok",
+    "output_router_logits",
+    "routed_scaling_factor",
+    "scoring_func",
+    "seq_aux",
+    "topk_group",
+    "topk_method",
+)
+_DEEPSEEK2 = dataclasses.replace(
+    _LLAMA,
+    name="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    keys=(*KEYS, LATENTS, DENSE, ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
+    rows=rows_of(NORMS_BEFORE, attention_rows=latent_attention_rows),
+    fields={"head": "lm", "rotary_pairs": "neighbours"},
+    harmless=(*_LLAMA.harmless, "head_dim", "qk_head_dim", *_OF_EXPERTS),
+)
+
 _PHI3 = dataclasses.replace(
     _LLAMA,
     name="Phi3ForCausalLM",
@@ -343,6 +374,7 @@ _MODELS = (
     _SMOLLM3,
     _GEMMA2,
     _GEMMA3,
+    _DEEPSEEK2,
     _PHI3,
     _GLM4,
 )

@@ -1,11 +1,12 @@
 """Keys and weight names that LLaMA and its descendants share."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
-from convert.names import Row
+from convert.names import Row, linear
 from convert.names import norm as norm_rows
 from models.text.llama import LlamaConfig, layer_pattern
 from untrusted.schema import check
@@ -52,8 +53,41 @@ def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
     )
 
 
-def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tuple[Row, ...]:
-    attention = f"{ours}.attention"
+def _attention_rows(ours: str) -> tuple[Row, ...]:
+    theirs = f"{THEIRS}.self_attn"
+    return (
+        *(row for x in "qkv" for row in linear(f"{ours}.{x}", f"{theirs}.{x}_proj")),
+        Row(f"{ours}.q_norm.scale", f"{theirs}.q_norm.weight"),
+        Row(f"{ours}.k_norm.scale", f"{theirs}.k_norm.weight"),
+        *linear(f"{ours}.out", f"{theirs}.o_proj", num_inputs=2),
+    )
+
+
+def latent_attention_rows(ours: str) -> tuple[Row, ...]:
+    """Return the rows of latent attention.
+
+    Args:
+        ours: path of the attention.
+    """
+    theirs = f"{THEIRS}.self_attn"
+    return (
+        *linear(f"{ours}.q_down", f"{theirs}.q_a_proj"),
+        Row(f"{ours}.q_norm.scale", f"{theirs}.q_a_layernorm.weight"),
+        Row(f"{ours}.q.kernel", f"{theirs}.q_proj.weight", without=f"{ours}.q_down.kernel"),
+        Row(f"{ours}.q.kernel", f"{theirs}.q_b_proj.weight"),
+        *linear(f"{ours}.kv_down", f"{theirs}.kv_a_proj_with_mqa"),
+        Row(f"{ours}.kv_norm.scale", f"{theirs}.kv_a_layernorm.weight"),
+        Row(f"{ours}.kv_up.kernel", f"{theirs}.kv_b_proj.weight"),
+        *linear(f"{ours}.out", f"{theirs}.o_proj", num_inputs=2),
+    )
+
+
+AttentionRows = Callable[[str], tuple[Row, ...]]
+
+
+def _block_rows(
+    ours: str, norms: Mapping[str, str], fused: Sequence[str], attention_rows: AttentionRows
+) -> tuple[Row, ...]:
     return (
         *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
         *(
@@ -62,34 +96,31 @@ def _block_rows(ours: str, norms: Mapping[str, str], fused: Sequence[str]) -> tu
             for word, suffix in (("scale", "weight"), ("bias", "bias"))
             if word == "scale" or not norm.endswith("_2")  # these are RMS norms in all families
         ),
+        *attention_rows(f"{ours}.attention"),
         *(
-            Row(f"{attention}.{x}.{word}", f"{THEIRS}.self_attn.{x}_proj.{suffix}")
-            for x in "qkv"
-            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
-        ),
-        Row(f"{attention}.q_norm.scale", f"{THEIRS}.self_attn.q_norm.weight"),
-        Row(f"{attention}.k_norm.scale", f"{THEIRS}.self_attn.k_norm.weight"),
-        Row(f"{attention}.out.kernel", f"{THEIRS}.self_attn.o_proj.weight", num_inputs=2),
-        Row(f"{attention}.out.bias", f"{THEIRS}.self_attn.o_proj.bias"),
-        *(
-            Row(f"{ours}.mlp.{x}.{word}", f"{THEIRS}.mlp.{x}_proj.{suffix}")
+            row
             for x in ("gate", "up", "down")
-            for word, suffix in (("kernel", "weight"), ("bias", "bias"))
+            for row in linear(f"{ours}.mlp.{x}", f"{THEIRS}.mlp.{x}_proj")
         ),
     )
 
 
-def rows_of(norms: Mapping[str, str], fused: Sequence[str] = ()) -> tuple[Row, ...]:
+def rows_of(
+    norms: Mapping[str, str],
+    fused: Sequence[str] = (),
+    attention_rows: AttentionRows = _attention_rows,
+) -> tuple[Row, ...]:
     """Return the rows of a model.
 
     Args:
         norms: norm of a block -> its name in the files.
         fused: keys of _FUSED.
+        attention_rows: path of an attention -> its rows.
     """
     return (
         Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-        *_block_rows("decoder.layers", norms, fused),
-        *_block_rows("last_decoder.layers", norms, fused),
+        *_block_rows("decoder.layers", norms, fused, attention_rows),
+        *_block_rows("last_decoder.layers", norms, fused, attention_rows),
         *norm_rows("final_norm", "model.norm"),
         Row("output_embedding", "lm_head.weight", "vocab"),
     )
@@ -253,6 +284,69 @@ ATTENTION_BIAS = Keys(
     ("attention_bias",),
     lambda hf: {name: bool(hf.get("attention_bias")) for name in ("qkv_bias", "out_bias")},
     lambda fields: {"attention_bias": fields["qkv_bias"]},
+)
+
+
+def _read_latents(hf: Config) -> dict[str, Any]:
+    """Read the sizes of latent attention, and the scale of its scores, which depends on yarn."""
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("qk_nope_head_dim", 128)
+    rotary_dim = hf.get("qk_rope_head_dim", 64)
+    scaling = _read_rope(hf, rope_theta=10000.0, rotary_fraction=None)["rope_scaling"] or {}
+    factor = scaling.get("factor", 1.0)
+    of_all = scaling.get("mscale_all_dim") or 0.0
+    stretch = 0.1 * of_all * math.log(factor) + 1.0 if factor > 1 else 1.0
+    scale = (head_dim + rotary_dim) ** -0.5 * stretch**2
+    return {
+        "latent_dim": hf.get("kv_lora_rank", 512),
+        "query_latent_dim": hf.get("q_lora_rank", 1536),
+        "head_dim": head_dim,
+        "latent_rotary_dim": rotary_dim,
+        "value_dim": hf.get("v_head_dim", 128),
+        "num_kv_heads": hf.get("num_key_value_heads") or heads,
+        "attention_scale": None if stretch == 1.0 else scale,
+    }
+
+
+def _write_latents(fields: Config) -> dict[str, Any]:
+    return {
+        "kv_lora_rank": fields["latent_dim"],
+        "q_lora_rank": fields["query_latent_dim"],
+        "qk_nope_head_dim": fields["head_dim"],
+        "qk_rope_head_dim": fields["latent_rotary_dim"],
+        "v_head_dim": fields["value_dim"],
+        "num_key_value_heads": fields["num_kv_heads"],
+    }
+
+
+def _read_dense(hf: Config) -> dict[str, Any]:
+    dense = hf.get("first_k_dense_replace", 0)
+    num_layers = hf["num_hidden_layers"]
+    if dense < num_layers:
+        raise ValueError(
+            f"config.json has first_k_dense_replace={dense} with num_hidden_layers={num_layers}, "
+            "which is not supported: all later layers have experts"
+        )
+    return {}
+
+
+LATENTS = Keys(
+    (
+        "kv_lora_rank",
+        "q_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "num_key_value_heads",
+    ),
+    _read_latents,
+    _write_latents,
+)
+#: Only layers without experts.
+DENSE = Keys(
+    ("first_k_dense_replace",),
+    _read_dense,
+    lambda fields: {"first_k_dense_replace": fields["num_layers"]},
 )
 
 

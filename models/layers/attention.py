@@ -156,6 +156,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks_N: jax.Array | None = None,
+    cached_BSKH: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]` in the dtype of `q`.
 
@@ -167,7 +168,7 @@ def attend(
     Args:
         q_BTNH: queries, of a floating dtype.
         k_BSKH: keys, of the same dtype; K divides N, and head n uses key-value head n // G.
-        v_BSKH: values, of the same dtype.
+        v_BSKH: values, of the same dtype, whose size may differ.
         is_causal: whether position t only sees positions 0..t.
         window: if given, position t only sees positions that differ from t by less than `window`.
         segments: int32[B, T] and int32[B, S]; a query only sees keys of its own segment. On a GPU,
@@ -178,6 +179,7 @@ def attend(
         softcap: c, which turns the scaled products s into c · tanh(s / c), before the bias.
         sinks_N: float[N], the logit of a further key of each head, whose value is 0; no key by
             default.
+        cached_BSKH: what a cache keeps instead of keys and values; see models/layers/kv_cache.py.
     """
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
@@ -196,7 +198,7 @@ def attend(
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
     cached: Any = options | {"segments": segments, "bias_BNTS": bias, "sinks_N": sinks_N}
-    y_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, **cached)
+    y_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, cached_BSKH, **cached)
     if y_BTNH is not None:
         return y_BTNH
     if split is None:

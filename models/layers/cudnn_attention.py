@@ -165,6 +165,7 @@ def backward(
         (0, padded - size) for padded, size in zip(inputs.q.shape, q_BTNH.shape, strict=True)
     ]
     stats_BNT = jnp.pad(stats_BNT, [(0, 0), (0, 0), padding[1]])
+    padding[3] = (0, inputs.v.shape[3] - v_BSKH.shape[3])
     y_BTNH, dy_BTNH = (jnp.pad(x, padding) for x in (y_BTNH, dy_BTNH))
     dbias = None
     if inputs.ids is None:
@@ -216,6 +217,8 @@ class _Inputs:
         multiples = {3: 8} if is_plain else {1: 2, 3: 8}
         q, k, v = (_pad(x, multiples) for x in (q_BTNH, k_BSKH, v_BSKH))
         if segments is not None and bias_BNTS is None and can_pack:
+            # The kernel has one list of offsets for keys and values, so they have the same size.
+            v = jnp.pad(v, [*[(0, 0)] * 3, (0, k.shape[3] - v.shape[3])])
             # Padding becomes a document of its own, with id -1.
             q_ids_BT, k_ids_BS = (_pad(ids, {1: 2}, value=-1) for ids in segments)
             return cls(q=q, k=k, v=v, bias=None, ids=(q_ids_BT, k_ids_BS))
@@ -522,7 +525,8 @@ def _over_documents(options, q, k, v, q_ids, k_ids, hidden: float) -> tuple[jax.
     batch, length, num_heads, _ = q.shape
     wide = jnp.promote_types(q.dtype, jnp.float32)
     stats = jnp.full((batch, num_heads, length), hidden, wide)
-    start = (jnp.int32(0), jnp.zeros_like(q), stats)
+    y = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    start = (jnp.int32(0), y, stats)
     num_calls = _num_calls(q_ids)
     _, y, stats = jax.lax.while_loop(lambda state: state[0] < num_calls, call, start)
     return y, stats

@@ -15,6 +15,9 @@ The next tokens of a row may be drafts, of which the last ones are taken back: t
 an earlier position, and its next tokens replace them. Caches have spare slots for drafts, so that
 they replace no key that is still needed.
 
+Latent attention (latent_attention.py) keeps arrays from which both keys and values follow, as keys
+without values.
+
 Cross-attention, which is not causal, has a fixed cache: `filling` keeps the keys and values of the
 encoder's output, `reading` adds none. The keys and values that it gets are not used, so the
 compiler drops their computation. The encoder runs outside of these contexts.
@@ -42,12 +45,12 @@ class KVCache:
 
     Attributes:
         k_BKSH: keys, after rotary embeddings.
-        v_BKSH: values.
+        v_BKSH: values; None if the keys are the values too.
         is_visible_BS: bool, which keys of cross-attention the row sees; None for self-attention.
     """
 
     k_BKSH: jax.Array
-    v_BKSH: jax.Array
+    v_BKSH: jax.Array | None
     is_visible_BS: jax.Array | None = None
 
     @property
@@ -71,8 +74,8 @@ class _Filling:
         self._num_spare = num_spare
         self.caches: list[KVCache] = []
 
-    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array, window: int | None) -> None:
-        """Keep the newest keys and values of each row."""
+    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None) -> None:
+        """Keep the newest keys and values of each row; None if the keys are the values too."""
         num_slots = self._num_slots
         if window is not None:
             num_slots = min(num_slots, window + self._num_spare)
@@ -85,7 +88,8 @@ class _Filling:
             x_BSKH = jnp.take_along_axis(x_BTKH, positions_BS[..., None, None], axis=1)
             return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
 
-        self.caches.append(KVCache(k_BKSH=in_slots(k_BTKH), v_BKSH=in_slots(v_BTKH)))
+        v_BKSH = None if v_BTKH is None else in_slots(v_BTKH)
+        self.caches.append(KVCache(k_BKSH=in_slots(k_BTKH), v_BKSH=v_BKSH))
 
     def keep_across(self, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Segments | None) -> None:
         """Keep all keys and values of cross-attention."""
@@ -142,7 +146,8 @@ class _Reading:
             at = old_BKSH.at[rows_B1, :, slots_BT]
             return at.set(x_BTKH, mode="promise_in_bounds", unique_indices=True)
 
-        cache = KVCache(k_BKSH=added(old.k_BKSH, k_BTKH), v_BKSH=added(old.v_BKSH, v_BTKH))
+        v_BKSH = None if old.v_BKSH is None else added(old.v_BKSH, v_BTKH)
+        cache = KVCache(k_BKSH=added(old.k_BKSH, k_BTKH), v_BKSH=v_BKSH)
         self.caches.append(cache)
         is_visible_BTS = distances_BTS <= self._positions_BT[:, :, None]
         if window is not None:
@@ -204,6 +209,11 @@ def _use(context: _Filling | _Reading) -> Iterator[list[KVCache]]:
         _current.reset(token)
 
 
+def is_reading() -> bool:
+    """Return whether attention that is traced now adds to caches and sees what they have."""
+    return isinstance(_current.get(), _Reading)
+
+
 def key_distances() -> jax.Array | None:
     """Return how far the keys of the next self-attention are before its queries, int32[B, T, S].
 
@@ -218,6 +228,7 @@ def attend_to_cache(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
+    cached_BSKH: jax.Array | None,
     *,
     is_causal: bool,
     window: int | None,
@@ -231,6 +242,7 @@ def attend_to_cache(
         q_BTNH: queries.
         k_BSKH: keys.
         v_BSKH: values.
+        cached_BSKH: what `filling` keeps instead of both, if given.
         is_causal: as for `models.layers.attention.attend`; False for cross-attention.
         window: as there.
         segments: as there; self-attention with caches has none.
@@ -249,7 +261,8 @@ def attend_to_cache(
         return current.read(q_BTNH, k_BSKH, v_BSKH, window=window, **logits_options)
     if isinstance(current, _Filling):
         if is_causal:
-            current.keep(k_BSKH, v_BSKH, window)
+            kept = (k_BSKH, v_BSKH) if cached_BSKH is None else (cached_BSKH, None)
+            current.keep(*kept, window)
         else:
             current.keep_across(k_BSKH, v_BSKH, segments)
     return None
@@ -294,5 +307,6 @@ def _attend_to(
         with_sinks = jnp.concatenate((logits_BKQS, sinks_BKQ1), axis=-1)
         weights_BKQS = jax.nn.softmax(with_sinks, axis=-1)[..., :-1]
     weights_BKQS = weights_BKQS.astype(q_BTNH.dtype)
-    y_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights_BKQS, cache.v_BKSH)
-    return y_BKQH.reshape(batch, num_heads, length, head_dim).swapaxes(1, 2)
+    v_BKSH = cache.k_BKSH if cache.v_BKSH is None else cache.v_BKSH
+    y_BKQH = jnp.einsum("BKQS,BKSH->BKQH", weights_BKQS, v_BKSH)
+    return y_BKQH.reshape(batch, num_heads, length, -1).swapaxes(1, 2)

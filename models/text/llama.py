@@ -12,6 +12,7 @@ Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), secti
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, RMSNorm, lookup, param
 from models.layers.block import Block
+from models.layers.latent_attention import LatentAttention
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import MLP, Attention, identity
 from models.losses import make_token_loss
@@ -81,6 +83,10 @@ class LlamaConfig:
     norms: str = (
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
+    latent_dim: int | None = None  # of keys and values: latent attention; DeepSeek-V2
+    query_latent_dim: int | None = None  # the same for queries, which may have none
+    latent_rotary_dim: int = 64  # with latents: rotated features of a head, besides head_dim others
+    value_dim: int | None = None  # with latents: size of a head's values; head_dim if None
     sliding_window: int | None = None  # tokens that a token sees, including itself: Mistral
     layer_types: Sequence[str] = ()  # repeated over the layers; see LAYER_TYPES, and `types`
     window_rope_theta: float | None = None  # rope_theta of windowed layers, which have no scaling
@@ -127,6 +133,7 @@ class LlamaConfig:
                 f"model.rotary_fraction={self.rotary_fraction} of model.head_dim={self.head_dim} "
                 f"is {self.rotary_dim} features, which must be even: they are rotated in pairs"
             )
+        self._check_latents()
         if self.qk_norm_over_heads and not self.qk_norm:
             raise ValueError(
                 "model.qk_norm_over_heads=True needs model.qk_norm=True; set it, or leave both out"
@@ -136,6 +143,19 @@ class LlamaConfig:
             object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
         make_token_loss(self.loss)
         check_head(self.head)
+
+    def _check_latents(self) -> None:
+        if self.latent_dim is None:
+            for name in ("query_latent_dim", "value_dim"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"model.{name} needs model.latent_dim; set it, or leave both")
+            return
+        if self.num_kv_heads != self.num_heads or self.qk_norm or self.qkv_bias != self.out_bias:
+            raise ValueError(
+                f"model.latent_dim={self.latent_dim} needs model.num_kv_heads={self.num_heads}, "
+                "the number of heads, model.qk_norm=False, and equal values of model.qkv_bias and "
+                "model.out_bias"
+            )
 
     def _check_layer_types(self) -> None:
         if unknown := [name for name in self.layer_types if name not in LAYER_TYPES]:
@@ -165,45 +185,76 @@ class LlamaConfig:
     @property
     def rotary_dim(self) -> int:
         """Number of features of a head that are rotated."""
-        return int(self.head_dim * self.rotary_fraction)
+        return (
+            self.latent_rotary_dim
+            if self.latent_dim is not None
+            else int(self.head_dim * self.rotary_fraction)
+        )
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of queries · keys."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        rotary_dim = 0 if self.latent_dim is None else self.rotary_dim
+        return 1 / math.sqrt(self.head_dim + rotary_dim)
 
     def make_norm(self, features: int, rngs: nnx.Rngs) -> nnx.Module:
         """Return a norm of activations with so many features."""
         return NORM_KINDS[self.norm](features, epsilon=self.rms_norm_epsilon, rngs=rngs)
 
 
+def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
+    embed = config.embed_dim
+    stddev = config.init_stddev
+    size = config.head_dim
+    if config.latent_dim is not None:
+        return LatentAttention(
+            embed,
+            config.num_heads,
+            head_dim=size,
+            rotary_dim=config.rotary_dim,
+            value_dim=config.value_dim or size,
+            latent_dim=config.latent_dim,
+            query_latent_dim=config.query_latent_dim,
+            use_bias=config.qkv_bias,
+            stddev=stddev,
+            rngs=rngs,
+        )
+
+    def head_norms() -> tuple[nnx.Module, nnx.Module]:
+        if not config.qk_norm_over_heads:
+            return config.make_norm(size, rngs), config.make_norm(size, rngs)
+        norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
+        queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
+        return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
+
+    return Attention(
+        embed,
+        config.num_heads,
+        size,
+        num_kv_heads=config.num_kv_heads,
+        use_bias=config.qkv_bias,
+        use_out_bias=config.out_bias,
+        stddevs=(stddev, stddev, stddev),
+        make_head_norms=head_norms if config.qk_norm else None,
+        rngs=rngs,
+    )
+
+
 class _Block(Block):
     def __init__(self, config: LlamaConfig, layer_type: str, *, rngs: nnx.Rngs):
-        embed = config.embed_dim
         stddev = config.init_stddev
-        norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
-
-        def head_norms() -> tuple[nnx.Module, nnx.Module]:
-            size = config.head_dim
-            if not config.qk_norm_over_heads:
-                return config.make_norm(size, rngs), config.make_norm(size, rngs)
-            queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
-            return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
 
         def norm_if(*placements: str) -> nnx.Module | None:
-            return config.make_norm(embed, rngs) if config.norms in placements else None
+            return config.make_norm(config.embed_dim, rngs) if config.norms in placements else None
 
         super().__init__(
             attention_norm=norm_if("before", "around", "parallel"),
-            attention=Attention(
-                embed,
-                config.num_heads,
-                config.head_dim,
-                num_kv_heads=config.num_kv_heads,
-                use_bias=config.qkv_bias,
-                use_out_bias=config.out_bias,
-                stddevs=(stddev, stddev, stddev),
-                make_head_norms=head_norms if config.qk_norm else None,
-                rngs=rngs,
-            ),
+            attention=_attention(config, rngs),
             mlp_norm=norm_if("before", "around"),
             mlp=MLP(
-                embed,
+                config.embed_dim,
                 config.mlp_dim,
                 activation=config.activation,
                 is_gated=config.is_gated,
@@ -227,7 +278,7 @@ class _Block(Block):
             is_causal=True,
             window=config.sliding_window if self.layer_type == "window" else None,
             segments=segments(batch),
-            scale=config.attention_scale,
+            scale=config.score_scale,
             softcap=config.attention_softcap,
         )
 
@@ -302,6 +353,8 @@ class Llama(CausalModel):
         kv_heads = config.num_kv_heads
         head_dim = config.head_dim
         kernels = dense_flops(embed, 2 * (heads + kv_heads) * head_dim)
+        if config.latent_dim is not None:
+            kernels, head_dim = self._latent_flops()
         kernels += (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
         window = config.sliding_window
         scores = sum(
@@ -316,6 +369,19 @@ class Llama(CausalModel):
         )
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * kernels + scores + head)
+
+    def _latent_flops(self) -> tuple[int, int]:
+        """Return the FLOPs of a layer's projections, and the mean size of a head's two products."""
+        config = self.config
+        value = config.value_dim or config.head_dim
+        key = config.head_dim + config.rotary_dim
+        of_queries = config.query_latent_dim or config.embed_dim
+        latent = config.latent_dim or 0
+        kernels = dense_flops(of_queries, config.num_heads * key)
+        kernels += dense_flops(config.embed_dim, config.query_latent_dim or 0)
+        kernels += dense_flops(config.embed_dim, latent + config.rotary_dim)
+        kernels += dense_flops(latent, config.num_heads * (config.head_dim + value))
+        return kernels + dense_flops(config.num_heads * value, config.embed_dim), (key + value) // 2
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -56,6 +56,17 @@ _PARTLY_ROTATED = {
 }
 
 
+_LATENTS = {
+    **_WITHOUT_HEAD_DIM,
+    "num_key_value_heads": 6,
+    "first_k_dense_replace": 2,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+
+
 _BERT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -290,6 +301,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek2": (
+        "DeepseekV2ForCausalLM",
+        {
+            **_LATENTS,
+            "q_lora_rank": 9,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.9,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "deepseek2_lite": ("DeepseekV2ForCausalLM", {**_LATENTS, "q_lora_rank": None}),
     "qwen3_base": ("Qwen3Model", {**_LLAMA, "attention_bias": True}),
     "bert_pretraining": ("BertForPreTraining", _BERT),
     "bert_mlm": ("BertForMaskedLM", {**_BERT, "hidden_act": "gelu_new"}),

@@ -68,6 +68,7 @@ REFUSED = [
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gemma3", {"sliding_window": None}, "sliding_window=None with layer_types"),
+    ("deepseek2", {"first_k_dense_replace": 1}, "first_k_dense_replace=1 .* have experts"),
     ("smollm3", {"use_sliding_window": True}, "use_sliding_window=True"),
     ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] .* must have an entry per layer"),
     (
@@ -217,9 +218,11 @@ def test_defaults_equal_the_library_defaults(name):
     class_name = cases.CASES[name][0]
     config = json.loads(getattr(transformers, class_name).config_class().to_json_string(False))
     architecture = architectures()[class_name]
+    without_experts = {"first_k_dense_replace"} & config.keys()  # by default, all layers have them
+    config |= dict.fromkeys(without_experts, config.get("num_hidden_layers"))
     full = read(config, architecture.keys, harmless=architecture.harmless)
     required = [k.theirs for k in architecture.keys if isinstance(k, Key) and k.default is REQUIRED]
-    brief = {key: config[key] for key in required}
+    brief = {key: config[key] for key in (*required, *without_experts)}
     assert read(brief, architecture.keys, harmless=architecture.harmless) == full
 
 

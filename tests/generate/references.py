@@ -97,6 +97,17 @@ MODELS: dict[str, Any] = {
     "gemma3": lambda: hf.Gemma3ForCausalLM(
         hf.Gemma3TextConfig(**_LLAMA | _FOUR_LAYERS, layer_types=_ALTERNATING)
     ),
+    "deepseek2": lambda: hf.DeepseekV2ForCausalLM(
+        hf.DeepseekV2Config(
+            **_LLAMA | {"num_key_value_heads": 6},
+            first_k_dense_replace=2,
+            kv_lora_rank=14,
+            q_lora_rank=None,
+            qk_nope_head_dim=10,
+            qk_rope_head_dim=4,
+            v_head_dim=7,
+        )
+    ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
 }
 

@@ -4,9 +4,18 @@ It must use cuDNN's fused kernel, whose memory is linear in the sequence length,
 documents.
 """
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.layers.attention import attend, recorded_kernels
+from predict.machines.targets import parse_target
 from predict.program.memory import memory
+from predict.program.parse import text_of as program_text
+from sharding.compiler_options import options_for
+from sharding.hardware import hardware_of, use
 from tests.compiled_arrays import widest_arrays
 from tests.gpu import steps
 
@@ -46,6 +55,41 @@ def test_packed_documents_are_given_to_the_kernel():
     # There is no mask [..., T, T] of scores, in any dtype.
     shapes = {array.shape for array, _ in widest_arrays(run.compile_train_step(), count=20)}
     assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
+
+
+def test_soft_capped_scores_have_linear_memory():
+    """Gemma 2: cuDNN has no soft caps, so a loop computes the scores of a few queries at a time."""
+    pattern = ("model.layer_types=('window', 'full')", "model.sliding_window=4096")
+    capped = (*pattern, "model.attention_softcap=50.0", "model.logit_softcap=30.0")
+    run = steps.make_run("llama", (*LONG, *capped))
+    assert {str(kernel) for kernel in run.attention_kernels} == {"blocked (soft-capped scores)"}
+    half = temporaries(*capped, "data.sequence_length=4096", "data.global_batch_size=2")
+    assert temporaries(*capped) <= 2.2 * half
+
+
+def test_sinks_use_the_fused_kernel():
+    target = parse_target("h100:1x1")
+    mesh = Mesh(np.array(target.devices()), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    queries, keys = (
+        jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=sharding)
+        for heads in (8, 2)
+    )
+    sinks = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)
+
+    def loss(q, k, v, sinks_N):
+        y = attend(q, k, v, is_causal=True, sinks_N=sinks_N)
+        return jnp.sum(jnp.square(y.astype(jnp.float32)))
+
+    kind = hardware_of(mesh.devices.flat[0])
+    with use(kind), recorded_kernels() as kernels:
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(queries, keys, keys, sinks)
+    options = options_for(kind, is_described=True, saves_memory=True)
+    compiled = target.compile(traced, mesh, options)
+    assert [selected.kernel for selected in kernels] == ["cudnn"]
+    assert "__cudnn$fmha" in program_text(compiled)
+    found = memory(compiled).temp_bytes
+    assert found is not None and found < 2**27  # the scores alone would take 2**31 bytes
 
 
 @pytest.mark.drawn(4)

@@ -146,6 +146,14 @@ VARIANTS = {
         "model.logit_softcap=2.5",
     ),
     "SmolLM3": ("model.layer_types=('full', 'no_positions')",),
+    "DeepSeek-V2": (
+        "model.num_kv_heads=4",
+        "model.latent_dim=12",
+        "model.query_latent_dim=20",
+        "model.latent_rotary_dim=4",
+        "model.value_dim=6",
+        "model.rotary_pairs=neighbours",
+    ),
     "Nemotron": ("model.norm=layer_1p", "model.activation=relu2", "model.is_gated=false"),
 }
 
