@@ -124,14 +124,7 @@ def functions_of(
     for stack in stacks:
         setattr(without_stacks, stack, None)
     non_stack_graph = nnx.split(without_stacks)[0]
-    blocks = {}
-    first_layer = 0
     policy = None if remat is None else checkpoint_policy(remat, offload)
-    for key, stack in stacks.items():
-        blocks[key] = block_function(
-            stack.layers, policy, first_layer=first_layer, in_float8=in_float8
-        )
-        first_layer += stack.num_layers * stack.layers_per_block
 
     def method(name: str) -> Callable:
         """Return `f(non_stack_params, *args)`, which calls a method of the model."""
@@ -143,7 +136,7 @@ def functions_of(
 
     return ModelFunctions(
         embed=_splitting(method("embed"), next(iter(stacks.values()))),
-        blocks=blocks,
+        blocks=_block_functions(stacks, policy, in_float8=in_float8),
         before={
             key: _splitting(method(f"before_{key}"), stack)
             for key, stack in stacks.items()
@@ -162,6 +155,20 @@ def functions_of(
         },
         teach=method("teach") if hasattr(model, "teach") else None,
     )
+
+
+def _block_functions(
+    stacks: Mapping[str, Stack], policy: Callable | None, *, in_float8: bool
+) -> dict[str, Callable]:
+    """Return the function of a block of each stack; layers are counted over all stacks."""
+    blocks = {}
+    first_layer = 0
+    for key, stack in stacks.items():
+        blocks[key] = block_function(
+            stack.layers, policy, first_layer=first_layer, in_float8=in_float8
+        )
+        first_layer += stack.num_layers * stack.layers_per_block
+    return blocks
 
 
 def _splitting(function: Callable, stack: Stack) -> Callable:

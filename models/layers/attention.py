@@ -183,17 +183,9 @@ def attend(
     """
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
-    if (calls := _calls.get()) is not None:
-        call = AttentionCall(
-            num_heads=q_BTNH.shape[2], num_kv_heads=k_BSKH.shape[2], is_causal=is_causal
-        )
-        calls[call] = None
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "window": window,
-        "scale": scale,
-        "softcap": softcap,
-    }
+    _record_call(q_BTNH, k_BSKH, is_causal=is_causal)
+    masks: dict[str, Any] = {"is_causal": is_causal, "window": window}
+    options = masks | {"scale": scale, "softcap": softcap}
     split = split_here()
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
@@ -207,6 +199,12 @@ def attend(
         on_device = functools.partial(_attend_on_context, options, split)
     of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
     return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
+
+
+def _record_call(q_BTNH: jax.Array, k_BSKH: jax.Array, *, is_causal: bool) -> None:
+    if (calls := _calls.get()) is not None:
+        heads = {"num_heads": q_BTNH.shape[2], "num_kv_heads": k_BSKH.shape[2]}
+        calls[AttentionCall(**heads, is_causal=is_causal)] = None
 
 
 @jax.tree_util.register_dataclass
@@ -248,10 +246,8 @@ def _attend_on_context(
             segments = group_keys if queries is keys else group_tokens(queries, split), group_keys
     if split.ring_size == 1:
         bias_BNTS = None if bias is None else bias.whole(q_BTNH.shape[1])
-        of_heads = bias_BNTS
-        if sinks_1N is not None:
-            of_heads = _WithSinks(bias=bias_BNTS, sinks_1N=sinks_1N)
-        y_BTNH = _attend_on_device(options, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
+        added = bias_BNTS if sinks_1N is None else _WithSinks(bias=bias_BNTS, sinks_1N=sinks_1N)
+        y_BTNH = _attend_on_device(options, q_BTNH, k_BSKH, v_BSKH, added, segments)
     else:
         ring_options = _ring_options(options, split, q_BTNH, k_BSKH, bias, segments)
         y_BTNH = attend_on_ring(ring_options, q_BTNH, k_BSKH, v_BSKH, segments, bias, sinks_1N)

@@ -103,7 +103,7 @@ def attend_in_blocks(
     segments: Segments | None,
     bias_BNTS: jax.Array | None,
     scale: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
     spec = _Spec(mask=Mask(is_causal=is_causal, window=window), softcap=softcap)

@@ -4,8 +4,8 @@ The kernel supports float16 and bfloat16, and head dims that are multiples of 8;
 packed documents, only even sequence lengths. It does not take segment ids, only the position and
 length of each packed document. Therefore:
 
-- Lengths and head dims are padded where they have to be. The bias masks the padding of lengths, or
-  it becomes a document.
+- Lengths and head dims are padded where they have to be, and the smaller of keys and values to the
+  size of the other. The bias masks the padding of lengths, or it becomes a document.
 - Packed documents are passed to the kernel in its ragged layout, `DOCUMENTS_PER_CALL` documents of
   each row at a time. The kernel's statistics take as much memory for every document as for a whole
   row, so a call with room for all documents of a row could need more memory than attention itself.
@@ -214,11 +214,12 @@ class _Inputs:
         """Return the inputs for arguments of `attend`."""
         lengths = q_BTNH.shape[1], k_BSKH.shape[1]
         is_plain = segments is None and bias_BNTS is None
-        multiples = {3: 8} if is_plain else {1: 2, 3: 8}
+        multiples = {} if is_plain else {1: 2}
+        # Keys and values have one list of offsets, so they have the same size.
+        size = max(k_BSKH.shape[3], v_BSKH.shape[3])
+        multiples[3] = size + -size % 8
         q, k, v = (_pad(x, multiples) for x in (q_BTNH, k_BSKH, v_BSKH))
         if segments is not None and bias_BNTS is None and can_pack:
-            # The kernel has one list of offsets for keys and values, so they have the same size.
-            v = jnp.pad(v, [*[(0, 0)] * 3, (0, k.shape[3] - v.shape[3])])
             # Padding becomes a document of its own, with id -1.
             q_ids_BT, k_ids_BS = (_pad(ids, {1: 2}, value=-1) for ids in segments)
             return cls(q=q, k=k, v=v, bias=None, ids=(q_ids_BT, k_ids_BS))

@@ -18,7 +18,7 @@ from convert.adapters.peft_format import module_mappings, module_of
 from convert.adapters.write_peft import write_adapter
 from convert.source import read_source
 from generate.prompts import stop_tokens_of
-from tests.convert.cases import CASES, save
+from tests.convert.cases import CASES, VOCAB, save
 from tests.convert.test_peft import make, ours
 
 
@@ -90,9 +90,24 @@ def test_files_of_the_adapter_go_before_those_of_its_base(adapter, tmp_path):
     assert (tmp_path / "run" / "hf" / "chat_template.jinja").exists()
 
 
+#: Cases whose files have several linear layers in one tensor.
+FUSED = ("phi3", "phi3_windowed", "glm4")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_adapters_of_linear_layers_that_are_stored_as_one_are_refused(name, tmp_path):
+    source = read_source(save(name, tmp_path))
+    assert source.architecture is not None
+    with pytest.raises(ValueError, match="stores several linear layers in one tensor, such as"):
+        module_mappings(source.architecture, source.shapes(), vocab_size=VOCAB)
+
+
+UNFUSED = {case[0]: name for name, case in CASES.items() if name not in FUSED}
+
+
 @pytest.mark.thorough
 @pytest.mark.drawn(8)
-@pytest.mark.parametrize("name", {case[0]: name for name, case in CASES.items()}.values())
+@pytest.mark.parametrize("name", UNFUSED.values())
 def test_peft_finds_the_modules_of_an_architecture(name, tmp_path):
     source = read_source(save(name, tmp_path))
     assert source.architecture is not None

@@ -12,7 +12,8 @@ from tests.convert.published import CONFIGS
 def test_published_config_gives_the_sizes_of_transformers(name):
     hf = CONFIGS[name]
     architecture = find(hf)
-    fields = read(hf, architecture.keys, harmless=architecture.harmless) | architecture.fields
+    fields = read(hf, architecture.keys, harmless=architecture.harmless)
+    fields |= dict(architecture.fields)
     ours = architecture.model_class.Config(**fields)
     theirs = getattr(transformers, hf["architectures"][0]).config_class(**hf)
     assert ours.num_kv_heads == theirs.num_key_value_heads

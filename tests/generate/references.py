@@ -55,6 +55,8 @@ _QWEN2: dict[str, Any] = {
     "sliding_window": 10,
     "max_window_layers": 1,
 }
+_LLAMA_OF_LATENTS: dict[str, Any] = {**_LLAMA, "num_key_value_heads": 6}
+_LLAMA_OF_EVEN_HEADS: dict[str, Any] = {**_LLAMA, "head_dim": 12}
 _FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 10}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 #: Name -> function that returns a model with random weights.
@@ -80,9 +82,7 @@ MODELS: dict[str, Any] = {
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA)),
     "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA, residual_multiplier=0.5)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_LLAMA, pad_token_id=PAD)),
-    "glm4": lambda: hf.Glm4ForCausalLM(
-        hf.Glm4Config(**_LLAMA | {"head_dim": 12}, pad_token_id=PAD)
-    ),
+    "glm4": lambda: hf.Glm4ForCausalLM(hf.Glm4Config(**_LLAMA_OF_EVEN_HEADS, pad_token_id=PAD)),
     "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA, pad_token_id=PAD)),
     "cohere2": lambda: hf.Cohere2ForCausalLM(
         hf.Cohere2Config(**_LLAMA | _FOUR_LAYERS, pad_token_id=PAD)
@@ -99,7 +99,7 @@ MODELS: dict[str, Any] = {
     ),
     "deepseek2": lambda: hf.DeepseekV2ForCausalLM(
         hf.DeepseekV2Config(
-            **_LLAMA | {"num_key_value_heads": 6},
+            **_LLAMA_OF_LATENTS,
             first_k_dense_replace=2,
             kv_lora_rank=14,
             q_lora_rank=None,

@@ -36,6 +36,15 @@ LONG = (
 )
 
 
+#: Latent attention, whose keys are larger than its values.
+DEEPSEEK = (
+    "model.num_kv_heads=4",
+    "model.head_dim=128",
+    "model.latent_dim=256",
+    "model.latent_rotary_dim=64",
+)
+
+
 def temporaries(*overrides: str) -> int:
     run = steps.make_run("llama", (*LONG, *overrides))
     found = memory(run.compile_train_step()).temp_bytes
@@ -107,6 +116,9 @@ def test_sinks_use_the_fused_kernel():
         ),
         ("t5", "float16", ("data.target_length=33",)),
         ("swin", "bfloat16", ("model.version=2", "mesh.fsdp=2", "mesh.model=2")),
+        ("llama", "bfloat16", DEEPSEEK),
+        ("llama", "bfloat16", (*DEEPSEEK, "data.isolate_documents=True", "mesh.model=2")),
+        ("llama", "bfloat16", (*DEEPSEEK, "mesh.context=2", "mesh.ulysses=1")),
         (
             "gpt2",
             "float16",

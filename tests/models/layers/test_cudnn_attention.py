@@ -60,6 +60,15 @@ def check(arrays, **options):
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_values_may_be_smaller_than_keys(monkeypatch, has_documents):
+    cudnn_stand_in.install(monkeypatch)
+    q, k, v, dy = draw(queries=7, keys=7, heads=4, kv_heads=4, head_dim=12)
+    ids = jnp.asarray([[1, 1, 2, 2, 2, 0, 0]] * 3, jnp.int32) if has_documents else None
+    segments = None if ids is None else (ids, ids)
+    check((q, k, v[..., :5], dy[..., :5]), is_causal=True, segments=segments)
+
+
 CASES = {
     "all visible": {},
     "causal": {"is_causal": True},

@@ -88,6 +88,22 @@ def on_ring(options: RingOptions, q, k, v, ids, table, sinks):
     return attend(q, k, v, ids, table, sinks)[:, np.argsort(order)]
 
 
+def attend_plainly(q, k, v, table, sinks, *, is_visible, softcap, has_bias, has_sinks):
+    """Return attention by its definition, with two query heads for each key-value head."""
+    k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+    logits = 0.3 * jnp.einsum("btnh,bsnh->bnts", q, k)
+    logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
+    if has_bias:
+        logits += bias_of(table, jnp.arange(LENGTH), jnp.arange(LENGTH))
+    if has_sinks:
+        shape = (*logits.shape[:3], 1)
+        sink = jnp.broadcast_to(sinks[:, :, None, None], shape)
+        logits = jnp.concatenate((logits, sink), axis=-1)
+        is_visible = jnp.pad(is_visible, [*[(0, 0)] * 3, (0, 1)], constant_values=True)
+    weights = jax.nn.softmax(logits, where=is_visible)
+    return jnp.einsum("bnts,bsnh->btnh", weights[..., :LENGTH], v)
+
+
 CASES = {
     "causal on 2": (2, True, None, ""),
     "causal on 6": (6, True, None, ""),
@@ -149,23 +165,13 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
     inputs = arrays(num_kv_heads=2)
     cotangent = jax.random.normal(jax.random.key(9), inputs["q"].shape, jnp.float64)
 
-    def plain(q, k, v, table, sinks):
-        places = jnp.arange(LENGTH)
-        bias = bias_of(table, places, places) if has_bias else 0.0
-        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))  # two query heads for each of its heads
-        logits = 0.3 * jnp.einsum("btnh,bsnh->bnts", q, k)
-        logits = softcap * jnp.tanh(logits / softcap) if softcap else logits
-        is_visible = visible(mask, ids)
-        if has_sinks:
-            shape = (*logits.shape[:3], 1)
-            sink = jnp.broadcast_to(sinks[:, :, None, None], shape)
-            logits = jnp.concatenate((logits, sink), axis=-1)
-            is_visible = jnp.concatenate(
-                (is_visible, jnp.ones((*is_visible.shape[:3], 1), bool)), axis=-1
-            )
-            bias = 0.0
-        weights = jax.nn.softmax(logits + bias, where=is_visible)
-        return jnp.einsum("bnts,bsnh->btnh", weights[..., : k.shape[1]], v)
+    plain = functools.partial(
+        attend_plainly,
+        is_visible=visible(mask, ids),
+        softcap=softcap,
+        has_bias=has_bias,
+        has_sinks=has_sinks,
+    )
 
     def on_devices(q, k, v, table, sinks):
         extra = table if has_bias else None, sinks if has_sinks else None
