@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from convert.options import DEFAULTS, ReadOptions
 from fields.numbers import shown
 
 _log = logging.getLogger(__name__)
@@ -126,11 +127,14 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]:
+def read(
+    hf: Config, keys: KeyMap, *, harmless: Sequence[str], options: ReadOptions = DEFAULTS
+) -> dict[str, Any]:
     """Translate config.json to config fields.
 
     Args:
         harmless: keys, in addition to HARMLESS, that do not affect the computation of this model.
+        options: those of the command, whose `harmless` keys are ignored too.
 
     Raises:
         ValueError: A key is missing, unknown, or has a value that is not supported.
@@ -140,7 +144,7 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
             "config.json has a quantization_config, but quantized weights cannot be converted; "
             "save the model without quantization"
         )
-    known = HARMLESS | set(harmless) | {name for key in keys for name in key.names}
+    known = HARMLESS | {*harmless, *options.harmless} | {name for key in keys for name in key.names}
     ignored = [name for name in hf if name in WITHOUT_EFFECT and name not in known]
     if ignored:
         _log.info(
@@ -152,8 +156,7 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
         if name not in known and value:
             raise ValueError(
                 f"config.json has {name}={value!r}, which is not supported and may change the "
-                f"computation; if it does not, convert with `python -m convert.from_hf "
-                f"--harmless={name}`"
+                f"computation; {options.remedy_for(name)}"
             )
     fields: dict[str, Any] = {}
     for key in keys:
