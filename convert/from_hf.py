@@ -23,6 +23,7 @@ from convert.files import preprocessor
 from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
 from convert.options import DEFAULTS, ReadOptions, add_read_options, read_options
+from convert.reference import listing
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from data.text.chat.template import TEMPLATES
@@ -211,8 +212,9 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.from_hf")
-    parser.add_argument("src", type=local_path, help="directory of a Hugging Face model")
-    parser.add_argument("dst", type=local_path, help="directory to write")
+    parser.add_argument("src", type=local_path, nargs="?", help="directory of a Hugging Face model")
+    parser.add_argument("dst", type=local_path, nargs="?", help="directory to write")
+    parser.add_argument("--list", action="store_true", help="instead, list the supported models")
     add_read_options(parser)
     for axis in AXES:
         parser.add_argument(
@@ -223,6 +225,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             help="check that the model can be sharded over a mesh of this size",
         )
     args = parser.parse_args(argv)
+    if args.list:
+        print(listing())
+        return 0
+    if args.dst is None:
+        parser.error("the following arguments are required: src, dst")
     sizes = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
     return run(
         lambda: convert(

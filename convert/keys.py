@@ -5,6 +5,7 @@ directions. `theirs` is a key of config.json, and `ours` a field of the model's 
 """
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -69,6 +70,12 @@ class Only:
         """The keys that this entry reads and writes."""
         return (self.theirs,)
 
+    @property
+    def rule(self) -> str:
+        """The supported values in words, in Markdown."""
+        values = (x if isinstance(x, str) else json.dumps(x) for x in self.values)
+        return f"`{self.theirs}`: {' or '.join(values)}"
+
     def read(self, hf: Config) -> dict[str, Any]:
         """Check the value of the key; there is no corresponding field.
 
@@ -94,6 +101,7 @@ class Keys:
     names: tuple[str, ...]
     read: Callable[[Config], dict[str, Any]]  # config.json -> fields
     write: Callable[[Config], dict[str, Any]]  # fields -> keys
+    rule: str = ""  # values that `read` refuses, in words, in Markdown; for the docs
 
 
 KeyMap = Sequence[Key | Only | Keys]

@@ -178,7 +178,10 @@ def _rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> 
         "original_max_position_embeddings",
     )
     read = partial(_read_rope, rope_theta=rope_theta, rotary_fraction=rotary_fraction)
-    return Keys(names, read, _write_rope)
+    rule = "`rope_parameters`: the same for all layers"
+    if rotary_fraction is None:
+        rule += "; `partial_rotary_factor`: 1"
+    return Keys(names, read, _write_rope, rule)
 
 
 def _sizes(init_stddev: float = 0.02) -> tuple[Key, ...]:
@@ -257,10 +260,13 @@ _QWEN_WINDOW = Keys(
     ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
     _read_qwen_window,
     _write_qwen_window,
+    "all layers with a sliding window come after all layers without one",
 )
 
 _LLAMA = Architecture(
     name="LlamaForCausalLM",
+    family="LLaMA 1 to 3",
+    tried=(),
     model_type="llama",
     model="llama",
     model_class=Llama,
@@ -275,6 +281,8 @@ _LLAMA = Architecture(
 _MISTRAL = dataclasses.replace(
     _LLAMA,
     name="MistralForCausalLM",
+    family="Mistral",
+    tried=(),
     model_type="mistral",
     keys=(
         *_KEYS,
@@ -285,6 +293,8 @@ _MISTRAL = dataclasses.replace(
 _QWEN2 = dataclasses.replace(
     _LLAMA,
     name="Qwen2ForCausalLM",
+    family="Qwen 2 and 2.5",
+    tried=(),
     model_type="qwen2",
     keys=(*_KEYS, _heads(num_kv_heads=32), _QWEN_WINDOW),
     fields={"head": "lm", "qkv_bias": True},
@@ -292,6 +302,8 @@ _QWEN2 = dataclasses.replace(
 _QWEN3 = dataclasses.replace(
     _LLAMA,
     name="Qwen3ForCausalLM",
+    family="Qwen 3",
+    tried=(),
     model_type="qwen3",
     keys=(*_KEYS, _heads(num_kv_heads=32, head_dim=128), _ATTENTION_BIAS, _QWEN_WINDOW),
     fields={"head": "lm", "qk_norm": True},
@@ -300,6 +312,8 @@ _QWEN3 = dataclasses.replace(
 _OLMO2 = dataclasses.replace(
     _LLAMA,
     name="Olmo2ForCausalLM",
+    family="OLMo 2",
+    tried=("allenai/OLMo-2-1124-7B",),
     model_type="olmo2",
     keys=(
         *_sizes(),
@@ -316,6 +330,8 @@ _OLMO2 = dataclasses.replace(
 _GRANITE = dataclasses.replace(
     _LLAMA,
     name="GraniteForCausalLM",
+    family="Granite 3",
+    tried=("ibm-granite/granite-3.1-2b-instruct",),
     model_type="granite",
     keys=(
         *_LLAMA.keys,
@@ -332,6 +348,8 @@ _GRANITE = dataclasses.replace(
 _SEED_OSS = dataclasses.replace(
     _LLAMA,
     name="SeedOssForCausalLM",
+    family="Seed-OSS",
+    tried=("ByteDance-Seed/Seed-OSS-36B-Instruct",),
     model_type="seed_oss",
     keys=(
         *_KEYS,
@@ -346,6 +364,8 @@ _SEED_OSS = dataclasses.replace(
 _NEMOTRON = dataclasses.replace(
     _LLAMA,
     name="NemotronForCausalLM",
+    family="Nemotron",
+    tried=("nvidia/Nemotron-Mini-4B-Instruct",),
     model_type="nemotron",
     keys=(
         *_sizes(init_stddev=0.0134),
@@ -362,6 +382,8 @@ _NEMOTRON = dataclasses.replace(
 _STABLELM = dataclasses.replace(
     _LLAMA,
     name="StableLmForCausalLM",
+    family="StableLM",
+    tried=("stabilityai/stablelm-2-1_6b",),
     model_type="stablelm",
     keys=(
         *_sizes(),
@@ -380,6 +402,8 @@ _STABLELM = dataclasses.replace(
 _COHERE = dataclasses.replace(
     _LLAMA,
     name="CohereForCausalLM",
+    family="Command-R",
+    tried=("CohereForAI/c4ai-command-r-v01",),
     model_type="cohere",
     keys=(
         *_sizes(),
@@ -404,6 +428,11 @@ _COHERE = dataclasses.replace(
 _PHI3 = dataclasses.replace(
     _LLAMA,
     name="Phi3ForCausalLM",
+    family="Phi-3 and Phi-4",
+    tried=(
+        "microsoft/Phi-3-mini-4k-instruct",
+        "microsoft/phi-4",
+    ),
     model_type="phi3",
     keys=(
         *_sizes(),
@@ -421,6 +450,8 @@ _PHI3 = dataclasses.replace(
 _GLM4 = dataclasses.replace(
     _LLAMA,
     name="Glm4ForCausalLM",
+    family="GLM-4",
+    tried=("THUDM/GLM-4-9B-0414",),
     model_type="glm4",
     keys=(
         *_sizes(),
