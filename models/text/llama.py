@@ -20,7 +20,7 @@ from flax import nnx
 
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
-from models.layers.basic import NORM_KINDS, RMSNorm, lookup, param
+from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import MLP, Attention
@@ -64,6 +64,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # norms of queries and keys, of each head: Qwen 3
     qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
+    qk_norm_by_head: bool = False  # these are layer norms, with a scale for each head: Command-R+
     norms: str = (
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
@@ -111,9 +112,15 @@ class LlamaConfig:
                 f"model.rotary_fraction={self.rotary_fraction} of model.head_dim={self.head_dim} "
                 f"is {self.rotary_dim} features, which must be even: they are rotated in pairs"
             )
-        if self.qk_norm_over_heads and not self.qk_norm:
+        for name in ("qk_norm_over_heads", "qk_norm_by_head"):
+            if getattr(self, name) and not self.qk_norm:
+                raise ValueError(
+                    f"model.{name}=True needs model.qk_norm=True; set it, or leave both out"
+                )
+        if self.qk_norm_over_heads and self.qk_norm_by_head:
             raise ValueError(
-                "model.qk_norm_over_heads=True needs model.qk_norm=True; set it, or leave both out"
+                "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other; "
+                "choose one of them"
             )
         check_scaling(self.rope_scaling, self.rotary_dim)
         if self.rope_scaling is not None:
@@ -139,10 +146,11 @@ class _Block(Block):
 
         def head_norms() -> tuple[nnx.Module, nnx.Module]:
             size = config.head_dim
-            if not config.qk_norm_over_heads:
+            if not config.qk_norm_over_heads and not config.qk_norm_by_head:
                 return RMSNorm(size, **norm), RMSNorm(size, **norm)
-            queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
-            return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
+            make = partial(LayerNorm, use_bias=False) if config.qk_norm_by_head else RMSNorm
+            queries = make({"heads": config.num_heads, "head_dim": size}, **norm)
+            return queries, make({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
 
         def norm_if(*placements: str) -> nnx.Module | None:
             return config.make_norm(embed, rngs) if config.norms in placements else None
