@@ -147,11 +147,12 @@ def read(
     Raises:
         ValueError: A key is missing, unknown, or has a value that is not supported.
     """
-    if hf.get("quantization_config"):
-        raise ValueError(
-            "config.json has a quantization_config, but quantized weights cannot be converted; "
-            "save the model without quantization"
-        )
+    for name in ("quantization_config", "quantization"):  # the second one is MLX's
+        if hf.get(name):
+            raise ValueError(
+                f"config.json has a {name}, but quantized weights cannot be converted; save the "
+                "model without quantization"
+            )
     known = HARMLESS | {*harmless, *options.harmless} | {name for key in keys for name in key.names}
     ignored = [name for name in hf if name in WITHOUT_EFFECT and name not in known]
     if ignored:

@@ -162,11 +162,16 @@ def _first(*values: Any) -> Any:
 
 def _write_rope(fields: Config) -> dict[str, Any]:
     scaling = fields["rope_scaling"]
-    return {
+    keys = {
         "rope_theta": fields["rope_theta"],
         "rope_scaling": None if scaling is None else dict(scaling),
         "partial_rotary_factor": fields["rotary_fraction"],
     }
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        # Phi-3 reads it only there, and has a default for it.
+        name = "original_max_position_embeddings"
+        keys[name] = scaling.get(name)
+    return keys
 
 
 def _rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> Keys:
@@ -270,7 +275,13 @@ _LLAMA = Architecture(
     model_type="llama",
     model="llama",
     model_class=Llama,
-    keys=(*_KEYS, _heads(), _ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
+    keys=(
+        *_KEYS,
+        _heads(),
+        _ATTENTION_BIAS,
+        Key("mlp_bias", "mlp_bias", False),
+        Only("activation", (None, "swiglu")),  # Falcon 3 says what hidden_act=silu also means
+    ),
     rows=_rows(_NORMS_BEFORE),
     prefix="model.",
     fields={"head": "lm"},
@@ -378,6 +389,7 @@ _NEMOTRON = dataclasses.replace(
         Key("hidden_act", "activation", "relu2", ACTIVATIONS),
     ),
     fields={"head": "lm", "norm": "layer_1p", "is_gated": False},
+    harmless=(*_LLAMA.harmless, "kv_channels"),  # which is head_dim in NeMo
 )
 _STABLELM = dataclasses.replace(
     _LLAMA,
@@ -394,10 +406,20 @@ _STABLELM = dataclasses.replace(
         Key("use_qkv_bias", "qkv_bias", False),
         _SILU,
         Only("qk_layernorm", (False,)),
-        Only("use_parallel_residual", (False,)),
+        Key("use_parallel_residual", "norms", False, {False: "before", True: "parallel"}),
     ),
     fields={"head": "lm", "norm": "layer"},
     harmless=("attention_dropout", "hidden_dropout"),
+)
+#: Norms of queries and keys with a scale for each head, which the files store as [heads, head_dim].
+_NORMS_BY_HEAD = tuple(
+    Row(f"decoder.layers.attention.{x}_norm.scale", f"{_THEIRS}.self_attn.{x}_norm.weight", "same")
+    for x in "qk"
+)
+_QK_NORM = Keys(
+    ("use_qk_norm",),
+    lambda hf: {name: bool(hf.get("use_qk_norm")) for name in ("qk_norm", "qk_norm_by_head")},
+    lambda fields: {"use_qk_norm": fields["qk_norm"]},
 )
 _COHERE = dataclasses.replace(
     _LLAMA,
@@ -414,9 +436,9 @@ _COHERE = dataclasses.replace(
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("logit_scale", "logit_scale", 0.0625),
         _SILU,
-        Only("use_qk_norm", (False,)),
+        _QK_NORM,
     ),
-    rows=_rows({"attention_norm": "input_layernorm"}),
+    rows=(*_NORMS_BY_HEAD, *_rows({"attention_norm": "input_layernorm"})),
     fields={
         "head": "lm",
         "norm": "layer_no_bias",
