@@ -271,7 +271,17 @@ _QWEN_WINDOW = Keys(
 _LLAMA = Architecture(
     name="LlamaForCausalLM",
     family="LLaMA 1 to 3",
-    tried=(),
+    tried=(
+        "meta-llama/Llama-2-7b-hf",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.2-1B",
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "HuggingFaceTB/SmolLM2-135M",
+        "01-ai/Yi-6B",
+        "deepseek-ai/deepseek-llm-7b-base",
+        "deepseek-ai/deepseek-coder-6.7b-base",
+        "tiiuae/Falcon3-7B-Base",
+    ),
     model_type="llama",
     model="llama",
     model_class=Llama,
@@ -293,7 +303,11 @@ _MISTRAL = dataclasses.replace(
     _LLAMA,
     name="MistralForCausalLM",
     family="Mistral",
-    tried=(),
+    tried=(
+        "mistralai/Mistral-7B-v0.1",
+        "mistralai/Mistral-7B-v0.3",
+        "mistralai/Ministral-8B-Instruct-2410",
+    ),
     model_type="mistral",
     keys=(
         *_KEYS,
@@ -305,7 +319,10 @@ _QWEN2 = dataclasses.replace(
     _LLAMA,
     name="Qwen2ForCausalLM",
     family="Qwen 2 and 2.5",
-    tried=(),
+    tried=(
+        "Qwen/Qwen2.5-7B",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    ),
     model_type="qwen2",
     keys=(*_KEYS, _heads(num_kv_heads=32), _QWEN_WINDOW),
     fields={"head": "lm", "qkv_bias": True},
@@ -314,7 +331,10 @@ _QWEN3 = dataclasses.replace(
     _LLAMA,
     name="Qwen3ForCausalLM",
     family="Qwen 3",
-    tried=(),
+    tried=(
+        "Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-8B",
+    ),
     model_type="qwen3",
     keys=(*_KEYS, _heads(num_kv_heads=32, head_dim=128), _ATTENTION_BIAS, _QWEN_WINDOW),
     fields={"head": "lm", "qk_norm": True},
@@ -342,7 +362,10 @@ _GRANITE = dataclasses.replace(
     _LLAMA,
     name="GraniteForCausalLM",
     family="Granite 3",
-    tried=("ibm-granite/granite-3.1-2b-instruct",),
+    tried=(
+        "ibm-granite/granite-3.1-2b-instruct",
+        "ibm-granite/granite-3.3-8b-instruct",
+    ),
     model_type="granite",
     keys=(
         *_LLAMA.keys,
@@ -376,7 +399,10 @@ _NEMOTRON = dataclasses.replace(
     _LLAMA,
     name="NemotronForCausalLM",
     family="Nemotron",
-    tried=("nvidia/Nemotron-Mini-4B-Instruct",),
+    tried=(
+        "nvidia/Nemotron-Mini-4B-Instruct",
+        "nvidia/Minitron-4B-Base",
+    ),
     model_type="nemotron",
     keys=(
         *_sizes(init_stddev=0.0134),
@@ -395,7 +421,11 @@ _STABLELM = dataclasses.replace(
     _LLAMA,
     name="StableLmForCausalLM",
     family="StableLM",
-    tried=("stabilityai/stablelm-2-1_6b",),
+    tried=(
+        "stabilityai/stablelm-2-1_6b",
+        "stabilityai/stablelm-3b-4e1t",
+        "stabilityai/stable-code-3b",
+    ),
     model_type="stablelm",
     keys=(
         *_sizes(),
@@ -425,7 +455,11 @@ _COHERE = dataclasses.replace(
     _LLAMA,
     name="CohereForCausalLM",
     family="Command-R",
-    tried=("CohereForAI/c4ai-command-r-v01",),
+    tried=(
+        "CohereForAI/c4ai-command-r-v01",
+        "CohereForAI/aya-23-8B",
+        "CohereForAI/c4ai-command-r-plus",
+    ),
     model_type="cohere",
     keys=(
         *_sizes(),
@@ -454,6 +488,7 @@ _PHI3 = dataclasses.replace(
     tried=(
         "microsoft/Phi-3-mini-4k-instruct",
         "microsoft/phi-4",
+        "microsoft/Phi-4-mini-instruct",
     ),
     model_type="phi3",
     keys=(
@@ -473,7 +508,10 @@ _GLM4 = dataclasses.replace(
     _LLAMA,
     name="Glm4ForCausalLM",
     family="GLM-4",
-    tried=("THUDM/GLM-4-9B-0414",),
+    tried=(
+        "THUDM/GLM-4-9B-0414",
+        "THUDM/GLM-Z1-9B-0414",
+    ),
     model_type="glm4",
     keys=(
         *_sizes(),
