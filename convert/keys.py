@@ -126,11 +126,15 @@ HARMLESS = frozenset(
     """.split()
 )
 
-#: Keys that publishers and tools add, and that no model reads. They are mentioned in the log.
+#: Keys that publishers and tools add, and that no model reads; a test checks that the supported
+#: classes of transformers do not. They are mentioned in the log.
 WITHOUT_EFFECT = frozenset(
     """
-    full_attn_mod interpolate_factor is_llama_config max_sequence_length model_max_length
-    sentence_transformers unsloth_fixed unsloth_version
+    _flash_attn_2_enabled bos_token eos_token full_attn_mod interpolate_factor is_llama_config
+    license max_new_tokens max_sequence_length model_max_length model_name neftune_noise_alpha
+    pad_token sentence_transformers seq_length tokenizer_model_max_length tokenizer_padding_side
+    torch_version trust_remote_code unk_token unsloth_fixed unsloth_version use_flash_attention_2
+    use_flash_attn use_return_dict
     """.split()
 )
 
