@@ -83,9 +83,11 @@ def listing() -> str:
             ("rules", family.rules, "; "),
         ):
             if values:
-                text = f"{title:<15}{separator.join(values).replace('`', '')}"
-                indents = {"initial_indent": " " * 2, "subsequent_indent": " " * 17}
-                parts.append(textwrap.fill(text, _WIDTH, break_on_hyphens=False, **indents))
+                text = f"  {title:<15}{separator.join(values).replace('`', '')}"
+                indent = " " * 17
+                parts += textwrap.wrap(
+                    text, _WIDTH, subsequent_indent=indent, break_on_hyphens=False
+                )
     return "\n".join(parts)
 
 

@@ -337,12 +337,17 @@ def make(name: str) -> Any:
     model = model_class(config).eval()
     if name in UNTIED_T5:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+    set_random_weights(model)
+    return model
+
+
+def set_random_weights(model: torch.nn.Module) -> None:
+    """Set all weights to random values, including biases and norms, and let them have gradients."""
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.requires_grad_()  # Fixed weights too, because all gradients are compared.
             is_scale = weight.ndim == 1 and key.endswith("weight")
             torch.nn.init.normal_(weight, mean=1.0 if is_scale else 0.0, std=0.2)
-    return model
 
 
 def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:

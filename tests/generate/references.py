@@ -46,6 +46,7 @@ _LLAMA: dict[str, Any] = {
     "hidden_size": 36,
     "intermediate_size": 44,
 }
+_GLM4: dict[str, Any] = {**_LLAMA, "head_dim": 12}
 #: One layer that sees all tokens, and two with a window: two stacks here.
 _QWEN2: dict[str, Any] = {
     **_LLAMA,
@@ -77,10 +78,10 @@ MODELS: dict[str, Any] = {
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA)),
     "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA, residual_multiplier=0.5)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_LLAMA, pad_token_id=PAD)),
-    "glm4": lambda: hf.Glm4ForCausalLM(
-        hf.Glm4Config(**_LLAMA | {"head_dim": 12}, pad_token_id=PAD)
+    "glm4": lambda: hf.Glm4ForCausalLM(hf.Glm4Config(**_GLM4, pad_token_id=PAD)),
+    "cohere": lambda: hf.CohereForCausalLM(
+        hf.CohereConfig(**_LLAMA, pad_token_id=PAD, use_qk_norm=True)
     ),
-    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA, pad_token_id=PAD)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
 }
 
