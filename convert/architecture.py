@@ -19,6 +19,8 @@ class Architecture:
 
     Attributes:
         name: name of the class, as in `architectures` of config.json.
+        family: name of the family, as people call it.
+        tried: names on the hub of the models whose config.json a test reads.
         model_type: `model_type` of config.json.
         model: `model.name` in the config of a run.
         model_class: model class of this project.
@@ -46,6 +48,8 @@ class Architecture:
     """
 
     name: str
+    family: str
+    tried: Sequence[str] = ()
     model_type: str
     model: str
     model_class: type

@@ -22,6 +22,8 @@ from convert.command import run
 from convert.files import preprocessor
 from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
+from convert.options import DEFAULTS, ReadOptions, add_read_options, read_options
+from convert.reference import listing
 from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from data.text.chat.template import TEMPLATES
@@ -56,14 +58,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 _log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
 
 
-def load(
-    path: str | Path,
-    *,
-    dtype: str = "float32",
-    harmless: Sequence[str] = (),
-    allow_pickle_weights: bool = False,
-    allow_import: Sequence[str] = (),
-) -> Any:
+def load(path: str | Path, *, dtype: str = "float32", **options: Any) -> Any:
     """Load a model from disk onto the current mesh, ready to be called.
 
     The mesh is the one set by `jax.set_mesh`; parameters are sharded over it as in training. If no
@@ -72,20 +67,15 @@ def load(
 
     Args:
         path: Hugging Face model, the directory of a run, whose newest intact checkpoint is
-            loaded, or one checkpoint. The other arguments are those of `read_source`.
+            loaded, or one checkpoint.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
+        **options: fields of `convert.options.ReadOptions`, such as `harmless`.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
             or the mesh has explicit axes.
     """
-    source = read_source(
-        path,
-        harmless=harmless,
-        allow_pickle_weights=allow_pickle_weights,
-        allow_import=allow_import,
-    )
-    return load_model(source, dtype=dtype)
+    return load_model(read_source(path, ReadOptions(**options)), dtype=dtype)
 
 
 def load_model(source: Source, *, dtype: str = "float32") -> Any:
@@ -123,8 +113,7 @@ def convert(
     dst: Path,
     *,
     mesh: MeshConfig | None = None,
-    harmless: Sequence[str] = (),
-    allow_pickle_weights: bool = False,
+    options: ReadOptions = DEFAULTS,
 ) -> None:
     """Write a Hugging Face model as the directory of a run, with its parameters as step 0.
 
@@ -134,7 +123,7 @@ def convert(
 
     Args:
         mesh: mesh to check: the model must be shardable over it. The mesh does not affect the
-            files. The arguments that follow are those of `read_source`.
+            files.
 
     Raises:
         ValueError: See `convert.source.read_source`; or the model cannot be sharded over the mesh,
@@ -142,7 +131,7 @@ def convert(
     """
     check_path(dst)
     with new_directory(dst) as directory:
-        source = read_source(src, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
+        source = read_source(src, options)
         if source.hf_files != src and not (src / ADAPTER_CONFIG_FILE).exists():
             raise ValueError(f"{src} is a run of Taibai; use the directory of a Hugging Face model")
         model = source.abstract()
@@ -223,10 +212,10 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.from_hf")
-    parser.add_argument("src", type=local_path, help="directory of a Hugging Face model")
-    parser.add_argument("dst", type=local_path, help="directory to write")
-    parser.add_argument("--harmless", default="", help="unknown keys of config.json to ignore: a,b")
-    parser.add_argument("--allow_pickle_weights", action="store_true", help="open .bin files")
+    parser.add_argument("src", type=local_path, nargs="?", help="directory of a Hugging Face model")
+    parser.add_argument("dst", type=local_path, nargs="?", help="directory to write")
+    parser.add_argument("--list", action="store_true", help="instead, list the supported models")
+    add_read_options(parser)
     for axis in AXES:
         parser.add_argument(
             f"--config.mesh.{axis}",
@@ -236,14 +225,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             help="check that the model can be sharded over a mesh of this size",
         )
     args = parser.parse_args(argv)
+    if args.list:
+        print(listing())
+        return 0
+    if args.dst is None:
+        parser.error("the following arguments are required: src, dst")
     sizes = {axis: getattr(args, axis) for axis in AXES if getattr(args, axis) is not None}
     return run(
         lambda: convert(
             args.src,
             args.dst,
             mesh=MeshConfig(**sizes) if sizes else None,
-            harmless=[name for name in args.harmless.split(",") if name],
-            allow_pickle_weights=args.allow_pickle_weights,
+            options=read_options(args),
         )
     )
 

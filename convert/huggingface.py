@@ -15,6 +15,7 @@ from convert.files import preprocessor
 from convert.keys import read
 from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.names import TensorMapping, match
+from convert.options import ReadOptions
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, same_values
 from data.text.tokenization.file_tokenizer import find_tokenizer
@@ -24,7 +25,7 @@ from models.vision.common import ImageInputConfig
 _log = logging.getLogger(__name__)
 
 
-def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weights: bool) -> Source:
+def open_huggingface(path: Path, options: ReadOptions) -> Source:
     """Open a Hugging Face model.
 
     Raises:
@@ -33,14 +34,14 @@ def open_huggingface(path: Path, *, harmless: Sequence[str], allow_pickle_weight
     """
     hf = read_config(path / "config.json", within=path)
     architecture = find(hf)
-    fields = read(hf, architecture.keys, harmless=(*architecture.harmless, *harmless))
+    fields = read(hf, architecture.keys, harmless=architecture.harmless, options=options)
     check_types(architecture.model_class.Config, fields, "config.json gives model")
     fields |= architecture.fields
-    tensors = open_tensors(path, allow_pickle_weights=allow_pickle_weights)
+    tensors = open_tensors(path, allow_pickle_weights=options.allow_pickle_weights)
     if architecture.detect is not None:
         fields |= architecture.detect(tensors, hf)
     if issubclass(architecture.model_class.Config, ImageInputConfig):
-        fields |= preprocessor.read(path, fields, harmless=harmless)
+        fields |= preprocessor.read(path, fields, options)
     _check_depth(fields, tensors, path)
     source = Source(
         path=path,

@@ -5,10 +5,12 @@ directions. `theirs` is a key of config.json, and `ours` a field of the model's 
 """
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from convert.options import DEFAULTS, ReadOptions
 from fields.numbers import shown
 
 _log = logging.getLogger(__name__)
@@ -68,6 +70,12 @@ class Only:
         """The keys that this entry reads and writes."""
         return (self.theirs,)
 
+    @property
+    def rule(self) -> str:
+        """The supported values in words, in Markdown."""
+        values = (x if isinstance(x, str) else json.dumps(x) for x in self.values)
+        return f"`{self.theirs}`: {' or '.join(values)}"
+
     def read(self, hf: Config) -> dict[str, Any]:
         """Check the value of the key; there is no corresponding field.
 
@@ -93,6 +101,7 @@ class Keys:
     names: tuple[str, ...]
     read: Callable[[Config], dict[str, Any]]  # config.json -> fields
     write: Callable[[Config], dict[str, Any]]  # fields -> keys
+    rule: str = ""  # values that `read` refuses, in words, in Markdown; for the docs
 
 
 KeyMap = Sequence[Key | Only | Keys]
@@ -117,30 +126,38 @@ HARMLESS = frozenset(
     """.split()
 )
 
-#: Keys that publishers and tools add, and that no model reads. They are mentioned in the log.
+#: Keys that publishers and tools add, and that no model reads; a test checks that the supported
+#: classes of transformers do not. They are mentioned in the log.
 WITHOUT_EFFECT = frozenset(
     """
-    full_attn_mod interpolate_factor is_llama_config max_sequence_length model_max_length
-    sentence_transformers unsloth_fixed unsloth_version
+    _flash_attn_2_enabled bos_token eos_token full_attn_mod interpolate_factor is_llama_config
+    license max_new_tokens max_sequence_length model_max_length model_name neftune_noise_alpha
+    pad_token sentence_transformers seq_length tokenizer_model_max_length tokenizer_padding_side
+    torch_version trust_remote_code unk_token unsloth_fixed unsloth_version use_flash_attention_2
+    use_flash_attn use_return_dict
     """.split()
 )
 
 
-def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]:
+def read(
+    hf: Config, keys: KeyMap, *, harmless: Sequence[str], options: ReadOptions = DEFAULTS
+) -> dict[str, Any]:
     """Translate config.json to config fields.
 
     Args:
         harmless: keys, in addition to HARMLESS, that do not affect the computation of this model.
+        options: those of the command, whose `harmless` keys are ignored too.
 
     Raises:
         ValueError: A key is missing, unknown, or has a value that is not supported.
     """
-    if hf.get("quantization_config"):
-        raise ValueError(
-            "config.json has a quantization_config, but quantized weights cannot be converted; "
-            "save the model without quantization"
-        )
-    known = HARMLESS | set(harmless) | {name for key in keys for name in key.names}
+    for name in ("quantization_config", "quantization"):  # the second one is MLX's
+        if hf.get(name):
+            raise ValueError(
+                f"config.json has a {name}, but quantized weights cannot be converted; save the "
+                "model without quantization"
+            )
+    known = HARMLESS | {*harmless, *options.harmless} | {name for key in keys for name in key.names}
     ignored = [name for name in hf if name in WITHOUT_EFFECT and name not in known]
     if ignored:
         _log.info(
@@ -152,8 +169,7 @@ def read(hf: Config, keys: KeyMap, *, harmless: Sequence[str]) -> dict[str, Any]
         if name not in known and value:
             raise ValueError(
                 f"config.json has {name}={value!r}, which is not supported and may change the "
-                f"computation; if it does not, convert with `python -m convert.from_hf "
-                f"--harmless={name}`"
+                f"computation; {options.remedy_for(name)}"
             )
     fields: dict[str, Any] = {}
     for key in keys:

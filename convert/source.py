@@ -1,6 +1,5 @@
 """Open a model on disk, either a Hugging Face model or a run, and load its parameters."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from convert.adapters.peft_format import CONFIG_FILE
 from convert.adapters.read_peft import open_adapter
 from convert.huggingface import open_huggingface
 from convert.model_on_disk import Source
+from convert.options import DEFAULTS, ReadOptions
 from convert.runs import newest_checkpoint, open_run
 from fields.paths import check_local
 
@@ -20,12 +20,7 @@ Tree = Any
 
 
 def read_source(
-    path: str | Path,
-    *,
-    harmless: Sequence[str] = (),
-    allow_pickle_weights: bool = False,
-    averaged: bool = True,
-    allow_import: Sequence[str] = (),
+    path: str | Path, options: ReadOptions = DEFAULTS, *, averaged: bool = True
 ) -> Source:
     """Open a model on disk.
 
@@ -35,10 +30,7 @@ def read_source(
     Args:
         path: Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
             checkpoints.
-        harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
         averaged: whether to use the averages of the parameters, if the run kept such averages.
-        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
 
     Raises:
         ValueError: There is neither a model nor a run at `path`, the architecture or a key of
@@ -47,17 +39,11 @@ def read_source(
     check_local("path", path)
     path = Path(path)
     if (path / "config.json").is_file():
-        return open_huggingface(path, harmless=harmless, allow_pickle_weights=allow_pickle_weights)
+        return open_huggingface(path, options)
     if (path / CONFIG_FILE).is_file():
-        open_base = partial(
-            read_source,
-            harmless=harmless,
-            allow_pickle_weights=allow_pickle_weights,
-            averaged=averaged,
-            allow_import=allow_import,
-        )
-        return open_adapter(path, open_base)
-    return open_run(path, newest_checkpoint(path), averaged=averaged, allow_import=allow_import)
+        return open_adapter(path, partial(read_source, options=options, averaged=averaged))
+    step = newest_checkpoint(path)
+    return open_run(path, step, averaged=averaged, allow_import=options.allow_import)
 
 
 def load_params(source: Source, abstract: Tree) -> Tree:

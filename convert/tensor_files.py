@@ -81,8 +81,7 @@ def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict
     if is_pickle and not allow_pickle_weights:
         raise ValueError(
             f"{files[0]} is a pickle, which can run code when it is opened; save the model as "
-            "safetensors, or, if you trust it, convert it: python -m convert.from_hf "
-            f"{directory} runs/{directory.name} --allow_pickle_weights"
+            "safetensors, or, if you trust it, add --allow_pickle_weights"
         )
     read = _open_pickle if is_pickle else open_safetensors
     tensors: dict[str, Tensor] = {}

@@ -19,6 +19,7 @@ from convert.from_hf import copy_hf_files
 from convert.keys import plain, read, write
 from convert.model_on_disk import Source
 from convert.names import TensorMapping, assemble
+from convert.options import DEFAULTS, ReadOptions, add_read_options, read_options
 from convert.registry import architectures
 from convert.runs import DTYPES_FILE, newest_checkpoint
 from convert.source import read_source
@@ -26,7 +27,6 @@ from convert.tensor_files import DTYPES, ShardWriter
 from fields.paths import local_path
 from untrusted.commands import command_parser, run_command
 from untrusted.files import new_directory, write_text
-from untrusted.imports import add_allow_import
 from untrusted.messages import shortened
 
 #: Config fields that config.json cannot express, and that a Hugging Face model does not need.
@@ -54,7 +54,7 @@ def convert(
     max_shard_bytes: int = 2**30,
     averaged: bool = True,
     merge: bool = False,
-    allow_import: Sequence[str] = (),
+    options: ReadOptions = DEFAULTS,
 ) -> None:
     """Write the parameters of a run as a Hugging Face model, or its adapters for PEFT.
 
@@ -70,7 +70,7 @@ def convert(
             single tensor.
         averaged: whether to write the averages of the parameters, if the run kept such averages.
         merge: whether to merge the adapters into the model, instead of writing only them.
-        allow_import: as for `convert.source.read_source`.
+        options: those of reading the run, and the model that its adapters are for.
 
     Raises:
         ValueError: There is no intact checkpoint, no Hugging Face architecture can express this
@@ -86,7 +86,7 @@ def convert(
             "reads the directory of a run or of a checkpoint"
         )
     step = newest_checkpoint(checkpoint)
-    source = read_source(step, averaged=averaged, allow_import=allow_import)
+    source = read_source(step, options, averaged=averaged)
     if merge:
         source = without_adapters(source)
     with new_directory(dst) as directory:
@@ -96,7 +96,7 @@ def convert(
         has_adapters = source.lora.rank is not None
         if has_adapters:
             chosen = None if dtype is None else _DTYPES[dtype]
-            base = base_of(source, partial(read_source, allow_import=allow_import))
+            base = base_of(source, partial(read_source, options=options))
             write_adapter(source, architecture, directory, chosen, base)
         else:
             _write_model(source, architecture, hf, directory, dtype, max_shard_bytes)
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--merge", action="store_true", help="merge adapters into the model; otherwise, write them"
     )
-    add_allow_import(parser)
+    add_read_options(parser)
     args = parser.parse_args(argv)
     return run(
         lambda: convert(
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_shard_bytes=args.max_shard_bytes,
             averaged=not args.raw,
             merge=args.merge,
-            allow_import=args.allow_import,
+            options=read_options(args),
         )
     )
 

@@ -24,13 +24,14 @@ from convert import to_hf
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from convert.command import run
 from convert.files import preprocessor
-from convert.from_hf import KEPT_FILES, copy_hf_files, load
+from convert.from_hf import KEPT_FILES, copy_hf_files, load_model
+from convert.options import DEFAULTS, ReadOptions, add_read_options, read_options
 from convert.registry import architectures
+from convert.source import read_source
 from fields.paths import local_path
 from untrusted.commands import command_parser, refuse_missing_package, run_command
 from untrusted.documents import read_json
 from untrusted.files import new_directory
-from untrusted.imports import add_allow_import
 from untrusted.messages import shortened
 
 try:
@@ -66,7 +67,7 @@ _COMPARED = 3, 12
 _log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
 
 
-def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
+def convert(src: Path, dst: Path, options: ReadOptions = DEFAULTS) -> float:
     """Write a model as `model.onnx`, with its config and the files of its tokenizer.
 
     The inputs of a text model are int64[B, T]: `input_ids`, `attention_mask`, and
@@ -83,7 +84,7 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
             export it, or the file computes other logits.
     """
     with new_directory(dst) as directory:
-        with _hugging_face(src, allow_import) as folder:
+        with _hugging_face(src, options) as folder:
             (name,) = read_json(folder / "config.json", within=folder).get("architectures") or [""]
             if name not in architectures() or not name.endswith(_WITH_LOGITS):
                 raise ValueError(
@@ -91,8 +92,9 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
                     f"whose output is logits: *{', *'.join(_WITH_LOGITS)}"
                 )
             copy_hf_files(folder, directory, _FILES)
-            inputs = _write_program(name, folder, directory / MODEL_FILE)
-            difference = _difference(inputs, load(folder), directory / MODEL_FILE)
+            source = read_source(folder, options)
+            inputs = _write_program(name, folder, directory / MODEL_FILE, options)
+            difference = _difference(inputs, load_model(source), directory / MODEL_FILE)
         if not difference <= _TOLERANCE:
             raise ValueError(
                 f"the logits of the ONNX file differ by {difference:.1e} of the largest one from "
@@ -103,7 +105,7 @@ def convert(src: Path, dst: Path, *, allow_import: Sequence[str] = ()) -> float:
 
 
 @contextlib.contextmanager
-def _hugging_face(src: Path, allow_import: Sequence[str]) -> Iterator[Path]:
+def _hugging_face(src: Path, options: ReadOptions) -> Iterator[Path]:
     """Yield the directory of a Hugging Face model; for a run, a temporary one is written."""
     if (src / "config.json").is_file():
         yield src
@@ -115,7 +117,7 @@ def _hugging_face(src: Path, allow_import: Sequence[str]) -> Iterator[Path]:
         )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        to_hf.convert(src, folder, dtype="float32", merge=True, allow_import=allow_import)
+        to_hf.convert(src, folder, dtype="float32", merge=True, options=options)
         yield folder
 
 
@@ -131,11 +133,16 @@ class _Logits(torch.nn.Module):
         return self.model(**dict(zip(self.names, inputs, strict=True))).logits
 
 
-def _write_program(name: str, folder: Path, file: Path) -> dict[str, np.ndarray]:
+def _write_program(
+    name: str, folder: Path, file: Path, options: ReadOptions
+) -> dict[str, np.ndarray]:
     """Write the ONNX file; return other inputs than those that were traced."""
     # convert/families knows the class, so no code comes from the folder.
     model: Any = getattr(transformers, name).from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        use_safetensors=None if options.allow_pickle_weights else True,
+        attn_implementation="eager",
     )
     model.config.use_cache = False
     rope = getattr(model.config, "rope_parameters", None) or {}
@@ -223,12 +230,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser("convert.to_onnx")
     parser.add_argument("src", type=local_path, help="a run, a checkpoint, or a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")
-    add_allow_import(parser)
+    add_read_options(parser)
     args = parser.parse_args(argv)
     # The exporter warns that torchvision, which no model here needs, is not installed.
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     os.environ["HF_HUB_OFFLINE"] = "1"  # all files are in the folder
-    return run(lambda: convert(args.src, args.dst, allow_import=args.allow_import))
+    return run(lambda: convert(args.src, args.dst, read_options(args)))
 
 
 if __name__ == "__main__":

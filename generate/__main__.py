@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from convert.from_hf import load_model
+from convert.options import read_options
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from distributed.startup import start
@@ -101,7 +102,7 @@ def _continue(args: argparse.Namespace) -> None:
     )
     beams = _beams_of(args, sampling)
     mesh = start(mesh_of(args.mesh))
-    source = read_source(args.model, allow_import=args.allow_import)
+    source = read_source(args.model, read_options(args))
     tokenizer = tokenizer_of(source)
     codec = None if tokenizer is None else TextCodec(tokenizer)
     if args.prompts is None:
@@ -231,7 +232,7 @@ def _drafts_of(args: argparse.Namespace, tokenizer: FileTokenizer | None) -> Dra
         )
     if args.draft_model is None:
         return Drafts(num_tokens=args.num_drafts)
-    source = read_source(args.draft_model, allow_import=args.allow_import)
+    source = read_source(args.draft_model, read_options(args))
     its_tokenizer = tokenizer_of(source)
     if tokenizer and its_tokenizer and not have_same_tokens(tokenizer, its_tokenizer):
         raise ValueError(

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from convert.from_hf import DTYPES
+from convert.options import add_read_options
 from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from fields.paths import local_path
 from sharding.mesh import AXES, MeshConfig
 from untrusted.commands import refuses_bad_input
-from untrusted.imports import add_allow_import
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> None:
@@ -29,7 +29,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> No
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
-    add_allow_import(parser)
+    add_read_options(parser)
 
 
 def mesh_of(text: str) -> MeshConfig:

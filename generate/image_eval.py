@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
+from convert.options import read_options
 from convert.runs import CHECKPOINTS, config_of, newest_checkpoint
 from convert.source import read_source
 from data.batches import validation_batches
@@ -307,7 +308,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _scores(args: argparse.Namespace, path: Path) -> ImageScores:
     """Return the scores of the model at a path."""
-    source = read_source(path, allow_import=args.allow_import)
+    source = read_source(path, read_options(args))
     data, images = sections_of(source, path, args.images)
     model = load_model(source, dtype=args.dtype)
     corpus = _load_corpus(data, images)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.from_hf import load_model
+from convert.options import read_options
 from convert.source import read_source
 from distributed.startup import start
 from fields.paths import local_path
@@ -89,7 +90,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Return lm-eval's results for a model."""
-    source = read_source(path, allow_import=args.allow_import)
+    source = read_source(path, read_options(args))
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json; put it beside the model")

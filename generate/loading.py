@@ -1,10 +1,11 @@
 """Loads a generator: a model, its tokenizer, and the tokens that begin and end its texts."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
+from convert.options import ReadOptions
 from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.drafts import Drafts
@@ -18,7 +19,7 @@ def load_generator(
     dtype: str = "float32",
     batch_size: int = 32,
     drafts: Drafts | None = None,
-    allow_import: Sequence[str] = (),
+    **options: Any,
 ) -> Generator:
     """Load a language model from disk onto the current mesh, ready to continue texts.
 
@@ -31,14 +32,14 @@ def load_generator(
         batch_size: most rows that are continued at the same time; a multiple of the number of
             replicas of the mesh.
         drafts: where drafts of the next tokens come from; None: there are none.
-        allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
+        **options: fields of `convert.options.ReadOptions`, such as `harmless`.
 
     Raises:
         ValueError: the model cannot be read, cannot be sharded over the mesh, or cannot generate
             text.
         OSError: a file cannot be read.
     """
-    source = read_source(path, allow_import=allow_import)
+    source = read_source(path, ReadOptions(**options))
     return generator_of(
         source, tokenizer_of(source), dtype=dtype, batch_size=batch_size, drafts=drafts
     )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from checkpoint.paths import check_path
+from convert.options import ReadOptions
 from convert.source import Source
 from convert.to_hf import export_problem
 from data.corpus import load_corpus
@@ -51,7 +52,7 @@ class RunOptions:
         is_evaluation: whether `--mode=eval` is given.
         is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, in a temporary `workdir`.
         is_verbose: whether `--verbose` is given.
-        allow_import: packages and modules that a `config.yaml` may import from.
+        reading: what `config.yaml` and the `init_from` checkpoint may do.
     """
 
     config: str
@@ -61,7 +62,7 @@ class RunOptions:
     is_evaluation: bool = False
     is_fast_dev_run: bool = False
     is_verbose: bool = False
-    allow_import: tuple[str, ...] = ()
+    reading: ReadOptions = ReadOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
     """
     overrides = options.overrides
     config_dict: Any = config_files.load(
-        options.config, overrides, allow_import=options.allow_import
+        options.config, overrides, allow_import=options.reading.allow_import
     )
     open_batch = None
     if options.deepspeed is not None:
@@ -180,7 +181,7 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
         )
     if options.is_fast_dev_run:
         config_files.shorten(config_dict)
-    source = take_init_from(config_dict, overrides, allow_import=options.allow_import)
+    source = take_init_from(config_dict, overrides, options.reading)
     return _LoadedConfig(
         config=open_config(config_dict, overrides.keys)
         if config_dict.mesh.auto

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from convert.options import DEFAULTS, ReadOptions, add_permissions, read_options
 from data.text.text_corpus import load_fixed_tokenizer
 from fields.paths import local_path
 from predict.machines.datasheets import machine_of
@@ -39,7 +40,6 @@ from train.run.assemble import assemble_run
 from train.run.run import Run
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.files import write_text
-from untrusted.imports import add_allow_import
 
 #: Number of labels to assume if only the data determines it: `data.name` of images -> labels.
 _IMAGE_LABELS = {"digits": 10}
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     def report() -> str:
         overrides = Overrides.parse(others)
         target = parse_target(args.target, args.network)
-        step = compile_step(args.config, target, overrides, allow_import=args.allow_import)
+        step = compile_step(args.config, target, overrides, read_options(args))
         if args.out is not None:
             write_files(step, args.out)
         if args.json:
@@ -95,7 +95,7 @@ def target_parser(
         "--network", type=float, help="Gbit/s per GPU between hosts, if not as in NVIDIA's DGX"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
-    add_allow_import(parser)
+    add_permissions(parser)
     return parser
 
 
@@ -119,8 +119,7 @@ def compile_step(
     path: str,
     target: Target,
     overrides: Overrides | Sequence[str],
-    *,
-    allow_import: Sequence[str] = (),
+    options: ReadOptions = DEFAULTS,
 ) -> CompiledStep:
     """Compile the training step of a config.
 
@@ -132,17 +131,17 @@ def compile_step(
         ValueError: the config, the mesh or the target is not valid.
         OSError: a file is missing.
     """
-    config = validate_config(load_config(path, overrides, allow_import=allow_import))
+    config = validate_config(load_config(path, overrides, options))
     return compile_run(run_for(config, target), sizes_without_data(config).assumed)
 
 
 def load_config(
-    path: str, overrides: Overrides | Sequence[str], *, allow_import: Sequence[str] = ()
+    path: str, overrides: Overrides | Sequence[str], options: ReadOptions = DEFAULTS
 ) -> Any:
     """Return the ConfigDict of a run whose data is not read; arguments as for `compile_step`."""
     overrides = Overrides.of(overrides)
-    config_dict: Any = config_files.load(path, overrides, allow_import=allow_import)
-    take_init_from(config_dict, overrides, allow_import=allow_import)
+    config_dict: Any = config_files.load(path, overrides, allow_import=options.allow_import)
+    take_init_from(config_dict, overrides, options)
     if config_dict.data.name in _READ_FROM_PATHS and not config_dict.data.paths:
         config_dict.data.paths = ("not_read",)  # required by the config, but no data is read here
     return config_dict

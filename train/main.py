@@ -32,6 +32,7 @@ from typing import NoReturn
 import jax
 
 from checkpoint.errors import ReadError
+from convert.options import add_permissions, read_options
 from data.examples import BrokenExample
 from distributed import startup
 from distributed.messages import LONGEST_START_S, Exchange, may_pass
@@ -51,7 +52,6 @@ from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
 from train.references import add_references
 from train.run.run import Run
-from untrusted.imports import add_allow_import
 
 _log = logging.getLogger("train.main")  # also when this file is the program
 
@@ -112,7 +112,7 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
     parser.add_argument(
         "--verbose", action="store_true", help="also log the compiler's options, with reasons"
     )
-    add_allow_import(parser)
+    add_permissions(parser)
     args, others = parser.parse_known_args(argv)
     if args.mode == "eval" and args.fast_dev_run:
         parser.error("--fast_dev_run is for training; use --config.eval.num_batches=N instead")
@@ -128,7 +128,7 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
             is_evaluation=args.mode == "eval",
             is_fast_dev_run=args.fast_dev_run,
             is_verbose=args.verbose,
-            allow_import=args.allow_import,
+            reading=read_options(args),
         )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from convert.options import read_options
 from data.config import cache_path
 from distributed.startup import skip_absent_gpus
 from fields.paths import local_path
@@ -97,7 +98,7 @@ def _plan(args: argparse.Namespace, others: list[str]) -> str:
     check_file("--out", args.out)
     check_picture("--picture", args.picture)
     overrides = Overrides.parse(others)
-    config_dict = load_config(args.config, overrides, allow_import=args.allow_import)
+    config_dict = load_config(args.config, overrides, read_options(args))
     fixed = overrides.keys
     check_replicas(config_dict, fixed, _num_devices(args.target, args.network))
     config = open_config(config_dict, fixed)
@@ -160,9 +161,7 @@ def _calibrate(args: argparse.Namespace, others: list[str]) -> str:
         raise ValueError("--calibrate plans nothing; leave out --out and --json")
     directory = cache_path()
     if args.config is not None:
-        config_dict = load_config(
-            args.config, Overrides.parse(others), allow_import=args.allow_import
-        )
+        config_dict = load_config(args.config, Overrides.parse(others), read_options(args))
         directory = cache_path(config_dict.data.cache_dir)
     elif others:
         raise ValueError(f"--calibrate needs no {others[0]}; leave it out, or add --config")

@@ -109,6 +109,7 @@ _ROBERTA_POOLER = linear("pooler", "roberta.pooler.dense")
 
 _BERT = Architecture(
     name="BertForMaskedLM",
+    family="BERT",
     model_type="bert",
     model="bert",
     model_class=Bert,
@@ -142,6 +143,7 @@ _BERT_LABELS = dataclasses.replace(
 _ROBERTA = dataclasses.replace(
     _BERT,
     name="RobertaForMaskedLM",
+    family="RoBERTa",
     model_type="roberta",
     keys=_ROBERTA_KEYS,
     rows=(

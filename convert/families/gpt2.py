@@ -46,6 +46,7 @@ _KEYS = (
 
 _LM = Architecture(
     name="GPT2LMHeadModel",
+    family="GPT-2",
     model_type="gpt2",
     model="gpt2",
     model_class=GPT2,

@@ -14,6 +14,7 @@ from convert.families.llama_tables import (
     NORMS_BEFORE,
     QWEN_WINDOW,
     SILU,
+    THEIRS,
     UNTIED,
     WITHOUT_POSITIONS,
     full_every,
@@ -27,14 +28,33 @@ from convert.families.llama_tables import (
     windows,
 )
 from convert.keys import ACTIVATIONS, Key, Keys, Only
+from convert.names import Row
 from models.text.llama import Llama
 
 _LLAMA = Architecture(
     name="LlamaForCausalLM",
+    family="LLaMA 1 to 3",
+    tried=(
+        "meta-llama/Llama-2-7b-hf",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.2-1B",
+        "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "HuggingFaceTB/SmolLM2-135M",
+        "01-ai/Yi-6B",
+        "deepseek-ai/deepseek-llm-7b-base",
+        "deepseek-ai/deepseek-coder-6.7b-base",
+        "tiiuae/Falcon3-7B-Base",
+    ),
     model_type="llama",
     model="llama",
     model_class=Llama,
-    keys=(*KEYS, heads(), ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
+    keys=(
+        *KEYS,
+        heads(),
+        ATTENTION_BIAS,
+        Key("mlp_bias", "mlp_bias", False),
+        Only("activation", (None, "swiglu")),  # Falcon 3 says what hidden_act=silu also means
+    ),
     rows=rows_of(NORMS_BEFORE),
     prefix="model.",
     fields={"head": "lm"},
@@ -45,6 +65,12 @@ _LLAMA = Architecture(
 _MISTRAL = dataclasses.replace(
     _LLAMA,
     name="MistralForCausalLM",
+    family="Mistral",
+    tried=(
+        "mistralai/Mistral-7B-v0.1",
+        "mistralai/Mistral-7B-v0.3",
+        "mistralai/Ministral-8B-Instruct-2410",
+    ),
     model_type="mistral",
     keys=(
         *KEYS,
@@ -55,6 +81,11 @@ _MISTRAL = dataclasses.replace(
 _QWEN2 = dataclasses.replace(
     _LLAMA,
     name="Qwen2ForCausalLM",
+    family="Qwen 2 and 2.5",
+    tried=(
+        "Qwen/Qwen2.5-7B",
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    ),
     model_type="qwen2",
     keys=(*KEYS, heads(num_kv_heads=32), QWEN_WINDOW),
     fields={"head": "lm", "qkv_bias": True},
@@ -62,6 +93,11 @@ _QWEN2 = dataclasses.replace(
 _QWEN3 = dataclasses.replace(
     _LLAMA,
     name="Qwen3ForCausalLM",
+    family="Qwen 3",
+    tried=(
+        "Qwen/Qwen3-0.6B",
+        "Qwen/Qwen3-8B",
+    ),
     model_type="qwen3",
     keys=(*KEYS, heads(num_kv_heads=32, head_dim=128), ATTENTION_BIAS, QWEN_WINDOW),
     fields={"head": "lm", "qk_norm": True},
@@ -70,6 +106,8 @@ _QWEN3 = dataclasses.replace(
 _MINISTRAL = dataclasses.replace(
     _LLAMA,
     name="MinistralForCausalLM",
+    family="Ministral",
+    tried=(),
     model_type="ministral",
     keys=(
         *KEYS,
@@ -91,6 +129,8 @@ _MINISTRAL = dataclasses.replace(
 _OLMO2 = dataclasses.replace(
     _LLAMA,
     name="Olmo2ForCausalLM",
+    family="OLMo 2",
+    tried=("allenai/OLMo-2-1124-7B",),
     model_type="olmo2",
     keys=(
         *sizes(),
@@ -107,6 +147,8 @@ _OLMO2 = dataclasses.replace(
 _OLMO3 = dataclasses.replace(
     _OLMO2,
     name="Olmo3ForCausalLM",
+    family="OLMo 3",
+    tried=("allenai/Olmo-3-1025-7B",),
     model_type="olmo3",
     keys=(
         *sizes(),
@@ -122,6 +164,11 @@ _OLMO3 = dataclasses.replace(
 _GRANITE = dataclasses.replace(
     _LLAMA,
     name="GraniteForCausalLM",
+    family="Granite 3",
+    tried=(
+        "ibm-granite/granite-3.1-2b-instruct",
+        "ibm-granite/granite-3.3-8b-instruct",
+    ),
     model_type="granite",
     keys=(
         *_LLAMA.keys,
@@ -138,6 +185,8 @@ _GRANITE = dataclasses.replace(
 _SEED_OSS = dataclasses.replace(
     _LLAMA,
     name="SeedOssForCausalLM",
+    family="Seed-OSS",
+    tried=("ByteDance-Seed/Seed-OSS-36B-Instruct",),
     model_type="seed_oss",
     keys=(
         *KEYS,
@@ -152,6 +201,11 @@ _SEED_OSS = dataclasses.replace(
 _NEMOTRON = dataclasses.replace(
     _LLAMA,
     name="NemotronForCausalLM",
+    family="Nemotron",
+    tried=(
+        "nvidia/Nemotron-Mini-4B-Instruct",
+        "nvidia/Minitron-4B-Base",
+    ),
     model_type="nemotron",
     keys=(
         *sizes(init_stddev=0.0134),
@@ -164,10 +218,17 @@ _NEMOTRON = dataclasses.replace(
         Key("hidden_act", "activation", "relu2", ACTIVATIONS),
     ),
     fields={"head": "lm", "norm": "layer_1p", "is_gated": False},
+    harmless=(*_LLAMA.harmless, "kv_channels"),  # which is head_dim in NeMo
 )
 _STABLELM = dataclasses.replace(
     _LLAMA,
     name="StableLmForCausalLM",
+    family="StableLM",
+    tried=(
+        "stabilityai/stablelm-2-1_6b",
+        "stabilityai/stablelm-3b-4e1t",
+        "stabilityai/stable-code-3b",
+    ),
     model_type="stablelm",
     keys=(
         *sizes(),
@@ -178,14 +239,30 @@ _STABLELM = dataclasses.replace(
         Key("use_qkv_bias", "qkv_bias", False),
         SILU,
         Only("qk_layernorm", (False,)),
-        Only("use_parallel_residual", (False,)),
+        Key("use_parallel_residual", "norms", False, {False: "before", True: "parallel"}),
     ),
     fields={"head": "lm", "norm": "layer"},
     harmless=("attention_dropout", "hidden_dropout"),
 )
+#: Norms of queries and keys with a scale for each head, which the files store as [heads, head_dim].
+_NORMS_BY_HEAD = tuple(
+    Row(f"decoder.layers.attention.{x}_norm.scale", f"{THEIRS}.self_attn.{x}_norm.weight", "same")
+    for x in "qk"
+)
+_QK_NORM = Keys(
+    ("use_qk_norm",),
+    lambda hf: {name: bool(hf.get("use_qk_norm")) for name in ("qk_norm", "qk_norm_by_head")},
+    lambda fields: {"use_qk_norm": fields["qk_norm"]},
+)
 _COHERE = dataclasses.replace(
     _LLAMA,
     name="CohereForCausalLM",
+    family="Command-R",
+    tried=(
+        "CohereForAI/c4ai-command-r-v01",
+        "CohereForAI/aya-23-8B",
+        "CohereForAI/c4ai-command-r-plus",
+    ),
     model_type="cohere",
     keys=(
         *sizes(),
@@ -196,9 +273,9 @@ _COHERE = dataclasses.replace(
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("logit_scale", "logit_scale", 0.0625),
         SILU,
-        Only("use_qk_norm", (False,)),
+        _QK_NORM,
     ),
-    rows=rows_of({"attention_norm": "input_layernorm"}),
+    rows=(*_NORMS_BY_HEAD, *rows_of({"attention_norm": "input_layernorm"})),
     fields={
         "head": "lm",
         "norm": "layer_no_bias",
@@ -212,6 +289,8 @@ _PATTERN = ("sliding_window_pattern", "_sliding_window_pattern")
 _COHERE2 = dataclasses.replace(
     _COHERE,
     name="Cohere2ForCausalLM",
+    family="Command-R 7B",
+    tried=("CohereLabs/c4ai-command-r7b-12-2024",),
     model_type="cohere2",
     keys=(
         *sizes(),
@@ -240,6 +319,8 @@ _COHERE2 = dataclasses.replace(
 _SMOLLM3 = dataclasses.replace(
     _LLAMA,
     name="SmolLM3ForCausalLM",
+    family="SmolLM3",
+    tried=("HuggingFaceTB/SmolLM3-3B",),
     model_type="smollm3",
     keys=(
         *sizes(),
@@ -259,6 +340,8 @@ _SMOLLM3 = dataclasses.replace(
 _GEMMA2 = dataclasses.replace(
     _LLAMA,
     name="Gemma2ForCausalLM",
+    family="Gemma 2",
+    tried=("google/gemma-2-2b",),
     model_type="gemma2",
     keys=(
         *sizes(),
@@ -275,6 +358,8 @@ _GEMMA2 = dataclasses.replace(
 _GEMMA3 = dataclasses.replace(
     _GEMMA2,
     name="Gemma3ForCausalLM",
+    family="Gemma 3, text",
+    tried=("google/gemma-3-1b-it",),
     model_type="gemma3_text",
     keys=(
         *sizes(),
@@ -308,6 +393,8 @@ _OF_EXPERTS = (
 _DEEPSEEK2 = dataclasses.replace(
     _LLAMA,
     name="DeepseekV2ForCausalLM",
+    family="DeepSeek-V2 without experts",
+    tried=(),
     model_type="deepseek_v2",
     keys=(*KEYS, LATENTS, DENSE, ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
     rows=rows_of(NORMS_BEFORE, attention_rows=latent_attention_rows),
@@ -318,6 +405,12 @@ _DEEPSEEK2 = dataclasses.replace(
 _PHI3 = dataclasses.replace(
     _LLAMA,
     name="Phi3ForCausalLM",
+    family="Phi-3 and Phi-4",
+    tried=(
+        "microsoft/Phi-3-mini-4k-instruct",
+        "microsoft/phi-4",
+        "microsoft/Phi-4-mini-instruct",
+    ),
     model_type="phi3",
     keys=(
         *sizes(),
@@ -335,6 +428,11 @@ _PHI3 = dataclasses.replace(
 _GLM4 = dataclasses.replace(
     _LLAMA,
     name="Glm4ForCausalLM",
+    family="GLM-4",
+    tried=(
+        "THUDM/GLM-4-9B-0414",
+        "THUDM/GLM-Z1-9B-0414",
+    ),
     model_type="glm4",
     keys=(
         *sizes(),

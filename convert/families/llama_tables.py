@@ -200,11 +200,16 @@ def _first(*values: Any) -> Any:
 
 def _write_rope(fields: Config) -> dict[str, Any]:
     scaling = fields["rope_scaling"]
-    return {
+    keys = {
         "rope_theta": fields["rope_theta"],
         "rope_scaling": None if scaling is None else dict(scaling),
         "partial_rotary_factor": fields["rotary_fraction"],
     }
+    if scaling is not None and scaling["rope_type"] == "longrope":
+        # Phi-3 reads it only there, and has a default for it.
+        name = "original_max_position_embeddings"
+        keys[name] = scaling.get(name)
+    return keys
 
 
 _ROPE_NAMES = (
@@ -219,7 +224,10 @@ _ROPE_NAMES = (
 def rope(rotary_fraction: float | None = None, rope_theta: float = 10000.0) -> Keys:
     """Return the keys about rotary positions; arguments as for `_read_rope`."""
     read = partial(_read_rope, rope_theta=rope_theta, rotary_fraction=rotary_fraction)
-    return Keys(_ROPE_NAMES, read, _write_rope)
+    rule = "`rope_parameters`: the same for all layers"
+    if rotary_fraction is None:
+        rule += "; `partial_rotary_factor`: 1"
+    return Keys(_ROPE_NAMES, read, _write_rope, rule)
 
 
 def rope_by_type(rope_theta: float, window_theta: float | None, window_key: str) -> Keys:
@@ -260,7 +268,8 @@ def rope_by_type(rope_theta: float, window_theta: float | None, window_key: str)
             },
         }
 
-    return Keys((*_ROPE_NAMES, window_key), read, write)
+    rule = "`rope_parameters`: `rope_type` default for `sliding_attention`"
+    return Keys((*_ROPE_NAMES, window_key), read, write, rule)
 
 
 def sizes(init_stddev: float = 0.02) -> tuple[Key, ...]:
@@ -347,6 +356,7 @@ DENSE = Keys(
     ("first_k_dense_replace",),
     _read_dense,
     lambda fields: {"first_k_dense_replace": fields["num_layers"]},
+    "no layers with experts",
 )
 
 
@@ -431,7 +441,8 @@ def windows(
             "layer_types": [names.get(each, "full_attention") for each in types],
         }
 
-    return Keys(("sliding_window", "layer_types", *further_names), read, write)
+    names = ("sliding_window", "layer_types", *further_names)
+    return Keys(names, read, write, f"`layer_types`: {' or '.join(f'`{t}`' for t in types_here)}")
 
 
 def full_every(interval: int, *names: str) -> Callable[[Config], list[str]]:
@@ -482,7 +493,7 @@ def _qwen_window() -> Keys:
         num_full = written["layer_types"].index("sliding_attention")
         return {"use_sliding_window": True, "max_window_layers": num_full, **written}
 
-    return Keys(keys.names, read, write)
+    return Keys(keys.names, read, write, keys.rule)
 
 
 QWEN_WINDOW = _qwen_window()
@@ -511,7 +522,8 @@ def _without_positions() -> Keys:
         types = LlamaConfig(**fields).types
         return {"no_rope_layers": [int(each != "no_positions") for each in types]}
 
-    return Keys(("no_rope_layers", "no_rope_layer_interval", "layer_types"), read, write)
+    names = ("no_rope_layers", "no_rope_layer_interval", "layer_types")
+    return Keys(names, read, write, "`layer_types`: only `full_attention`")
 
 
 WITHOUT_POSITIONS = _without_positions()

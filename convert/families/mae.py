@@ -40,6 +40,7 @@ _DECODER_KEYS = (
 ARCHITECTURES = (
     Architecture(
         name="ViTMAEForPreTraining",
+        family="MAE",
         model_type="vit_mae",
         model="mae",
         model_class=MAE,
@@ -53,6 +54,7 @@ ARCHITECTURES = (
     # pre-training only.
     Architecture(
         name="ViTMAEModel",
+        family="MAE",
         model_type="vit_mae",
         model="vit",
         model_class=ViT,

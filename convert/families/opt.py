@@ -71,6 +71,7 @@ _KEYS = (
 
 _LM = Architecture(
     name="OPTForCausalLM",
+    family="OPT",
     model_type="opt",
     model="opt",
     model_class=OPT,

@@ -140,6 +140,7 @@ _PRETRAINED = Keys(("pretrained_window_sizes",), _read_pretrained, _write_pretra
 
 _SWIN = Architecture(
     name="SwinForImageClassification",
+    family="Swin",
     model_type="swin",
     model="swin",
     model_class=Swin,
@@ -164,6 +165,7 @@ _SWIN = Architecture(
 _SWIN_2 = dataclasses.replace(
     _SWIN,
     name="Swinv2ForImageClassification",
+    family="Swin V2",
     model_type="swinv2",
     keys=(*_KEYS, _PRETRAINED, NUM_LABELS),
     rows=(*_body("swinv2"), *linear("classifier", "classifier")),

@@ -127,6 +127,7 @@ _KEYS = (
 
 _T5 = Architecture(
     name="T5ForConditionalGeneration",
+    family="T5 and its version 1.1",
     model_type="t5",
     model="t5",
     model_class=T5,
@@ -149,6 +150,7 @@ _T5 = Architecture(
 _MT5 = dataclasses.replace(
     _T5,
     name="MT5ForConditionalGeneration",
+    family="mT5",
     model_type="mt5",
     keys=(
         *_KEYS,

@@ -106,6 +106,7 @@ HARMLESS = ("attention_probs_dropout_prob", "encoder_stride", "problem_type")
 
 _VIT = Architecture(
     name="ViTForImageClassification",
+    family="ViT",
     model_type="vit",
     model="vit",
     model_class=ViT,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from convert.model_on_disk import Source
+from convert.options import DEFAULTS, ReadOptions
 from data.checks import is_number
 from models.vision.common import ImageInputConfig
 from untrusted.documents import read_json
@@ -37,12 +38,12 @@ _HARMLESS = """
 _log = logging.getLogger(__name__)
 
 
-def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ()) -> dict[str, Any]:
+def read(path: Path, fields: Mapping[str, Any], options: ReadOptions = DEFAULTS) -> dict[str, Any]:
     """Read the normalization of pixels from the directory of a Hugging Face model.
 
     Args:
         fields: config fields of the model; `image_size` and `num_channels` are read.
-        harmless: unknown keys to ignore, because they do not change pixels.
+        options: those of the command; its `harmless` keys do not change pixels.
 
     Returns:
         The config fields `image_mean` and `image_stddev`; empty if the file does not exist.
@@ -58,10 +59,10 @@ def read(path: Path, fields: Mapping[str, Any], *, harmless: Sequence[str] = ())
     content = read_json(file, within=file.parent)
     for name, value in content.items():
         # A value of None, False, 0 or empty stands for a feature that is not used.
-        if name not in (*_KNOWN, *_HARMLESS, *harmless) and value:
+        if name not in (*_KNOWN, *_HARMLESS, *options.harmless) and value:
             raise ValueError(
                 f"{file} has {name}={value!r}, which is not supported and may change pixels; "
-                f"if it does not, convert with `python -m convert.from_hf --harmless={name}`"
+                f"{options.remedy_for(name)}"
             )
     side = fields["image_size"]
     size = _size(file, content)

@@ -19,6 +19,7 @@ from flax import nnx
 
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
+from convert.options import read_options
 from convert.source import read_source
 from data.text.chat.template import ChatTemplate, find_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
@@ -132,7 +133,7 @@ def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
         OSError: it cannot be read.
     """
     mesh = start(mesh_of(args.mesh))
-    source = read_source(args.model, allow_import=args.allow_import)
+    source = read_source(args.model, read_options(args))
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json, which requests need; put it beside it")

@@ -193,7 +193,8 @@ class LayerNorm(nnx.Module):
     """Normalizes the last dim to mean 0 and variance 1, then applies scale and bias.
 
     Args:
-        features: size of the last dim.
+        features: size of the last dim, or sizes and logical axes of several last dims. Statistics
+            are always of the last one; with several, the scale and the bias differ in the others.
         epsilon: added to the variance.
         start: initial value of the scale.
         offset: added to the parameter to get the scale.
@@ -205,7 +206,7 @@ class LayerNorm(nnx.Module):
 
     def __init__(
         self,
-        features: int,
+        features: int | Mapping[str, int],
         *,
         epsilon: float,
         start: float = 1.0,
@@ -214,9 +215,11 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs,
     ):
         initial = jax.nn.initializers.constant(start - offset)
-        self.scale = param(initial, rngs, (features,), (None,))
+        sizes = {None: features} if isinstance(features, int) else features
+        shape = tuple(sizes.values())
+        self.scale = param(initial, rngs, shape, tuple(sizes))
         zeros = jax.nn.initializers.zeros
-        self.bias = param(zeros, rngs, (features,), (None,)) if use_bias else None
+        self.bias = param(zeros, rngs, shape, tuple(sizes)) if use_bias else None
         self.offset = offset
         self.epsilon = epsilon
 

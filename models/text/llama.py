@@ -23,7 +23,7 @@ from flax import nnx
 from fields.numbers import shown
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
-from models.layers.basic import NORM_KINDS, RMSNorm, lookup, param
+from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
 from models.layers.latent_attention import LatentAttention
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
@@ -80,6 +80,7 @@ class LlamaConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # norms of queries and keys, of each head: Qwen 3
     qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
+    qk_norm_by_head: bool = False  # these are layer norms, with a scale for each head: Command-R+
     norms: str = (
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
@@ -134,9 +135,15 @@ class LlamaConfig:
                 f"is {self.rotary_dim} features, which must be even: they are rotated in pairs"
             )
         self._check_latents()
-        if self.qk_norm_over_heads and not self.qk_norm:
+        for name in ("qk_norm_over_heads", "qk_norm_by_head"):
+            if getattr(self, name) and not self.qk_norm:
+                raise ValueError(
+                    f"model.{name}=True needs model.qk_norm=True; set it, or leave both out"
+                )
+        if self.qk_norm_over_heads and self.qk_norm_by_head:
             raise ValueError(
-                "model.qk_norm_over_heads=True needs model.qk_norm=True; set it, or leave both out"
+                "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other; "
+                "choose one of them"
             )
         check_scaling(self.rope_scaling, self.rotary_dim)
         if self.rope_scaling is not None:
@@ -223,11 +230,12 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
         )
 
     def head_norms() -> tuple[nnx.Module, nnx.Module]:
-        if not config.qk_norm_over_heads:
+        if not config.qk_norm_over_heads and not config.qk_norm_by_head:
             return config.make_norm(size, rngs), config.make_norm(size, rngs)
+        make = partial(LayerNorm, use_bias=False) if config.qk_norm_by_head else RMSNorm
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
-        queries = RMSNorm({"heads": config.num_heads, "head_dim": size}, **norm)
-        return queries, RMSNorm({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
+        queries = make({"heads": config.num_heads, "head_dim": size}, **norm)
+        return queries, make({"kv_heads": config.num_kv_heads, "head_dim": size}, **norm)
 
     return Attention(
         embed,

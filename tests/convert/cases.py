@@ -217,11 +217,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronForCausalLM",
         {**_PARTLY_ROTATED, "norm_eps": 1e-5, "mlp_bias": True, "attention_bias": True},
     ),
+    "stablelm_parallel": (
+        "StableLmForCausalLM",
+        {**_PARTLY_ROTATED, "use_parallel_residual": True},
+    ),
     "stablelm": ("StableLmForCausalLM", {**_PARTLY_ROTATED, "use_qkv_bias": True}),
     "phi3": ("Phi3ForCausalLM", {**_WITHOUT_HEAD_DIM, "pad_token_id": PAD}),
     "phi3_windowed": (
         "Phi3ForCausalLM",
         {**_PARTLY_ROTATED, "rms_norm_eps": 1e-5, "sliding_window": 5, "pad_token_id": PAD},
+    ),
+    "phi4_mini": (
+        "Phi3ForCausalLM",
+        {
+            **_PARTLY_ROTATED,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "pad_token_id": PAD,
+            "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.0, 2.0, 3.0],
+            },
+        },
     ),
     "glm4": (
         "Glm4ForCausalLM",
@@ -231,6 +252,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": PAD,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
         },
+    ),
+    "cohere_qk_norm": (
+        "CohereForCausalLM",
+        {**_LAYER_NORMS, "use_qk_norm": True, "pad_token_id": PAD},
     ),
     "cohere": (
         "CohereForCausalLM",
@@ -405,12 +430,17 @@ def make(name: str) -> Any:
     model = model_class(config).eval()
     if name in UNTIED_T5:
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.shared.weight))
+    set_random_weights(model)
+    return model
+
+
+def set_random_weights(model: torch.nn.Module) -> None:
+    """Set all weights to random values, including biases and norms, and let them have gradients."""
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.requires_grad_()  # Fixed weights too, because all gradients are compared.
             is_scale = weight.ndim == 1 and key.endswith("weight")
             torch.nn.init.normal_(weight, mean=1.0 if is_scale else 0.0, std=0.2)
-    return model
 
 
 def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:

@@ -120,7 +120,7 @@ REFUSED = {
         lambda d: (d / "config.json").write_text("{"),
         r"config\.json is not valid JSON",
     ),
-    "pickle": (pickle_weights, r"is a pickle.*convert\.from_hf .* --allow_pickle_weights"),
+    "pickle": (pickle_weights, r"is a pickle.*, if you trust it, add --allow_pickle_weights"),
     "quantised": (quantise, r"transformer\.ln_f\.weight.* has the dtype I8"),
     "untied": (untie, r"transformer\.wte\.weight and lm_head\.weight differ"),
     "architecture": (

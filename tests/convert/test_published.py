@@ -1,11 +1,31 @@
 """Published configs of models are understood, all keys of them."""
 
+import inspect
+import json
+import re
+import sys
+
+import numpy as np
 import pytest
+import torch
 import transformers
 
-from convert.keys import read
-from convert.registry import find
+from convert.from_hf import load
+from convert.keys import WITHOUT_EFFECT, read
+from convert.registry import architectures, find
+from tests.convert import cases
 from tests.convert.published import CONFIGS
+
+#: Field of ours -> attribute of the config in transformers.
+SAME = {
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "embed_dim": "hidden_size",
+    "mlp_dim": "intermediate_size",
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -13,13 +33,12 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     hf = CONFIGS[name]
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=architecture.harmless)
-    fields |= dict(architecture.fields)
-    ours = architecture.model_class.Config(**fields)
+    ours = architecture.model_class.Config(**fields | dict(architecture.fields))
     theirs = getattr(transformers, hf["architectures"][0]).config_class(**hf)
-    assert ours.num_kv_heads == theirs.num_key_value_heads
+    for field, key in SAME.items():
+        assert getattr(ours, field) == getattr(theirs, key)
     by_type = {"full": "full_attention", "window": "sliding_attention"}
-    has_window = getattr(theirs, "layer_types", None) or ()
-    if "sliding_attention" in has_window:
+    if "sliding_attention" in (getattr(theirs, "layer_types", None) or ()):
         types = [by_type.get(each, "full_attention") for each in ours.types]
         assert types == theirs.layer_types
     rope = theirs.rope_parameters
@@ -34,6 +53,58 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     assert ours.head_dim == size
 
 
+def reduced(hf: dict) -> dict:
+    """Return a config.json with smaller sizes and token ids; all other keys are as published."""
+    has_groups = hf["num_key_value_heads"] < hf["num_attention_heads"]
+    rope = dict(hf.get("rope_scaling") or {})
+    for name in ("short_factor", "long_factor"):
+        if name in rope:
+            rope[name] = rope[name][-3:]  # for the 6 of 8 features that are rotated
+    sizes = {
+        "vocab_size": cases.VOCAB,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2 if has_groups else 6,
+        "head_dim": 8,
+        "kv_channels": 8,
+        "hidden_size": 48,
+        "intermediate_size": 44,
+        "pad_token_id": 1,
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "rope_scaling": rope,
+    }
+    return {**hf, **{name: size for name, size in sizes.items() if hf.get(name) is not None}}
+
+
+@pytest.mark.thorough(but=["tiiuae/Falcon3-7B-Base"])
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_model_with_a_published_config_has_the_logits_of_transformers(name, tmp_path):
+    hf = reduced(CONFIGS[name])
+    model_class = getattr(transformers, hf["architectures"][0])
+    config = model_class.config_class(**hf, attn_implementation="eager")
+    torch.manual_seed(0)
+    theirs = model_class(config).eval().float()
+    cases.set_random_weights(theirs)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    rng = np.random.default_rng(0)
+    mask = np.ones((3, 14), np.int32)
+    mask[1, 9:] = 0
+    mask[2, :4] = 0
+    tokens = np.where(mask, rng.integers(4, cases.VOCAB, mask.shape, dtype=np.int32), 1)
+    found = np.asarray(load(tmp_path)(tokens, mask))
+    with torch.no_grad():
+        expected = theirs(
+            input_ids=torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask)
+        )
+    # As in test_parity.py: float32 rounding, accumulated over the layers.
+    np.testing.assert_allclose(
+        found[mask > 0], expected.logits.numpy()[mask > 0], rtol=0, atol=1e-4
+    )
+
+
 def test_keys_without_effect_are_ignored_with_one_line(caplog):
     hf = {**CONFIGS["microsoft/phi-4"], "unsloth_version": "2025.1", "max_sequence_length": 4096}
     architecture = find(hf)
@@ -41,6 +112,29 @@ def test_keys_without_effect_are_ignored_with_one_line(caplog):
         read(hf, architecture.keys, harmless=architecture.harmless)
     (line,) = caplog.messages
     assert line.endswith("no effect and are ignored: unsloth_version, max_sequence_length")
+
+
+def test_keys_without_effect_are_not_read_by_transformers():
+    classes = [getattr(transformers, name) for name in architectures()]
+    modules = {each.__module__ for each in (*classes, *(each.config_class for each in classes))}
+    source = "".join(inspect.getsource(sys.modules[name]) for name in sorted(modules))
+    assert re.search(r"config\.num_hidden_layers\b", source)
+    read_keys = [k for k in WITHOUT_EFFECT if re.search(rf"config\.{k}\b|^    {k}:", source, re.M)]
+    assert read_keys == []
+
+
+@pytest.mark.parametrize("name", ["quantization", "quantization_config"])
+def test_quantized_weights_are_refused(name):
+    hf = {**CONFIGS["Qwen/Qwen3-8B"], name: {"bits": 4, "group_size": 64}}
+    with pytest.raises(ValueError, match=f"config.json has a {name}, but quantized weights"):
+        read(hf, find(hf).keys, harmless=())
+
+
+def test_norms_with_a_tensor_for_each_head_are_refused():
+    """StableLM 2 12B has a tensor for each head, which no row can express."""
+    hf = {**CONFIGS["stabilityai/stable-code-3b"], "qk_layernorm": True}
+    with pytest.raises(ValueError, match="qk_layernorm=True, which is not supported"):
+        read(hf, find(hf).keys, harmless=find(hf).harmless)
 
 
 def test_keys_that_could_have_an_effect_are_refused():

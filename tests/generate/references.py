@@ -46,6 +46,7 @@ _LLAMA: dict[str, Any] = {
     "hidden_size": 36,
     "intermediate_size": 44,
 }
+_GLM4: dict[str, Any] = {**_LLAMA, "head_dim": 12}
 #: One layer that sees all tokens, and two with a window: two stacks here.
 _QWEN2: dict[str, Any] = {
     **_LLAMA,
@@ -56,7 +57,6 @@ _QWEN2: dict[str, Any] = {
     "max_window_layers": 1,
 }
 _LLAMA_OF_LATENTS: dict[str, Any] = {**_LLAMA, "num_key_value_heads": 6}
-_LLAMA_OF_EVEN_HEADS: dict[str, Any] = {**_LLAMA, "head_dim": 12}
 _FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 10}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 #: Name -> function that returns a model with random weights.
@@ -82,8 +82,10 @@ MODELS: dict[str, Any] = {
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA)),
     "granite": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA, residual_multiplier=0.5)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_LLAMA, pad_token_id=PAD)),
-    "glm4": lambda: hf.Glm4ForCausalLM(hf.Glm4Config(**_LLAMA_OF_EVEN_HEADS, pad_token_id=PAD)),
-    "cohere": lambda: hf.CohereForCausalLM(hf.CohereConfig(**_LLAMA, pad_token_id=PAD)),
+    "glm4": lambda: hf.Glm4ForCausalLM(hf.Glm4Config(**_GLM4, pad_token_id=PAD)),
+    "cohere": lambda: hf.CohereForCausalLM(
+        hf.CohereConfig(**_LLAMA, pad_token_id=PAD, use_qk_norm=True)
+    ),
     "cohere2": lambda: hf.Cohere2ForCausalLM(
         hf.Cohere2Config(**_LLAMA | _FOUR_LAYERS, pad_token_id=PAD)
     ),

@@ -1,6 +1,7 @@
 """The command `python -m generate`: models, prompts, output, errors."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from data.text.tokenization.byte_tokenizer import ByteTokenizer
 from distributed.compilation_cache import VerifiedCache
 from generate import Sampling, load_generator
 from generate.__main__ import main
+from tests.convert import hf_files
 from tests.runs import TINY, arguments
 from train import main as train
 
@@ -74,6 +76,26 @@ def test_one_prompt_is_printed_with_its_continuation(directory, capsys, tmp_path
     (line,) = lines((tmp_path / "out").read_text(encoding="utf-8"))
     assert printed == f"héllo{line['text']}\n"
     assert "12 tokens in" in log and "tokens/s" in log
+
+
+def test_options_of_conversion_read_a_model_with_other_keys_and_files(directory, capsys, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(directory, other)
+    hf_files.edit_config(other, new_feature="on", other=3)
+    (other / "model.safetensors").unlink()
+    weights = hf.GPT2LMHeadModel.from_pretrained(directory).state_dict()
+    torch.save(weights, other / "pytorch_model.bin")
+    arguments = [f"--model={other}", "--prompt=abc", NEW, GREEDY]
+    for option in ("--harmless=new_feature", "--harmless=new_feature,other"):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.endswith(f"if it does not, set {option}\n")
+        arguments = [*arguments, option]
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.endswith("if you trust it, add --allow_pickle_weights\n")
+    assert main([*arguments, "--allow_pickle_weights"]) == 0
+    printed = capsys.readouterr().out
+    assert main([f"--model={directory}", *arguments[1:4]]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_a_second_start_loads_the_programs_of_the_first(

@@ -22,6 +22,7 @@ from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from generate.evaluation.task_model import TaskModel
 from generate.lm_eval import main
 from generate.prompts import stop_tokens_of
+from tests.convert import hf_files
 
 TASKS = ("choose", "perplexity", "continue", "search")
 POSITIONS = 64
@@ -322,5 +323,9 @@ def test_unusable_options_end_in_one_sentence(options, message, directory, tasks
 def test_model_without_a_tokenizer_is_refused(directory, tasks, tmp_path, capsys):
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((Path(directory) / name).read_bytes())
-    assert main([f"--model={tmp_path}", f"--include_path={tasks}", "--tasks=choose"]) == 2
+    hf_files.edit_config(tmp_path, new_feature="on")
+    arguments = [f"--model={tmp_path}", f"--include_path={tasks}", "--tasks=choose"]
+    assert main(arguments) == 2
+    assert "if it does not, set --harmless=new_feature" in capsys.readouterr().err
+    assert main([*arguments, "--harmless=new_feature"]) == 2
     assert "has no tokenizer.json; put it beside the model" in capsys.readouterr().err

@@ -5,17 +5,19 @@ Keys that only affect training, such as dropout, stay with the run.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from convert.files import preprocessor
+from convert.options import DEFAULTS, ReadOptions
 from convert.source import Source, read_source
 from data.config import IMAGE_OBJECTIVES
 from fields.paths import check_local
 from models.registry import find_model
 from train.config.overrides import Overrides
+from train.config.schema import checked_value
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
@@ -42,15 +44,15 @@ INIT_FROM = "init_from"
 
 
 def take_init_from(
-    config: Any, overrides: Overrides, *, allow_import: Sequence[str] = ()
+    config: Any, overrides: Overrides, options: ReadOptions = DEFAULTS
 ) -> Source | None:
     """Open the checkpoint that a config starts from, and copy its model settings into the config.
 
     Args:
         config: ConfigDict, changed in place; see `inherit_config`.
         overrides: those of the command line are never replaced.
-        allow_import: packages and modules that the checkpoint's config may import from. It may also
-            import paths that the user names on the command line or in a config.py.
+        options: those of the command line. The checkpoint's config may also import paths that the
+            user names on the command line or in a config.py. `harmless` comes from the config.
 
     Returns:
         The checkpoint, or None if `init_from` is not set.
@@ -62,7 +64,12 @@ def take_init_from(
     if not path:
         return None
     check_local("init_from", path)
-    source = read_source(path, allow_import=allow_import)
+    options = dataclasses.replace(
+        options,
+        harmless=checked_value(config, "train.init_harmless"),
+        harmless_option="--config.train.init_harmless",
+    )
+    source = read_source(path, options)
     inherit_config(config, source, overrides)
     return source
 

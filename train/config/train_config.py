@@ -45,6 +45,12 @@ class TrainConfig(Section, section="train"):
         "name. `by_position`: keep the order of its labels. `new`: initialize a new classifier.",
         choices=("by_name", "by_position", "new"),
     )
+    init_harmless: tuple[str, ...] = field(
+        (),
+        "Unknown keys in the config.json of an `init_from` checkpoint to ignore, because they do "
+        "not change the computation.",
+        nonempty=True,
+    )
     compilation_cache: bool = field(
         True,
         "Keep compiled steps in `data.cache_dir`, so that a restart does not compile them again. "

@@ -99,7 +99,7 @@ def test_a_file_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
     tensors = load_file(file)
     save_file({name: 1.5 * tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
     other = from_hf.load(tmp_path / "other")
-    monkeypatch.setattr(to_onnx, "load", lambda folder: other)
+    monkeypatch.setattr(to_onnx, "load_model", lambda source: other)
     with pytest.raises(ValueError, match="the logits of the ONNX file differ by"):
         to_onnx.convert(tmp_path / "hf", tmp_path / "onnx")
     assert not (tmp_path / "onnx").exists()

@@ -25,6 +25,11 @@ SIZES = {
         ({"rotary_fraction": 0.0}, "model.rotary_fraction=0.0 must be more than 0 and at most 1"),
         ({"rotary_fraction": 0.5}, "model.rotary_fraction=0.5 of model.head_dim=6 is 3 features"),
         ({"qk_norm_over_heads": True}, "model.qk_norm_over_heads=True needs model.qk_norm=True"),
+        ({"qk_norm_by_head": True}, "model.qk_norm_by_head=True needs model.qk_norm=True"),
+        (
+            {"qk_norm": True, "qk_norm_over_heads": True, "qk_norm_by_head": True},
+            "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other",
+        ),
         ({"activation": "sine"}, "model.activation='sine' is unknown; choose relu, relu2"),
         ({"layer_types": ("chunked",)}, "model.layer_types: 'chunked' is unknown; choose full"),
         ({"layer_types": ("full",) * 3}, "model.layer_types has 3 entries, for model.num_layers=2"),

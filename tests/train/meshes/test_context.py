@@ -118,6 +118,7 @@ def test_training_equals_one_device(model, rows, split, companion):
 
 #: Variants of the block that published models have, by one of these models.
 VARIANTS = {
+    "Command-R+": ("model.norms=parallel", "model.qk_norm=true", "model.qk_norm_by_head=true"),
     "OLMo 2": ("model.norms=after", "model.qk_norm=true", "model.qk_norm_over_heads=true"),
     "GLM-4": (
         "model.norms=around",

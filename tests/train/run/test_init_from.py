@@ -18,6 +18,7 @@ from convert.to_hf import convert as to_hf
 from data.batches import validation_batches
 from data.text.text_corpus import load_text
 from sharding.mesh import make_mesh
+from tests.convert import hf_files
 from tests.hugging_face import OPT, save_model
 from tests.runs import ROOT, write_corpus
 from tests.train.meshes.models_on_meshes import write_labelled
@@ -63,6 +64,28 @@ def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_p
     assert run_main(tmp_path / "ours", overrides, config=FINETUNE) == 0
     assert run_main(tmp_path / "theirs", (*overrides, f"init_from={opt[0]}"), config=FINETUNE) == 0
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
+
+
+def test_run_starts_from_a_model_with_other_keys_and_files(opt, text, tmp_path, capsys):
+    other = tmp_path / "other"
+    shutil.copytree(opt[0], other)
+    hf_files.edit_config(other, new_feature="on", other=3)
+    (other / "model.safetensors").unlink()
+    torch.save(opt[1].state_dict(), other / "pytorch_model.bin")
+    overrides = (*text[1], *SHORT, f"init_from={other}")
+    options: tuple[str, ...] = ()
+    for harmless in ("new_feature", "new_feature,other"):
+        assert run_main(tmp_path / "run", (*overrides, *options), config=FINETUNE) == 2
+        assert f"does not, set --config.train.init_harmless={harmless}" in error_line(capsys)
+        options = (f"train.init_harmless={harmless}",)
+    overrides = (*overrides, *options)
+    assert run_main(tmp_path / "run", overrides, config=FINETUNE) == 2
+    assert "if you trust it, add --allow_pickle_weights" in error_line(capsys)
+    options = ("--allow_pickle_weights",)
+    assert run_main(tmp_path / "run", overrides, *options, config=FINETUNE) == 0
+    plain = (*text[1], *SHORT, f"init_from={opt[0]}")
+    assert run_main(tmp_path / "plain", plain, config=FINETUNE) == 0
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
 
 
 @pytest.mark.thorough
