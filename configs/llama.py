@@ -30,6 +30,113 @@ _QWEN25 = _QWEN2 | {"vocab_size": 152064, "rms_norm_epsilon": 1e-5}
 _QWEN3 = _QWEN2 | {"max_positions": 40960, "qkv_bias": False, "qk_norm": True}
 _MISTRAL = {"vocab_size": 32000, "max_positions": 32768, "sliding_window": 4096}
 _TIED = {"tie_embeddings": True}
+_OLMO2 = {
+    "vocab_size": 100352,
+    "max_positions": 4096,
+    "rope_theta": 500000.0,
+    "rms_norm_epsilon": 1e-6,
+    "norms": "after",
+    "qk_norm": True,
+    "qk_norm_over_heads": True,
+}
+_OLMO3 = _OLMO2 | {
+    "vocab_size": 100278,
+    "max_positions": 65536,
+    "layer_types": ("window", "window", "window", "full"),
+    "sliding_window": 4096,
+    "window_rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+_GEMMA2 = _TIED | {
+    "vocab_size": 256000,
+    "max_positions": 8192,
+    "rms_norm_epsilon": 1e-6,
+    "activation": "gelu_tanh",
+    "norm": "rms_1p",
+    "norms": "around",
+    "embedding_scale": 48.0,  # √embed_dim
+    "layer_types": ("window", "full"),
+    "sliding_window": 4096,
+    "attention_softcap": 50.0,
+    "logit_softcap": 30.0,
+}
+_GEMMA3 = _GEMMA2 | {
+    "vocab_size": 262144,
+    "max_positions": 32768,
+    "rope_theta": 1000000.0,
+    "embedding_scale": 1152**0.5,
+    "layer_types": ("window", "window", "window", "window", "window", "full"),
+    "sliding_window": 512,
+    "window_rope_theta": 10000.0,
+    "attention_softcap": None,
+    "logit_softcap": None,
+    "qk_norm": True,
+}
+_SMOLLM3 = _TIED | {
+    "vocab_size": 128256,
+    "max_positions": 65536,
+    "rope_theta": 5000000.0,
+    "rms_norm_epsilon": 1e-6,
+    "layer_types": ("full", "full", "full", "no_positions"),
+}
+_GRANITE = _TIED | {
+    "vocab_size": 49155,
+    "max_positions": 131072,
+    "rope_theta": 5000000.0,
+    "embedding_scale": 12.0,
+    "attention_scale": 0.015625,
+    "residual_scale": 0.22,
+    "logit_scale": 0.125,
+}
+_PHI4 = {"vocab_size": 100352, "max_positions": 16384, "rope_theta": 250000.0}
+_GLM4 = {
+    "vocab_size": 151552,
+    "max_positions": 32768,
+    "rotary_fraction": 0.5,
+    "rotary_pairs": "neighbours",
+    "norms": "around",
+}
+_NEMOTRON = {
+    "vocab_size": 256000,
+    "max_positions": 4096,
+    "init_stddev": 0.0134,
+    "rotary_fraction": 0.5,
+    "activation": "relu2",
+    "is_gated": False,
+    "norm": "layer_1p",
+}
+_STABLELM2 = {
+    "vocab_size": 100352,
+    "max_positions": 4096,
+    "rotary_fraction": 0.25,
+    "qkv_bias": True,
+    "norm": "layer",
+}
+_COMMAND_R7B = _TIED | {
+    "vocab_size": 256000,
+    "max_positions": 8192,
+    "rope_theta": 50000.0,
+    "logit_scale": 0.25,
+    "layer_types": ("window", "window", "window", "no_positions"),
+    "sliding_window": 4096,
+    "norm": "layer_no_bias",
+    "norms": "parallel",
+    "rotary_pairs": "neighbours",
+}
+_SEED_OSS = {
+    "vocab_size": 155136,
+    "max_positions": 524288,
+    "rope_theta": 10000000.0,
+    "rms_norm_epsilon": 1e-6,
+    "qkv_bias": True,
+}
 
 
 def _llama32(factor: float) -> dict[str, Any]:
@@ -61,6 +168,18 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
     "qwen3-0.6b": (28, 16, 8, 128, 1024, 3072, 3e-4, _QWEN3 | _TIED),
     "qwen3-8b": (36, 32, 8, 128, 4096, 12288, 3e-4, _QWEN3),
     "qwen3-32b": (64, 64, 8, 128, 5120, 25600, 1.5e-4, _QWEN3),
+    "olmo2-7b": (32, 32, 32, 128, 4096, 11008, 3e-4, _OLMO2),
+    "olmo3-7b": (32, 32, 32, 128, 4096, 11008, 3e-4, _OLMO3),
+    "gemma2-2b": (26, 8, 4, 256, 2304, 9216, 3e-4, _GEMMA2),
+    "gemma3-1b": (26, 4, 1, 256, 1152, 6912, 3e-4, _GEMMA3),
+    "smollm3-3b": (36, 16, 4, 128, 2048, 11008, 2e-4, _SMOLLM3),
+    "granite3.1-2b": (40, 32, 8, 64, 2048, 8192, 3e-4, _GRANITE),
+    "phi4-14b": (40, 40, 10, 128, 5120, 17920, 3e-4, _PHI4),
+    "glm4-9b": (40, 32, 2, 128, 4096, 13696, 3e-4, _GLM4),
+    "nemotron-4b": (32, 24, 8, 128, 3072, 9216, 3e-4, _NEMOTRON),
+    "stablelm2-1.6b": (24, 32, 32, 64, 2048, 5632, 3e-4, _STABLELM2),
+    "command-r7b": (32, 32, 8, 128, 4096, 14336, 3e-4, _COMMAND_R7B),
+    "seed-oss-36b": (64, 80, 8, 128, 5120, 27648, 1.5e-4, _SEED_OSS),
 }
 
 

@@ -1,5 +1,6 @@
 """Published configs of models are understood, all keys of them."""
 
+import dataclasses
 import inspect
 import json
 import re
@@ -10,11 +11,14 @@ import pytest
 import torch
 import transformers
 
-from convert.from_hf import load
+from convert import from_hf
 from convert.keys import WITHOUT_EFFECT, read
 from convert.registry import architectures, find
+from models.text.llama import LlamaConfig
 from tests.convert import cases
 from tests.convert.published import CONFIGS
+from tests.runs import ROOT
+from train.config.config_files import load
 
 #: Field of ours -> attribute of the config in transformers.
 SAME = {
@@ -51,6 +55,38 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == size
+
+
+#: Size of configs/llama.py -> the published model.
+SIZES = {
+    "2-7b": "meta-llama/Llama-2-7b-hf",
+    "3.2-1b": "meta-llama/Llama-3.2-1B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "olmo2-7b": "allenai/OLMo-2-1124-7B",
+    "olmo3-7b": "allenai/Olmo-3-1025-7B",
+    "gemma2-2b": "google/gemma-2-2b",
+    "gemma3-1b": "google/gemma-3-1b-it",
+    "smollm3-3b": "HuggingFaceTB/SmolLM3-3B",
+    "granite3.1-2b": "ibm-granite/granite-3.1-2b-instruct",
+    "phi4-14b": "microsoft/phi-4",
+    "glm4-9b": "THUDM/GLM-4-9B-0414",
+    "nemotron-4b": "nvidia/Nemotron-Mini-4B-Instruct",
+    "stablelm2-1.6b": "stabilityai/stablelm-2-1_6b",
+    "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
+    "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_of_configs_are_the_published_ones(size):
+    hf = CONFIGS[SIZES[size]]
+    architecture = find(hf)
+    fields = read(hf, architecture.keys, harmless=architecture.harmless)
+    published = LlamaConfig(**fields | dict(architecture.fields))
+    config = load(str(ROOT / "configs" / f"llama.py:{size}"), ())
+    ours = config.model.to_dict() | {"vocab_size": published.vocab_size}
+    ours = LlamaConfig(**{name: value for name, value in ours.items() if name != "name"})
+    assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
 def reduced(hf: dict) -> dict:
@@ -94,7 +130,7 @@ def test_model_with_a_published_config_has_the_logits_of_transformers(name, tmp_
     mask[1, 9:] = 0
     mask[2, :4] = 0
     tokens = np.where(mask, rng.integers(4, cases.VOCAB, mask.shape, dtype=np.int32), 1)
-    found = np.asarray(load(tmp_path)(tokens, mask))
+    found = np.asarray(from_hf.load(tmp_path)(tokens, mask))
     with torch.no_grad():
         expected = theirs(
             input_ids=torch.from_numpy(tokens).long(), attention_mask=torch.from_numpy(mask)
