@@ -9,7 +9,7 @@ from untrusted.imports import add_allow_import
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """What the user decides about a model on disk.
+    """Decisions of the user about a model on disk.
 
     Attributes:
         harmless: unknown keys of config.json to ignore.

@@ -99,7 +99,7 @@ def page() -> str:
 
 
 def _rules_of(architecture: Architecture) -> Iterator[str]:
-    """Yield what config.json may not have, and what the files do not allow."""
+    """Yield the rules for config.json and for the files."""
     for key in architecture.keys:
         if isinstance(key, Only | Keys) and key.rule:
             yield key.rule

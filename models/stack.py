@@ -229,7 +229,7 @@ class Stack(nnx.Module):
 
     @property
     def layers_per_block(self) -> int:
-        """Number of layers of a block: 1, or those of a `Period`."""
+        """Number of layers of a block: more than 1 for a `Period`."""
         return len(self.layers.names) if isinstance(self.layers, Period) else 1
 
     def __call__(self, x: Any, batch: Tree) -> Any:

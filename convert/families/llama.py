@@ -1,4 +1,4 @@
-"""LLaMA and its descendants, each by what differs from LLaMA."""
+"""LLaMA and its descendants, each by its differences from LLaMA."""
 
 import dataclasses
 
@@ -53,7 +53,7 @@ _LLAMA = Architecture(
         heads(),
         ATTENTION_BIAS,
         Key("mlp_bias", "mlp_bias", False),
-        Only("activation", (None, "swiglu")),  # Falcon 3 says what hidden_act=silu also means
+        Only("activation", (None, "swiglu")),  # in Falcon 3, as hidden_act=silu
     ),
     rows=rows_of(NORMS_BEFORE),
     prefix="model.",

@@ -5,8 +5,8 @@ compiled for, `attend` selects the kernel:
 
     "cudnn"     GPUs       cuDNN's fused kernel (cudnn_attention.py)
     "blocked"   CPUs       blocks of queries in jax.numpy (blocked_attention.py); also float64, and
-                           on all hardware what other kernels lack: soft-capped scores, and windows
-                           around a token
+                           on all hardware for soft-capped scores and for windows around a token,
+                           which other kernels lack
     "plain"     on demand  all scores at once (jax.nn.dot_product_attention); also on GPUs on which
                            cuDNN's kernel cannot run
 
@@ -179,7 +179,7 @@ def attend(
         softcap: c, which turns the scaled products s into c · tanh(s / c), before the bias.
         sinks_N: float[N], the logit of a further key of each head, whose value is 0; no key by
             default.
-        cached_BSKH: what a cache keeps instead of keys and values; see models/layers/kv_cache.py.
+        cached_BSKH: array that a cache keeps instead of keys and values (kv_cache.py).
     """
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
@@ -210,7 +210,7 @@ def _record_call(q_BTNH: jax.Array, k_BSKH: jax.Array, *, is_causal: bool) -> No
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithSinks:
-    """What heads add to the logits, for heads with a sink.
+    """Bias and sinks of heads that have sinks.
 
     Attributes:
         bias: bias, or None.

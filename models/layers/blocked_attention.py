@@ -335,7 +335,7 @@ class _Block:
             by_query: arrays `[B, K, G, T, ·]` of all queries, of which it gets the block's.
 
         Returns:
-            What it returns, for all queries of the block.
+            Its result for all queries of the block.
         """
         arrays = tuple(x[:, :, :, self.rows] for x in by_query)
         num_rows = self.rows.stop - self.rows.start

@@ -210,7 +210,7 @@ def _use(context: _Filling | _Reading) -> Iterator[list[KVCache]]:
 
 
 def is_reading() -> bool:
-    """Return whether attention that is traced now adds to caches and sees what they have."""
+    """Return whether attention that is traced now adds to caches and reads them."""
     return isinstance(_current.get(), _Reading)
 
 

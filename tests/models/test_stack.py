@@ -140,7 +140,7 @@ def test_layers_are_divided_into_the_shortest_periods(types, expected):
 
 
 class Recorder(nnx.Module):
-    """A block that adds digits: the number of its layer, and what it was made with."""
+    """A block that adds digits: the number of its layer, and its own digit."""
 
     def __init__(self, digit: float):
         self.digit = nnx.Param(jnp.full((), digit), out_sharding=())
