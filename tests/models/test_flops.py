@@ -32,6 +32,19 @@ OF_LLAMA: dict[str, Any] = SIZES | {
     "head_dim": 10,
     "mlp_dim": 40,
 }
+#: A window that is longer than the sequence hides nothing.
+PATTERN: dict[str, Any] = {
+    "num_layers": 3,
+    "layer_types": ("window", "full"),
+    "sliding_window": 16,
+    "attention_softcap": 5.0,
+}
+LATENTS: dict[str, Any] = {
+    "num_kv_heads": 4,
+    "latent_dim": 9,
+    "latent_rotary_dim": 6,
+    "value_dim": 8,
+}
 OF_T5: dict[str, Any] = SIZES | {
     "num_decoder_layers": 3,
     "head_dim": 5,
@@ -46,6 +59,13 @@ MODELS = {
     "opt 350m": (OPT, OPTConfig(**OF_BERT, token_embed_dim=10, norm_first=False), 2),
     "llama": (Llama, LlamaConfig(**OF_LLAMA), 2),
     "qwen": (Llama, LlamaConfig(**OF_LLAMA, qkv_bias=True, qk_norm=True, tie_embeddings=True), 2),
+    "gemma": (Llama, LlamaConfig(**OF_LLAMA | PATTERN), 3),
+    "deepseek": (Llama, LlamaConfig(**OF_LLAMA | LATENTS), 2),
+    "deepseek, latents of queries": (
+        Llama,
+        LlamaConfig(**OF_LLAMA | LATENTS, query_latent_dim=8),
+        2,
+    ),
     "bert": (Bert, BertConfig(**OF_BERT, head="masked_lm"), 0),
     "bert, labels of rows": (Bert, BertConfig(**OF_BERT, head="sequence", num_labels=5), 0),
     "bert, labels of tokens": (Bert, BertConfig(**OF_BERT, head="token", num_labels=5), 0),
@@ -67,6 +87,8 @@ def test_forward_flops_equal_the_traced_ones_without_the_masked_half(name):
     traced = traced_flops(lambda state, *a: nnx.merge(graph, state)(*a), state, *shapes.values())
     length = T if cls is T5 else S
     head_dim = getattr(config, "head_dim", config.embed_dim // config.num_heads)
+    if getattr(config, "latent_dim", None):  # the mean of both products
+        head_dim = (config.head_dim + config.latent_rotary_dim + config.value_dim) // 2
     # A sequence this short is a single block: all products are computed, also the masked ones.
     masked = attention_flops(length, config.num_heads, head_dim, is_causal=True)
     assert model.forward_flops(shapes) == traced - num_causal * B * length * masked
