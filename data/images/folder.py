@@ -76,12 +76,12 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
             folders; or `images.on_broken` is 'refuse', and there are broken files, classes without
             images, or validation classes that do not occur in training.
     """
-    roots = _split_folders(unpack_tables(config))
+    roots = split_folders(unpack_tables(config))
     has_labels = config.objective == "image_classification"
     if has_labels:
         _check_classes(roots[0], subfolders(roots[0]))
     listings = [list_images(root, images) for root in roots]
-    _check_none_empty(listings)
+    check_none_empty(listings)
     if has_labels:
         # Check the classes before the slow part, which reads all files.
         listings = _with_images(_of_classes(listings), images)
@@ -89,7 +89,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     if has_labels:
         # Check them again: a class may have had only broken files.
         listings = _with_images(listings, images)
-    _check_none_empty(listings)
+    check_none_empty(listings)
     classes = listings[0].folders if has_labels else ()
     return ImageDataset(
         train=_split(listings[0], classes),
@@ -100,7 +100,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     )
 
 
-def _split_folders(paths: Sequence[str]) -> list[Path]:
+def split_folders(paths: Sequence[str]) -> list[Path]:
     """Return the folder of the training images and, if there is one, of the validation images."""
     roots = [Path(path).expanduser() for path in paths]
     for root in roots:
@@ -143,7 +143,7 @@ def _check_classes(root: Path, classes: Sequence[str]) -> None:
             )
 
 
-def _check_none_empty(listings: Sequence[Listing]) -> None:
+def check_none_empty(listings: Sequence[Listing]) -> None:
     for listing in listings:
         if not len(listing.files):
             raise ValueError(
