@@ -5,18 +5,18 @@ Hardware: any for the default size. `my_images` has images and a metadata.jsonl 
 
     python -m train.main --config=configs/clip.py --config.data.paths=my_images
 
-`--config=configs/clip.py:SIZE` selects a published size, for accelerators: clip_base32, clip_base16,
-clip_large14, siglip_base16 or siglip_large16 (Radford et al. 2021, table 20; Zhai et al. 2023). The
-loss compares all pairs of a batch, so a batch must be one microbatch. If it does not fit on a
-device, split it over mesh.data or mesh.fsdp.
+`--config=configs/clip.py:SIZE` selects a published size, for accelerators: clip_base32,
+clip_base16, clip_large14, siglip_base16 or siglip_large16 (Radford et al. 2021, table 20; Zhai et
+al. 2023). The loss compares all pairs of a batch, so a batch must be one microbatch. If it does not
+fit on a device, split it over mesh.data or mesh.fsdp.
 """
 
 from ml_collections import ConfigDict
 
 from configs import sizes
 
-#: name -> (encoder of images: layers, heads, embed dim, MLP dim, patch size; of texts: layers, heads,
-#: embed dim, MLP dim; dim of the embeddings).
+#: name -> (encoder of images: layers, heads, embed dim, MLP dim, patch size; of texts: layers,
+#: heads, embed dim, MLP dim; dim of the embeddings).
 SIZES = {
     "clip_base32": ((12, 12, 768, 3072, 32), (12, 8, 512, 2048), 512),
     "clip_base16": ((12, 12, 768, 3072, 16), (12, 8, 512, 2048), 512),
@@ -44,11 +44,12 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.text_embed_dim = embed_dim
     config.model.text_mlp_dim = mlp_dim
     config.model.projection_dim = projection_dim
-    config.model.pool = "attention" if is_siglip else "class_token"
-    config.model.text_pool = "last" if is_siglip else "eos"
-    config.model.eos_id = None if is_siglip else 256  # of data.tokenizer
-    config.model.contrast = "sigmoid" if is_siglip else "softmax"
-    if is_siglip:
+    if not is_siglip:
+        config.model.eos_id = 256  # of data.tokenizer
+    else:
+        config.model.pool = "attention"
+        config.model.text_pool = "last"
+        config.model.contrast = "sigmoid"
         config.model.initial_logit_scale = 2.302585  # log 10
         config.model.activation = "gelu_tanh"
         config.model.layer_norm_epsilon = 1e-6
@@ -57,7 +58,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.data.sequence_length = 32
         config.data.global_batch_size = 16
         config.images.size = 32
-        config.optimizer.learning_rate = 1e-3
         return config
 
     config.data.sequence_length = 64 if is_siglip else 77

@@ -296,11 +296,14 @@ class DataConfig(Section, section="data"):
         )
         require(
             self.objective != "image_text" or self.name == "image_folder",
-            f"data.objective='image_text' reads captions from metadata.jsonl in a folder of images, "
-            f"but data.name={self.name!r}; set data.name='image_folder' and data.paths=('my_folder',)",
+            "data.objective='image_text' reads captions from metadata.jsonl in a folder of images, "
+            f"but data.name={self.name!r}; set data.name='image_folder' and "
+            "data.paths=('my_folder',)",
         )
-        read = _CAPTION_FIELDS if self.objective == "image_text" else ()
-        for key in set(_TEXT_FIELDS).difference(read) if self.reads_images else ():
+        read = _CAPTION_FIELDS if self.reads_text else ()
+        for key in _TEXT_FIELDS if self.reads_images else ():
+            if key in read:
+                continue
             value = getattr(self, key)
             default = getattr(DataConfig, key)
             require(

@@ -217,5 +217,7 @@ def _key(parts: Sequence[_Pairs], *, is_full: bool = False) -> str:
         digest.update(f"{len(part.files)}\0".encode())
         for file, path, caption in zip(part.files, part.paths, part.captions, strict=True):
             version = digest_of(Path(path)) if is_full else os.stat(path).st_size
-            digest.update(os.fsencode(file) + f"\0{version}\0{caption}\0".encode("utf-8", "replace"))
+            digest.update(
+                os.fsencode(file) + f"\0{version}\0{caption}\0".encode("utf-8", "replace")
+            )
     return digest.hexdigest()

@@ -81,7 +81,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     if has_labels:
         _check_classes(roots[0], subfolders(roots[0]))
     listings = [list_images(root, images) for root in roots]
-    check_none_empty(listings)
+    _check_none_empty(listings)
     if has_labels:
         # Check the classes before the slow part, which reads all files.
         listings = _with_images(_of_classes(listings), images)
@@ -89,7 +89,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     if has_labels:
         # Check them again: a class may have had only broken files.
         listings = _with_images(listings, images)
-    check_none_empty(listings)
+    _check_none_empty(listings)
     classes = listings[0].folders if has_labels else ()
     return ImageDataset(
         train=_split(listings[0], classes),
@@ -101,7 +101,15 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
 
 
 def split_folders(paths: Sequence[str]) -> list[Path]:
-    """Return the folder of the training images and, if there is one, of the validation images."""
+    """Return the folder of the training images and, if there is one, of the validation images.
+
+    Args:
+        paths: `data.paths`, without tables.
+
+    Raises:
+        FileNotFoundError: A folder does not exist.
+        ValueError: The folder contains both splits and other folders.
+    """
     roots = [Path(path).expanduser() for path in paths]
     for root in roots:
         if not root.is_dir():
@@ -143,7 +151,7 @@ def _check_classes(root: Path, classes: Sequence[str]) -> None:
             )
 
 
-def check_none_empty(listings: Sequence[Listing]) -> None:
+def _check_none_empty(listings: Sequence[Listing]) -> None:
     for listing in listings:
         if not len(listing.files):
             raise ValueError(
