@@ -2,6 +2,9 @@
 
 A family declares its keys as a table of `Key`, `Only` and `Keys` entries, which is read in both
 directions. `theirs` is a key of config.json, and `ours` a field of the model's Config.
+
+A key `text_config.hidden_size` is `hidden_size` in the dict `text_config` of config.json. A dict is
+a section of this kind if the table has such a key.
 """
 
 import dataclasses
@@ -157,6 +160,7 @@ def read(
                 f"config.json has a {name}, but quantized weights cannot be converted; save the "
                 "model without quantization"
             )
+    hf = _with_sections(hf, keys)
     known = HARMLESS | {*harmless, *options.harmless} | {name for key in keys for name in key.names}
     ignored = [name for name in hf if name in WITHOUT_EFFECT and name not in known]
     if ignored:
@@ -166,7 +170,8 @@ def read(
     known |= WITHOUT_EFFECT
     for name, value in hf.items():
         # A value of None, False, 0 or empty stands for a feature that is not used.
-        if name not in known and value:
+        section, _, own_name = name.rpartition(".")
+        if name not in known and section not in known and own_name not in HARMLESS and value:
             raise ValueError(
                 f"config.json has {name}={value!r}, which is not supported and may change the "
                 f"computation; {options.remedy_for(name)}"
@@ -194,8 +199,9 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
         original: original config.json; empty to write all keys.
         harmless: as in `read`.
     """
-    hf = dict(original)
     original_fields = read(original, keys, harmless=harmless) if original else {}
+    original = _with_sections(original, keys)
+    hf = dict(original)
     for key in keys:
         is_new = key.write(fields)
         if original and all(
@@ -205,6 +211,38 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
         for name in key.names:
             hf.pop(name, None)
         hf |= is_new
+    return _in_sections(hf, keys)
+
+
+def _sections(keys: KeyMap) -> set[str]:
+    """Return the names of the dicts in config.json that keys of a table are in."""
+    return {name.partition(".")[0] for key in keys for name in key.names if "." in name}
+
+
+def _with_sections(hf: Config, keys: KeyMap) -> dict[str, Any]:
+    """Replace each section of config.json by its keys, such as `text_config.hidden_size`."""
+    flat: dict[str, Any] = {}
+    sections = _sections(keys)
+    for name, value in hf.items():
+        if name not in sections or value is None:
+            flat[name] = value
+        elif isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            raise ValueError(f"config.json has {name}={shown(value)}, which must be an object")
+    return flat
+
+
+def _in_sections(flat: Config, keys: KeyMap) -> dict[str, Any]:
+    """Undo `_with_sections`."""
+    hf: dict[str, Any] = {}
+    sections = _sections(keys)
+    for name, value in flat.items():
+        section, _, key = name.partition(".")
+        if key and section in sections:
+            hf[section] = {**(hf.get(section) or {}), key: value}
+        else:
+            hf[name] = value
     return hf
 
 
@@ -233,6 +271,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "silu": "silu",
     "swish": "silu",
 }

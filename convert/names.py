@@ -29,8 +29,9 @@ from models.stack import number_in_period
 #: conv2d: [outputs, channels, rows, columns] -> [rows, columns, channels, outputs];
 #: flat: [prod(shape)] -> [*shape];
 #: vocab: [vocab, ...] -> [padded vocab, ...], whose additional rows are zeros;
+#: scalar: [] -> [1];
 #: same: unchanged.
-Kind = Literal["linear", "conv1d", "conv2d", "flat", "vocab", "same"]
+Kind = Literal["linear", "conv1d", "conv2d", "flat", "vocab", "scalar", "same"]
 
 #: For conv2d: for each dimension of theirs, the number of the dimension of ours.
 _CONV2D = (3, 2, 0, 1)
@@ -96,7 +97,9 @@ class TensorMapping:
     @property
     def their_shape(self) -> tuple[int, ...]:
         """The shape of the Hugging Face tensor."""
-        return (self.num_rows or self.part_shape[0], *self.part_shape[1:])
+        if self.num_rows is None:
+            return self.part_shape
+        return (self.num_rows, *self.part_shape[1:])
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -111,6 +114,7 @@ class TensorMapping:
             "linear": (math.prod(outputs), math.prod(inputs)),
             "conv1d": (math.prod(inputs), math.prod(outputs)),
             "flat": (math.prod(self.shape),),
+            "scalar": (),
             "same": self.shape,
         }[self.kind]
 

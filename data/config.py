@@ -14,7 +14,12 @@ from fields.section import Section
 #: The training objectives; docs/data.md describes them.
 STREAM_OBJECTIVES = ("causal_lm", "masked_lm", "masked_lm_pairs", "span_corruption")
 RECORD_OBJECTIVES = ("seq2seq", "classification", "chat", "preference")
-IMAGE_OBJECTIVES = ("image_classification", "image_reconstruction", "image_contrast")
+IMAGE_OBJECTIVES = (
+    "image_classification",
+    "image_reconstruction",
+    "image_contrast",
+    "image_text",
+)
 OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
 # Values of `name` other than TFDS data sets and import paths of functions, for text and for images.
 _TEXT_NAMES = ("python_stdlib", "text", "megatron", "mixture")
@@ -30,6 +35,8 @@ _TEXT_FIELDS = (
     "vocab_size",
     "sequence_length",
 )
+# Those of them that captions of images need.
+_CAPTION_FIELDS = ("text_field", "tokenizer", "vocab_size", "sequence_length")
 # Fields that only some objectives read -> these objectives.
 _READ_WITH = {
     "isolate_documents": ("causal_lm", "masked_lm"),
@@ -47,6 +54,7 @@ _SHORTEST = {
     "span_corruption": 3,
     "seq2seq": 2,
     "classification": 3,
+    "image_text": 3,
 }
 # 256 bytes, the end of a document, and 104 more (data/text/tokenization/special_tokens.py).
 _MIN_VOCAB_SIZE_WITH_SPECIAL = 361
@@ -82,7 +90,8 @@ class DataConfig(Section, section="data"):
         "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
         "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
         "either a folder of images per class or train/ and val/ folders of that kind; or two "
-        "folders, the second for validation. Or tables, as for `name=text`.",
+        "folders, the second for validation. Or tables, as for `name=text`. For `image_text`: such "
+        "folders without classes, with a metadata.jsonl in each.",
         nonempty=True,
         is_path=True,
         remedy="write for example ('my_texts/*.txt',)",
@@ -98,7 +107,7 @@ class DataConfig(Section, section="data"):
     text_field: str = _name(
         "text",
         "Field of a .jsonl line or of a table's row, or feature of a TFDS data set, that contains "
-        "the text.",
+        "the text. For `image_text`: field of a line of metadata.jsonl that contains the caption.",
     )
     objective: str = field(
         "causal_lm",
@@ -285,7 +294,16 @@ class DataConfig(Section, section="data"):
             f"data.objective={self.objective!r} reads {what}, but data.name={self.name!r} has "
             f"none; set {remedy}",
         )
+        require(
+            self.objective != "image_text" or self.name == "image_folder",
+            "data.objective='image_text' reads captions from metadata.jsonl in a folder of images, "
+            f"but data.name={self.name!r}; set data.name='image_folder' and "
+            "data.paths=('my_folder',)",
+        )
+        read = _CAPTION_FIELDS if self.reads_text else ()
         for key in _TEXT_FIELDS if self.reads_images else ():
+            if key in read:
+                continue
             value = getattr(self, key)
             default = getattr(DataConfig, key)
             require(
@@ -313,6 +331,11 @@ class DataConfig(Section, section="data"):
     def reads_images(self) -> bool:
         """Whether the objective trains on images."""
         return self.objective in IMAGE_OBJECTIVES
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the objective trains on texts, maybe together with images."""
+        return not self.reads_images or self.objective == "image_text"
 
     @property
     def has_perplexity(self) -> bool:

@@ -21,6 +21,10 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     images = images or ImageConfig()
     check_images(config, images)  # RunConfig checks it too, but this function takes any sections
     # Imported here so that text corpora do not need Pillow, and image corpora no tokenizers.
+    if config.objective == "image_text":
+        from data.images.captioned import load_captioned_images
+
+        return load_captioned_images(config, images)
     if config.reads_images:
         from data.images.image_corpus import load_images
 

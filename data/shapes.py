@@ -45,6 +45,8 @@ def _image_shapes(config: DataConfig, images: ImageConfig) -> Shapes:
         "images": _array(np.uint8, *num_views, images.size, images.size, images.channels),
         "weights": _array(np.float32),
     }
+    if config.objective == "image_text":
+        shapes["tokens"] = _array(np.int32, config.sequence_length)
     if config.objective == "image_reconstruction":
         shapes["mask_seeds"] = _array(np.uint32)
     if config.objective == "image_classification":

@@ -19,6 +19,7 @@ MODELS = {
     "resmlp": "models.vision.resmlp:ResMLP",
     "mae": "models.vision.mae:MAE",
     "moco": "models.vision.moco:MoCo",
+    "clip": "models.vision.clip:Clip",
 }
 
 

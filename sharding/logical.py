@@ -225,10 +225,16 @@ def max_over(name: str, x: jax.Array) -> jax.Array:
     return jax.lax.pmax(x, axes) if axes else x
 
 
-def gather_batch(x: jax.Array) -> jax.Array:
-    """Gather `x`, [B, ...] for this device's examples, over the whole batch; no gradient flows."""
+def gather_batch(x: jax.Array, *, keeps_gradient: bool = False) -> jax.Array:
+    """Gather `x`, [B, ...] for this device's examples, over the whole batch.
+
+    Args:
+        x: array of one device's examples.
+        keeps_gradient: whether a device gets the gradient of its examples from the losses of all
+            devices, summed; otherwise no gradient flows.
+    """
     axes = manual_mesh_axes(BATCH_AXES)
-    x = jax.lax.stop_gradient(x)
+    x = x if keeps_gradient else jax.lax.stop_gradient(x)
     return jax.lax.all_gather(x, axes, tiled=True) if axes else x
 
 

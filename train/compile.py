@@ -214,7 +214,7 @@ def sizes_without_data(config: RunConfig) -> DataSizes:
     vocab_size = None
     num_labels = None
     assumed = []
-    if not config.data.reads_images:
+    if config.data.reads_text:
         vocab_size = config.model_fields.get("vocab_size")
         if vocab_size is None:
             tokenizer = load_fixed_tokenizer(config.data)

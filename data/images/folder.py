@@ -76,7 +76,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
             folders; or `images.on_broken` is 'refuse', and there are broken files, classes without
             images, or validation classes that do not occur in training.
     """
-    roots = _split_folders(unpack_tables(config))
+    roots = split_folders(unpack_tables(config))
     has_labels = config.objective == "image_classification"
     if has_labels:
         _check_classes(roots[0], subfolders(roots[0]))
@@ -100,8 +100,16 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
     )
 
 
-def _split_folders(paths: Sequence[str]) -> list[Path]:
-    """Return the folder of the training images and, if there is one, of the validation images."""
+def split_folders(paths: Sequence[str]) -> list[Path]:
+    """Return the folder of the training images and, if there is one, of the validation images.
+
+    Args:
+        paths: `data.paths`, without tables.
+
+    Raises:
+        FileNotFoundError: A folder does not exist.
+        ValueError: The folder contains both splits and other folders.
+    """
     roots = [Path(path).expanduser() for path in paths]
     for root in roots:
         if not root.is_dir():

@@ -182,6 +182,12 @@ class Images(Examples):
         row: Example = {"images": pixels, "weights": np.array(1, np.float32)}
         if self._data.objective == "image_reconstruction":
             row["mask_seeds"] = np.array(generator((*key, _MASK)).integers(2**32), np.uint32)
+        row |= self._targets(label)
+        return row
+
+    def _targets(self, label: int) -> Example:
+        """Return the arrays of a row that depend on the label of its image."""
+        row: Example = {}
         if self._data.objective == "image_classification":
             row["targets"] = np.array(label, np.int32)
             if self._images.mixes:
@@ -241,6 +247,35 @@ def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
     """
     make_cache(config)
     dataset = hold_out(_find(config, images), config, images)
+    train, validation = open_splits(
+        dataset, config, images, lambda source: Images(source, config, images)
+    )
+    return Corpus(
+        train=train,
+        validation=validation,
+        fingerprint=dataset.key,
+        contents=dataset.contents,
+        labels=dataset.classes,
+    )
+
+
+def open_splits(
+    dataset: ImageDataset,
+    config: DataConfig,
+    images: ImageConfig,
+    make_rows: Callable[[ImageSource], Images],
+) -> tuple[Images, Images]:
+    """Return the rows of the training and the validation images, maybe read in worker processes.
+
+    Args:
+        dataset: images, with a validation split.
+        config: config section `data`.
+        images: config section `images`.
+        make_rows: returns the rows of a split.
+
+    Raises:
+        ValueError: There are too few images for one batch.
+    """
     assert dataset.validation is not None
     num_images = len(dataset.train.source)
     needed = -(-config.global_batch_size // images.repeats)
@@ -252,20 +287,14 @@ def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
             f"{config.validation_fraction} and images.train_fraction={images.train_fraction}; "
             "reduce the batch size, or add images"
         )
-    train = Images(dataset.train.source, config, images)
-    validation = Images(dataset.validation.source, config, images)
+    train = make_rows(dataset.train.source)
+    validation = make_rows(dataset.validation.source)
     if images.num_workers:
         targets = {"train": train, "validation": validation}
         workers = Workers(images.num_workers, targets, f"images.num_workers={images.num_workers}")
         for split, rows in targets.items():
             rows.read_in(workers, split)
-    return Corpus(
-        train=train,
-        validation=validation,
-        fingerprint=dataset.key,
-        contents=dataset.contents,
-        labels=dataset.classes,
-    )
+    return train, validation
 
 
 def _find(config: DataConfig, images: ImageConfig) -> ImageDataset:

@@ -86,7 +86,7 @@ def load_stores(config: DataConfig) -> tuple[Tokenizer, list[TokenStore]]:
     tokenizer = load_fixed_tokenizer(config)
     corpora = [find_corpus(source) for source in sources(config)]
     corpora = [replace(corpus, open=functools.cache(corpus.open)) for corpus in corpora]
-    tokenizer = tokenizer or _load_bpe(
+    tokenizer = tokenizer or train_bpe(
         config,
         "\0".join(corpus.key for corpus in corpora),
         lambda: ConcatDocuments([corpus.open()["train"] for corpus in corpora]),
@@ -130,7 +130,7 @@ def _load_records(config: DataConfig) -> TextCorpus:
     tokenizer = load_fixed_tokenizer(config)
     splits = {split: Records(spans, config) for split, spans in split_lines(config).items()}
     fingerprint, labels_by_split = scan(splits)
-    tokenizer = tokenizer or _load_bpe(
+    tokenizer = tokenizer or train_bpe(
         config, f"records {fingerprint}", lambda: texts_of_records(splits["train"])
     )
     labels: tuple[Label, ...] = ()
@@ -159,7 +159,7 @@ def _load_chat(config: DataConfig) -> TextCorpus:
     if tokenizer is not None:  # a missing template is found before the data is read
         load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
     splits = open_chats(config)
-    tokenizer = tokenizer or _load_bpe(
+    tokenizer = tokenizer or train_bpe(
         config,
         f"chat {hashlib.sha256(repr([*splits['train']]).encode()).hexdigest()}",
         lambda: texts_of_messages(splits["train"]),
@@ -198,9 +198,16 @@ def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
     return None if config.tokenizer == "bpe" else load_tokenizer_file(config.tokenizer)
 
 
-def _load_bpe(
+def train_bpe(
     config: DataConfig, corpus_key: str, open_documents: Callable[[], Sequence[str]]
 ) -> Tokenizer:
+    """Return the tokenizer `bpe` of a corpus, which is trained on first use.
+
+    Args:
+        config: config section `data`.
+        corpus_key: string that changes whenever the documents change.
+        open_documents: returns the documents of the train split.
+    """
     key = hashlib.sha256(corpus_key.encode()).hexdigest()[:16]
     kind = "-special" if config.has_special_tokens else ""
     return load_bpe(

@@ -34,6 +34,15 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return (wide * jax.nn.sigmoid(double_z)).astype(x.dtype)
 
 
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """Return x · sigmoid(1.702 · x), an approximation of GELU.
+
+    Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
+    """
+    wide = _as_float32(x)
+    return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
+
+
 def relu2(x: jax.Array) -> jax.Array:
     """Return the square of max(x, 0).
 
@@ -53,6 +62,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": quick_gelu,
 }
 
 

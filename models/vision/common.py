@@ -80,6 +80,7 @@ class PatchEmbedding(nnx.Module):
         stddev: standard deviation of the kernel's normal initialization. None selects the
             deviation of a uniform fan-in initialization, which published implementations of ViT,
             Swin and ResMLP use.
+        use_bias: whether the linear layer has a bias.
         is_padded: whether to pad pixels at the end that do not fill a patch with zeros, rather than
             to drop them.
         rngs: random keys for the initialization.
@@ -92,13 +93,15 @@ class PatchEmbedding(nnx.Module):
         embed_dim: int,
         *,
         stddev: float | None = None,
+        use_bias: bool = True,
         is_padded: bool = False,
         rngs: nnx.Rngs,
     ):
         patch = {"_rows": patch_size, "_columns": patch_size, "_channels": config.num_channels}
         if stddev is None:
             stddev = 1 / math.sqrt(3 * patch_size**2 * config.num_channels)
-        self.linear = Linear(patch, {"embed": embed_dim}, stddev=stddev, rngs=rngs)
+        outputs = {"embed": embed_dim}
+        self.linear = Linear(patch, outputs, stddev=stddev, use_bias=use_bias, rngs=rngs)
         self.config = config
         self.patch_size = patch_size
         self.is_padded = is_padded

@@ -44,7 +44,8 @@ def assert_same_bits(found: dict, expected: dict) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        bits = (x.reshape(-1).view(torch.uint8) for x in (found[name], tensor))
+        assert found[name].shape == tensor.shape and torch.equal(*bits), name
 
 
 def read_back(directory):

@@ -151,7 +151,7 @@ class RunConfig:
         values = {"vocab_size": vocab_size, "num_labels": num_labels}
         if self.data.reads_images:
             values |= {"image_size": self.images.size, "num_channels": self.images.channels}
-        else:
+        if self.data.reads_text:
             values["max_positions"] = self.data.sequence_length
         for name in FROM_DATA.keys() & known.keys():
             self._take_from_data(name, values.get(name), fields, known[name])

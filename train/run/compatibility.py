@@ -159,10 +159,23 @@ def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> Non
             f"{config.data.tokenizer!r}; set model.pad_id={pad} and "
             f"model.first_position={pad + 1}"
         )
+    _check_end_of_text(config, model_config, tokenizer.eos_id)
     shapes = example_shapes(config.data, config.images)
     has_types = tokenizer.has_token_types and "token_types" in shapes
     if has_types and getattr(model_config, "num_token_types", 2) < 2:
         raise ValueError(
             f"model.num_token_types={model_config.num_token_types}, but data.objective="
             f"{config.data.objective!r} has two texts per row; set model.num_token_types=2"
+        )
+
+
+def _check_end_of_text(config: RunConfig, model_config: Any, eos_id: int) -> None:
+    """Reject a model that represents a text by another token than the tokenizer's last one."""
+    pool = getattr(model_config, "text_pool", None)
+    is_other = pool == "eos" and model_config.eos_id != eos_id
+    if is_other or (pool == "highest_id" and eos_id != model_config.vocab_size - 1):
+        raise ValueError(
+            f"model.text_pool={pool!r} with model.eos_id={model_config.eos_id}, but texts end with "
+            f"token {eos_id} of data.tokenizer={config.data.tokenizer!r}; set "
+            f"model.text_pool='eos' and model.eos_id={eos_id}"
         )
