@@ -16,7 +16,7 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures, find
 from convert.source import load_params, read_source
 from convert.to_hf import describe
-from tests.convert import cases, hf_files
+from tests.convert import cases, hf_files, test_clip
 
 
 def rename(tensors: dict, new_name) -> None:
@@ -169,9 +169,11 @@ def test_parameters_can_be_read_partially_and_with_another_padding(tmp_path):
 def known_parameters() -> dict[type, set[str]]:
     """Return the paths of all parameters in the cases, by model class."""
     found: dict[type, set[str]] = {}
-    for name in cases.CASES:
-        hf = json.loads(cases.make(name).config.to_json_string(use_diff=False))
-        architecture = find({**hf, "architectures": [cases.CASES[name][0]]})
+    models = {name: cases.make(name) for name in cases.CASES}
+    models |= {name: test_clip.make(name) for name in test_clip.CASES}
+    for name, theirs in models.items():
+        hf = json.loads(theirs.config.to_json_string(use_diff=False))
+        architecture = find({**hf, "architectures": [type(theirs).__name__]})
         fields = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
         fields |= {"tie_embeddings": name not in cases.UNTIED_T5} if "t5" in name else {}
         fields |= {"use_pooler": True} if name == "vit_base" else {}
