@@ -56,7 +56,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.images.crop_scale = (0.9, 1.0)
     if size == "tiny":
         config.data.sequence_length = 32
-        config.data.global_batch_size = 16
         config.images.size = 32
         return config
 

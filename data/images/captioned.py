@@ -53,7 +53,7 @@ class _Pairs:
 
     def chosen(self, is_chosen: np.ndarray) -> "_Pairs":
         """Keep some of the pairs: bool[number of pairs]."""
-        numbers = np.flatnonzero(is_chosen)
+        numbers = np.flatnonzero(is_chosen).tolist()
         return _Pairs(
             root=self.root,
             files=[self.files[i] for i in numbers],

@@ -133,7 +133,7 @@ class ClipConfig(ImageInputConfig):
 
 def _attention(config: ClipConfig, side: str, *, rngs: nnx.Rngs) -> Attention:
     _, heads, embed, _ = config.sizes(side)
-    stddevs = (config.init_stddev,) * 3
+    stddevs = (config.init_stddev, config.init_stddev, config.init_stddev)
     return Attention(embed, heads, embed // heads, use_bias=True, stddevs=stddevs, rngs=rngs)
 
 

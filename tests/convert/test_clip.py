@@ -211,7 +211,7 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     published = PUBLISHED[name]
     architecture = find(published)
     fields = read(published, architecture.keys, harmless=architecture.harmless)
-    ours = architecture.model_class.Config(**fields | architecture.fields)
+    ours = architecture.model_class.Config(**fields, **architecture.fields)
     theirs = getattr(hf, f"{published['architectures'][0].removesuffix('Model')}Config")
     theirs = theirs(**published)
     for side, section in (("image", theirs.vision_config), ("text", theirs.text_config)):

@@ -66,11 +66,12 @@ def run_main(workdir, *overrides):
 
 
 def test_training_learns_to_retrieve_texts_and_images(where, tmp_path):
-    steps = ("train.num_steps=40", "eval.every_steps=40", "checkpoint.every_steps=40")
+    steps = ("train.num_steps=80", "eval.every_steps=80", "checkpoint.every_steps=80")
     assert run_main(tmp_path, *where, *_SIZES, *MODELS["CLIP"], *steps) == 0
     rows = read_metrics(tmp_path / "metrics.jsonl")
     train = [row for row in rows if "loss" in row]
-    assert train[-1]["loss"] < train[0]["loss"] - 1
+    # log 8 = 2.08 by chance; about log 2 if only the color of an image is known.
+    assert np.mean([row["loss"] for row in train[-10:]]) < 1.4
     for name in ("image_to_text_accuracy", "text_to_image_accuracy"):
         # By chance 1/8; a quarter of the images has the same color.
         assert np.mean([row[name] for row in train[-10:]]) > 0.3

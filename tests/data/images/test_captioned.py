@@ -9,6 +9,7 @@ from PIL import Image
 from data.config import DataConfig
 from data.corpus import load_corpus
 from data.image_config import ImageConfig
+from data.images.captioned import load_captioned_images
 from data.shapes import example_shapes
 
 
@@ -43,7 +44,7 @@ def configs(folder, **changes):
 def test_rows_have_the_image_and_its_caption(tmp_path):
     folder = write(tmp_path / "images", [line(2, "two"), line(0, "much longer"), "", line(2, "2")])
     data, images = configs(folder)
-    corpus = load_corpus(data, images)
+    corpus = load_captioned_images(data, images)
     assert len(corpus.train) == 3
     eos = corpus.tokenizer.eos_id
     texts = []
@@ -60,7 +61,7 @@ def test_rows_have_the_image_and_its_caption(tmp_path):
 def test_each_split_has_its_own_captions(tmp_path):
     write(tmp_path / "images" / "train", [line(0, "a"), line(1, "b")])
     write(tmp_path / "images" / "val", [line(3, "c")])
-    corpus = load_corpus(*configs(tmp_path / "images"))
+    corpus = load_captioned_images(*configs(tmp_path / "images"))
     decode = corpus.tokenizer.decode
     assert [decode(corpus.train[i]["tokens"][:1]) for i in range(2)] == ["a", "b"]
     assert [decode(corpus.validation[0]["tokens"][:1])] == ["c"]
