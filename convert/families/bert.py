@@ -1,4 +1,4 @@
-"""Keys and weight names of BERT and RoBERTa."""
+"""Keys and weight names of BERT, and of RoBERTa and the families that are one: XLM-R, CamemBERT."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -160,7 +160,7 @@ _ROBERTA_LABELS = dataclasses.replace(
     other_heads=(r"(roberta\.)?pooler\.", r"lm_head\."),
 )
 
-ARCHITECTURES = (
+_BERTS = (
     _BERT,
     dataclasses.replace(
         _BERT,
@@ -188,6 +188,8 @@ ARCHITECTURES = (
         detected_fields=("use_pooler",),
         other_heads=(r"cls\.", r"classifier\."),
     ),
+)
+_ROBERTAS = (
     _ROBERTA,
     dataclasses.replace(
         _ROBERTA_LABELS,
@@ -210,5 +212,17 @@ ARCHITECTURES = (
         detect=detect_pooler,
         detected_fields=("use_pooler",),
         other_heads=(r"lm_head\.", r"classifier\."),
+    ),
+)
+
+#: Beginning of the names of classes whose models are RoBERTas -> their model_type.
+_LIKE_ROBERTA = {"Roberta": "roberta", "XLMRoberta": "xlm-roberta", "Camembert": "camembert"}
+
+ARCHITECTURES = (
+    *_BERTS,
+    *(
+        dataclasses.replace(each, name=each.name.replace("Roberta", name), model_type=model_type)
+        for name, model_type in _LIKE_ROBERTA.items()
+        for each in _ROBERTAS
     ),
 )

@@ -77,6 +77,9 @@ _BERT = {
 }
 
 
+_ROBERTA = {**_BERT, "pad_token_id": PAD, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+
+
 _LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
 
 
@@ -324,13 +327,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert_sequence": ("BertForSequenceClassification", {**_BERT, **_LABELS}),
     "bert_token": ("BertForTokenClassification", {**_BERT, **_LABELS}),
     "bert_base": ("BertModel", _BERT),
-    "roberta_mlm": (
-        "RobertaForMaskedLM",
-        {**_BERT, "pad_token_id": PAD, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
-    ),
+    "roberta_mlm": ("RobertaForMaskedLM", _ROBERTA),
     "roberta_sequence": ("RobertaForSequenceClassification", {**_BERT, **_LABELS}),
     "roberta_token": ("RobertaForTokenClassification", {**_BERT, "num_labels": 3}),
     "roberta_base": ("RobertaModel", _BERT),
+    "xlm_roberta_mlm": ("XLMRobertaForMaskedLM", _ROBERTA),
+    "xlm_roberta_sequence": ("XLMRobertaForSequenceClassification", {**_ROBERTA, **_LABELS}),
+    "xlm_roberta_token": ("XLMRobertaForTokenClassification", {**_ROBERTA, **_LABELS}),
+    "xlm_roberta_base": ("XLMRobertaModel", _ROBERTA),
+    "camembert_mlm": ("CamembertForMaskedLM", _ROBERTA),
+    "camembert_sequence": ("CamembertForSequenceClassification", {**_ROBERTA, **_LABELS}),
+    "camembert_token": ("CamembertForTokenClassification", {**_ROBERTA, **_LABELS}),
+    "camembert_base": ("CamembertModel", _ROBERTA),
     "t5": ("T5ForConditionalGeneration", _T5),
     "t5_v1.1": (
         "T5ForConditionalGeneration",

@@ -388,3 +388,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 256000,
     },
 }
+
+_ENCODER: dict[str, Any] = {
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+}
+_ROBERTA: dict[str, Any] = {
+    **_ENCODER,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 514,
+    "output_past": True,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+}
+
+#: Encoders of texts and images.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "FacebookAI/xlm-roberta-base": {
+        **_ROBERTA,
+        "architectures": ["XLMRobertaForMaskedLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "model_type": "xlm-roberta",
+        "position_embedding_type": "absolute",
+        "transformers_version": "4.17.0.dev0",
+        "use_cache": True,
+        "vocab_size": 250002,
+    },
+    "almanach/camembert-base": {
+        **_ROBERTA,
+        "architectures": ["CamembertForMaskedLM"],
+        "bos_token_id": 5,
+        "eos_token_id": 6,
+        "model_type": "camembert",
+        "vocab_size": 32005,
+    },
+}

@@ -1,11 +1,14 @@
 """Published configs of models are understood, all keys of them."""
 
 import pytest
+import torch
 import transformers
+from flax import nnx
 
 from convert.keys import read
+from convert.model_on_disk import shapes_of
 from convert.registry import find
-from tests.convert.published import CONFIGS
+from tests.convert.published import CONFIGS, ENCODERS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -31,6 +34,27 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == size
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_published_encoder_has_the_tensors_and_settings_of_transformers(name):
+    hf = ENCODERS[name]
+    architecture = find(hf)
+    fields = read(hf, architecture.keys, harmless=architecture.harmless) | architecture.fields
+    config = architecture.model_class.Config(**fields)
+    model = nnx.eval_shape(lambda: architecture.model_class(config, rngs=nnx.Rngs(0)))
+    shapes = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
+    mappings = architecture.tensor_mappings(shapes, vocab_size=hf.get("vocab_size"))
+    model_class = getattr(transformers, hf["architectures"][0])
+    with torch.device("meta"):
+        theirs = model_class(model_class.config_class(**hf))
+    # A tensor of ours is a layer of a stacked parameter; transformers may name modules otherwise.
+    ours = sorted(mapping.their_shape for mapping in mappings)
+    assert ours == sorted(tuple(weight.shape) for weight in theirs.parameters())
+    norms = [m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert {*norms} == {config.layer_norm_epsilon}
+    assert config.num_heads == theirs.config.num_attention_heads
+    assert config.init_stddev == theirs.config.initializer_range
 
 
 def test_keys_without_effect_are_ignored_with_one_line(caplog):
