@@ -68,7 +68,7 @@ _KEYS = (
     Only("add_cross_attention", (False,)),
     Only("tie_word_embeddings", (True,)),
 )
-_LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
+LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
 
 
 def _read_roberta_positions(hf: Config) -> dict[str, Any]:
@@ -136,7 +136,7 @@ _BERT = Architecture(
 _BERT_LABELS = dataclasses.replace(
     _BERT,
     detect=None,
-    keys=(*_BERT_KEYS, *_LABEL_KEYS),
+    keys=(*_BERT_KEYS, *LABEL_KEYS),
     other_heads=(r"(bert\.)?pooler\.", r"cls\."),
 )
 _ROBERTA = dataclasses.replace(
@@ -156,7 +156,7 @@ _ROBERTA = dataclasses.replace(
 )
 _ROBERTA_LABELS = dataclasses.replace(
     _ROBERTA,
-    keys=(*_ROBERTA_KEYS, *_LABEL_KEYS),
+    keys=(*_ROBERTA_KEYS, *LABEL_KEYS),
     other_heads=(r"(roberta\.)?pooler\.", r"lm_head\."),
 )
 

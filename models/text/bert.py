@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: an encoder with norms after residual sums, and heads for several tasks.
+"""BERT, RoBERTa, DistilBERT: an encoder with norms after residual sums, and several heads.
 
 In addition to the fields in models/text/common.py, a batch has `token_types`, int32[B, T], if its
 rows are pairs of texts. `targets` and `weights` are [B, T], except for `head="sequence"`, where
@@ -8,7 +8,7 @@ are 0 if the second text follows the first and 1 if it does not, and `label_weig
 B batch, T seq, D embed, V vocab, C labels.
 
 Source: Devlin et al. 2018 (arXiv:1810.04805), sections 3 and A.2; Liu et al. 2019
-(arXiv:1907.11692), section 3.
+(arXiv:1907.11692), section 3; Sanh et al. 2019 (arXiv:1910.01108), section 3.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ HEADS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Sizes, regularization and head of a BERT or RoBERTa."""
+    """Sizes, regularization and head of a BERT, RoBERTa or DistilBERT."""
 
     vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest sequence
@@ -67,10 +67,11 @@ class BertConfig:
     dropout: float = 0.0  # rate for embeddings, residual branches and classifiers, in [0, 1)
     head: str  # masked_lm | pretraining | sequence | token | none
     num_labels: int = 2  # for the heads "sequence" and "token"
-    num_token_types: int = 2  # maximum number of texts per row; RoBERTa: 1
+    num_token_types: int = 2  # maximum number of texts per row; RoBERTa: 1; DistilBERT: 0, no types
     first_position: int = 0  # row of position 0 in the table of positions; RoBERTa: pad_id + 1
     pad_id: int | None = None  # RoBERTa: token that positions do not count
     use_pooler: bool = True  # whether head="none" keeps the pooler, which other heads read
+    pooler_activation: str = "tanh"  # DistilBERT: relu
     activation: str = "gelu"
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-12
@@ -78,11 +79,14 @@ class BertConfig:
     loss: str = "cross_entropy"  # loss of masked tokens; or an import path, see models/losses.py
 
     def __post_init__(self):
-        check_sizes(self)
+        check_sizes(self, exclude=("num_token_types",))
+        if self.num_token_types < 0:
+            raise ValueError(f"model.num_token_types={self.num_token_types} must be at least 0")
         check_heads_divide(self)
         if self.head not in HEADS:
             raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
         check_activation(self.activation)
+        check_activation(self.pooler_activation, field="pooler_activation")
         make_token_loss(self.loss)
 
     @property
@@ -149,10 +153,11 @@ class Bert(nnx.Module):
         normal = jax.nn.initializers.normal(stddev)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         rows = config.first_position + config.max_positions
-        types = config.num_token_types
         self.token_embedding = param(normal, rngs, (vocab, embed), ("vocab", "embed"))
         self.position_embedding = param(normal, rngs, (rows, embed), (None, "embed"))
-        self.type_embedding = param(normal, rngs, (types, embed), (None, "embed"))
+        types = (config.num_token_types, embed)
+        has_types = config.num_token_types > 0
+        self.type_embedding = param(normal, rngs, types, (None, "embed")) if has_types else None
         self.embedding_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
         self.encoder = Stack(lambda rngs: _Block(config, rngs=rngs), config.num_layers, rngs=rngs)
 
@@ -174,8 +179,9 @@ class Bert(nnx.Module):
         x_BTD += learned_positions(
             self.position_embedding[...], self._positions(batch), first=config.first_position
         )
-        types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
-        x_BTD += self.type_embedding[...][types]
+        if self.type_embedding is not None:
+            types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
+            x_BTD += self.type_embedding[...][types]
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
         return x_BTD
 
@@ -234,15 +240,24 @@ class Bert(nnx.Module):
         Args:
             tokens: int32[B, T].
             attention_mask: [B, T], 0 for padding; None for no padding.
-            token_types: int32[B, T], 0 for the first text and 1 for the second.
+            token_types: int32[B, T], 0 for the first text and 1 for the second; None if all are 0,
+                or if the model has no token types.
 
         Returns:
             Logits of the vocab `[B, T, V]`, V without padding; logits of labels `[B, C]` or
             `[B, T, C]`; or activations `[B, T, D]`.
+
+        Raises:
+            ValueError: there are token types, but the model has none.
         """
         config = self.config
         batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
         if token_types is not None:
+            if self.type_embedding is None:
+                raise ValueError(
+                    "token_types are for models with model.num_token_types of at least 1, but this "
+                    "model has 0; leave them out"
+                )
             batch["token_types"] = token_types
         x_BTD = self.encoder(self.embed(batch), batch)
         if config.head == "none":
@@ -260,13 +275,14 @@ class Bert(nnx.Module):
         return count_positions(batch["tokens"] != self.config.pad_id)
 
     def _label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        config = self.config
         assert self.classifier is not None
         x = x_BTD
         keys = batch.get("dropout_keys")
         if self.pooler is not None:
-            x = jnp.tanh(self.pooler(x_BTD[:, 0]))
+            x = ACTIVATIONS[config.pooler_activation](self.pooler(x_BTD[:, 0]))
         # The embedding uses site 0 of the same keys.
-        logits = self.classifier(dropout(x, self.config.dropout, keys, site=1))
+        logits = self.classifier(dropout(x, config.dropout, keys, site=1))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

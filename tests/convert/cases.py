@@ -80,6 +80,16 @@ _BERT = {
 _ROBERTA = {**_BERT, "pad_token_id": PAD, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
 
 
+_DISTILBERT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+    "n_layers": 2,
+    "n_heads": 3,
+    "dim": 39,
+    "hidden_dim": 50,
+}
+
+
 _LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
 
 
@@ -339,6 +349,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "camembert_sequence": ("CamembertForSequenceClassification", {**_ROBERTA, **_LABELS}),
     "camembert_token": ("CamembertForTokenClassification", {**_ROBERTA, **_LABELS}),
     "camembert_base": ("CamembertModel", _ROBERTA),
+    "distilbert_mlm": ("DistilBertForMaskedLM", {**_DISTILBERT, "activation": "relu"}),
+    "distilbert_sequence": ("DistilBertForSequenceClassification", {**_DISTILBERT, **_LABELS}),
+    "distilbert_token": ("DistilBertForTokenClassification", {**_DISTILBERT, **_LABELS}),
+    "distilbert_base": ("DistilBertModel", _DISTILBERT),
     "t5": ("T5ForConditionalGeneration", _T5),
     "t5_v1.1": (
         "T5ForConditionalGeneration",

@@ -155,7 +155,10 @@ VARIANTS = {
         "model.rotary_pairs=neighbours",
     ),
     "Nemotron": ("model.norm=layer_1p", "model.activation=relu2", "model.is_gated=false"),
+    "DistilBERT": ("model.num_token_types=0", "model.pooler_activation=relu"),
 }
+#: Variant -> the model that it changes, if that is not LLaMA.
+CHANGED = {"DistilBERT": "BERT, classifier"}
 
 
 @pytest.mark.thorough
@@ -171,7 +174,7 @@ VARIANTS = {
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_a_block_equal_one_device(variant, mesh):
-    check("LLaMA", VARIANTS[variant], mesh)
+    check(CHANGED.get(variant, "LLaMA"), VARIANTS[variant], mesh)
 
 
 IMAGES = {
