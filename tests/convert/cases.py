@@ -90,6 +90,9 @@ _DISTILBERT = {
 }
 
 
+_ELECTRA = {**_BERT, "embedding_size": 22}
+
+
 _LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
 
 
@@ -353,6 +356,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "distilbert_sequence": ("DistilBertForSequenceClassification", {**_DISTILBERT, **_LABELS}),
     "distilbert_token": ("DistilBertForTokenClassification", {**_DISTILBERT, **_LABELS}),
     "distilbert_base": ("DistilBertModel", _DISTILBERT),
+    "electra_pretraining": ("ElectraForPreTraining", {**_ELECTRA, "hidden_act": "relu"}),
+    "electra_mlm": ("ElectraForMaskedLM", _ELECTRA),
+    "electra_sequence": ("ElectraForSequenceClassification", {**_ELECTRA, **_LABELS}),
+    "electra_token": (
+        "ElectraForTokenClassification",
+        {**_ELECTRA, **_LABELS, "hidden_act": "relu", "embedding_size": 39},
+    ),
+    "electra_base": ("ElectraModel", _ELECTRA),
     "t5": ("T5ForConditionalGeneration", _T5),
     "t5_v1.1": (
         "T5ForConditionalGeneration",

@@ -407,6 +407,18 @@ _ROBERTA: dict[str, Any] = {
     "pad_token_id": 1,
     "type_vocab_size": 1,
 }
+_ELECTRA: dict[str, Any] = {
+    **_ENCODER,
+    "embedding_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "electra",
+    "num_attention_heads": 4,
+    "type_vocab_size": 2,
+    "vocab_size": 30522,
+}
 
 #: Encoders of texts and images.
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -449,4 +461,9 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "transformers_version": "4.10.0.dev0",
         "vocab_size": 30522,
     },
+    "google/electra-small-discriminator": {
+        **_ELECTRA,
+        "architectures": ["ElectraForPreTraining"],
+    },
+    "google/electra-small-generator": {**_ELECTRA, "architectures": ["ElectraForMaskedLM"]},
 }

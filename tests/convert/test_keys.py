@@ -82,6 +82,7 @@ REFUSED = [
     ("bert_mlm", {"is_decoder": True}, "is_decoder=True"),
     ("bert_sequence", {"problem_type": "regression"}, "problem_type='regression'"),
     ("roberta_mlm", {"pad_token_id": None}, "no pad_token_id"),
+    ("electra_mlm", {"hidden_act": "relu"}, "hidden_act='relu'.*are 'gelu'; the head has GELU"),
     (
         "t5",
         {"feed_forward_proj": "gated-mish", "dense_act_fn": ...},
