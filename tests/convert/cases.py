@@ -383,6 +383,12 @@ CASES |= {
         {**_VIT, "image_size": 23, "num_channels": 1, "qkv_bias": False, "hidden_act": "gelu_new"},
     ),
     "vit_base": ("ViTModel", _VIT),
+    "deit": ("DeiTForImageClassification", {**_VIT, **_LABELS}),
+    "deit_teacher": (
+        "DeiTForImageClassificationWithTeacher",
+        {**_VIT, **_LABELS, "image_size": 23, "num_channels": 1, "qkv_bias": False},
+    ),
+    "deit_base": ("DeiTModel", _VIT),
     "mae": ("ViTMAEForPreTraining", _MAE),
     "mae_odd": (
         "ViTMAEForPreTraining",
@@ -471,4 +477,4 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
 
 
 def reads_images(name: str) -> bool:
-    return name.startswith(("vit", "mae", "swin"))
+    return name.startswith(("vit", "deit", "mae", "swin"))
