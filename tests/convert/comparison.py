@@ -112,7 +112,7 @@ def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
         log_softmax: function of the library of `outputs`.
     """
     if name == "electra_pretraining":  # the logit of one of two labels; the other's is 0
-        stack = torch.stack if isinstance(outputs, torch.Tensor) else jnp.stack
+        stack: Any = torch.stack if isinstance(outputs, torch.Tensor) else jnp.stack
         outputs = stack([0 * outputs, outputs], -1)
     weight = weights(name)
     weight = weight.reshape(*weight.shape, *[1] * (outputs.ndim - 1 - weight.ndim))

@@ -15,7 +15,8 @@ from tests.convert.published import CONFIGS, ENCODERS
 def test_published_config_gives_the_sizes_of_transformers(name):
     hf = CONFIGS[name]
     architecture = find(hf)
-    fields = read(hf, architecture.keys, harmless=architecture.harmless) | architecture.fields
+    fields = read(hf, architecture.keys, harmless=architecture.harmless)
+    fields |= architecture.fields
     ours = architecture.model_class.Config(**fields)
     theirs = getattr(transformers, hf["architectures"][0]).config_class(**hf)
     assert ours.num_kv_heads == theirs.num_key_value_heads
@@ -40,7 +41,8 @@ def test_published_config_gives_the_sizes_of_transformers(name):
 def test_published_encoder_has_the_tensors_and_settings_of_transformers(name):
     hf = ENCODERS[name]
     architecture = find(hf)
-    fields = read(hf, architecture.keys, harmless=architecture.harmless) | architecture.fields
+    fields = read(hf, architecture.keys, harmless=architecture.harmless)
+    fields |= architecture.fields
     config = architecture.model_class.Config(**fields)
     model = nnx.eval_shape(lambda: architecture.model_class(config, rngs=nnx.Rngs(0)))
     shapes = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))

@@ -1,5 +1,7 @@
 """Calls of models from Python that cannot work are refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -65,7 +67,7 @@ def test_mesh_with_explicit_axes_is_refused_with_the_remedy():
 
 
 def test_token_types_are_refused_by_a_model_without_any():
-    sizes = {"vocab_size": 50, "max_positions": 8, "num_layers": 1, "num_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": 50, "max_positions": 8, "num_layers": 1, "num_heads": 2}
     config = BertConfig(**sizes, embed_dim=8, mlp_dim=8, head="none", num_token_types=0)
     model = Bert(config, rngs=nnx.Rngs(0))
     tokens = jnp.array([[1, 2]])
