@@ -4,9 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from convert.architecture import Architecture
-from convert.families import bert, clip, gpt2, llama, mae, opt, swin, t5, vit
+from convert.families import (
+    bert,
+    clip,
+    deit,
+    distilbert,
+    electra,
+    gpt2,
+    llama,
+    mae,
+    opt,
+    swin,
+    t5,
+    vit,
+)
 
-_FAMILIES = (gpt2, opt, llama, bert, t5, vit, swin, mae, clip)
+_FAMILIES = (gpt2, opt, llama, bert, distilbert, electra, t5, vit, deit, swin, mae, clip)
 
 _OLD_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 

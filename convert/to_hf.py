@@ -161,6 +161,8 @@ def describe(model: str, config: Any, source: Source | None) -> tuple[Architectu
     # run took only the encoder of that model.
     imported = None if source is None else source.architecture
     if imported is not None and imported.model == model:
+        # With another head, an XLM-R is still an XLM-R, although it could be written as a RoBERTa.
+        candidates.sort(key=lambda each: each.model_type != imported.model_type)
         candidates.insert(0, imported)
     if not candidates:
         raise ValueError(f"model.name={model!r} has no counterpart in Hugging Face's models")

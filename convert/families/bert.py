@@ -1,7 +1,7 @@
-"""Keys and weight names of BERT and RoBERTa."""
+"""Keys and weight names of BERT, and of RoBERTa and the families that are one: XLM-R, CamemBERT."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convert.architecture import Architecture, detect_pooler
@@ -21,7 +21,7 @@ _LINEARS = {
 _NORMS = {"attention_norm": "attention.output.LayerNorm", "mlp_norm": "output.LayerNorm"}
 
 
-def _body(base: str, *tied: str) -> tuple[Row, ...]:
+def body(base: str, *tied: str) -> tuple[Row, ...]:
     """Return the rows of the base model.
 
     Args:
@@ -68,7 +68,7 @@ _KEYS = (
     Only("add_cross_attention", (False,)),
     Only("tie_word_embeddings", (True,)),
 )
-_LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
+LABEL_KEYS = (NUM_LABELS, Only("problem_type", (None, "single_label_classification")))
 
 
 def _read_roberta_positions(hf: Config) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _write_roberta_positions(fields: Config) -> dict[str, Any]:
     return {"pad_token_id": fields["pad_id"], "max_position_embeddings": rows}
 
 
-_BERT_KEYS = (*_KEYS, Key("max_position_embeddings", "max_positions"))
+BERT_KEYS = (*_KEYS, Key("max_position_embeddings", "max_positions"))
 _ROBERTA_KEYS = (
     *_KEYS,
     Keys(
@@ -98,7 +98,7 @@ _ROBERTA_KEYS = (
 )
 
 _BERT_MLM = (
-    *_body("bert", "cls.predictions.decoder.weight"),
+    *body("bert", "cls.predictions.decoder.weight"),
     *linear("masked_lm.dense", "cls.predictions.transform.dense"),
     *norm("masked_lm.norm", "cls.predictions.transform.LayerNorm"),
     Row("masked_lm.bias", "cls.predictions.bias", "vocab", tied=("cls.predictions.decoder.bias",)),
@@ -107,13 +107,13 @@ _BERT_POOLER = linear("pooler", "bert.pooler.dense")
 _BERT_PAIRS = (*_BERT_POOLER, *linear("classifier", "cls.seq_relationship"))
 _ROBERTA_POOLER = linear("pooler", "roberta.pooler.dense")
 
-_BERT = Architecture(
+BERT = Architecture(
     name="BertForMaskedLM",
     family="BERT",
     model_type="bert",
     model="bert",
     model_class=Bert,
-    keys=_BERT_KEYS,
+    keys=BERT_KEYS,
     rows=(*_BERT_MLM, *_BERT_PAIRS),
     prefix="bert.",
     fields={"head": "masked_lm"},
@@ -135,19 +135,19 @@ _BERT = Architecture(
     detect=_detect_pairs,
 )
 _BERT_LABELS = dataclasses.replace(
-    _BERT,
+    BERT,
     detect=None,
-    keys=(*_BERT_KEYS, *_LABEL_KEYS),
+    keys=(*BERT_KEYS, *LABEL_KEYS),
     other_heads=(r"(bert\.)?pooler\.", r"cls\."),
 )
 _ROBERTA = dataclasses.replace(
-    _BERT,
+    BERT,
     name="RobertaForMaskedLM",
     family="RoBERTa",
     model_type="roberta",
     keys=_ROBERTA_KEYS,
     rows=(
-        *_body("roberta", "lm_head.decoder.weight"),
+        *body("roberta", "lm_head.decoder.weight"),
         *linear("masked_lm.dense", "lm_head.dense"),
         *norm("masked_lm.norm", "lm_head.layer_norm"),
         Row("masked_lm.bias", "lm_head.bias", "vocab", tied=("lm_head.decoder.bias",)),
@@ -158,14 +158,14 @@ _ROBERTA = dataclasses.replace(
 )
 _ROBERTA_LABELS = dataclasses.replace(
     _ROBERTA,
-    keys=(*_ROBERTA_KEYS, *_LABEL_KEYS),
+    keys=(*_ROBERTA_KEYS, *LABEL_KEYS),
     other_heads=(r"(roberta\.)?pooler\.", r"lm_head\."),
 )
 
-ARCHITECTURES = (
-    _BERT,
+_BERTS = (
+    BERT,
     dataclasses.replace(
-        _BERT,
+        BERT,
         name="BertForPreTraining",
         fields={"head": "pretraining"},
         detect=None,
@@ -174,28 +174,30 @@ ARCHITECTURES = (
     dataclasses.replace(
         _BERT_LABELS,
         name="BertForSequenceClassification",
-        rows=(*_body("bert"), *_BERT_POOLER, *linear("classifier", "classifier")),
+        rows=(*body("bert"), *_BERT_POOLER, *linear("classifier", "classifier")),
         fields={"head": "sequence"},
         other_heads=(r"cls\.",),
     ),
     dataclasses.replace(
         _BERT_LABELS,
         name="BertForTokenClassification",
-        rows=(*_body("bert"), *linear("classifier", "classifier")),
+        rows=(*body("bert"), *linear("classifier", "classifier")),
         fields={"head": "token"},
     ),
-    dataclasses.replace(_BERT, rows=(*_body("bert"), *_BERT_POOLER)).base(
+    dataclasses.replace(BERT, rows=(*body("bert"), *_BERT_POOLER)).base(
         "BertModel",
         detect=detect_pooler,
         detected_fields=("use_pooler",),
         other_heads=(r"cls\.", r"classifier\."),
     ),
+)
+_ROBERTAS = (
     _ROBERTA,
     dataclasses.replace(
         _ROBERTA_LABELS,
         name="RobertaForSequenceClassification",
         rows=(
-            *_body("roberta"),
+            *body("roberta"),
             *linear("pooler", "classifier.dense"),
             *linear("classifier", "classifier.out_proj"),
         ),
@@ -204,13 +206,42 @@ ARCHITECTURES = (
     dataclasses.replace(
         _ROBERTA_LABELS,
         name="RobertaForTokenClassification",
-        rows=(*_body("roberta"), *linear("classifier", "classifier")),
+        rows=(*body("roberta"), *linear("classifier", "classifier")),
         fields={"head": "token"},
     ),
-    dataclasses.replace(_ROBERTA, rows=(*_body("roberta"), *_ROBERTA_POOLER)).base(
+    dataclasses.replace(_ROBERTA, rows=(*body("roberta"), *_ROBERTA_POOLER)).base(
         "RobertaModel",
         detect=detect_pooler,
         detected_fields=("use_pooler",),
         other_heads=(r"lm_head\.", r"classifier\."),
     ),
 )
+
+#: Beginning of the names of classes whose models are RoBERTas -> their model_type, the name of the
+#: family, and the published models whose config.json a test reads, by class.
+_LIKE_ROBERTA: dict[str, tuple[str, str, dict[str, str]]] = {
+    "Roberta": ("roberta", "RoBERTa", {}),
+    "XLMRoberta": (
+        "xlm-roberta",
+        "XLM-R",
+        {"XLMRobertaForMaskedLM": "FacebookAI/xlm-roberta-base"},
+    ),
+    "Camembert": (
+        "camembert",
+        "CamemBERT",
+        {"CamembertForMaskedLM": "almanach/camembert-base"},
+    ),
+}
+
+
+def _like_roberta(beginning: str) -> Iterator[Architecture]:
+    model_type, family, tried = _LIKE_ROBERTA[beginning]
+    for each in _ROBERTAS:
+        name = each.name.replace("Roberta", beginning)
+        models = (tried[name],) if name in tried else ()
+        yield dataclasses.replace(
+            each, name=name, model_type=model_type, family=family, tried=models
+        )
+
+
+ARCHITECTURES = (*_BERTS, *(each for name in _LIKE_ROBERTA for each in _like_roberta(name)))

@@ -164,6 +164,7 @@ _HARMLESS = ("initializer_factor",) + tuple(
 _CLIP = Architecture(
     name="CLIPModel",
     family="CLIP",
+    tried=("openai/clip-vit-base-patch32",),
     model_type="clip",
     model="clip",
     model_class=Clip,
@@ -212,6 +213,7 @@ _SIGLIP = dataclasses.replace(
     _CLIP,
     name="SiglipModel",
     family="SigLIP",
+    tried=("google/siglip-base-patch16-224",),
     model_type="siglip",
     keys=(
         *_keys(

@@ -54,13 +54,18 @@ def blocks(ours: str, theirs: str) -> tuple[Row, ...]:
     )
 
 
-BODY = (
-    *patches("patch_embedding", "vit.embeddings"),
-    Row("class_token", "vit.embeddings.cls_token"),
-    Row("position_embedding", "vit.embeddings.position_embeddings"),
-    *blocks("encoder", "vit.encoder.layer.{layer}"),
-    *norm("final_norm", "vit.layernorm"),
-)
+def body(base: str) -> tuple[Row, ...]:
+    """Return the rows of the base model; `base` is the prefix of the names, without its dot."""
+    return (
+        *patches("patch_embedding", f"{base}.embeddings"),
+        Row("class_token", f"{base}.embeddings.cls_token"),
+        Row("position_embedding", f"{base}.embeddings.position_embeddings"),
+        *blocks("encoder", f"{base}.encoder.layer.{{layer}}"),
+        *norm("final_norm", f"{base}.layernorm"),
+    )
+
+
+BODY = body("vit")
 
 
 def side(key: str, default: int) -> Keys:

@@ -63,10 +63,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
+    "tanh": jnp.tanh,
 }
 
 
-def check_activation(name: str) -> None:
-    """Raise a ValueError if `name` is not a key of ACTIVATIONS."""
+def check_activation(name: str, *, field: str = "activation") -> None:
+    """Raise a ValueError if the value `name` of a field of `model` is not a key of ACTIVATIONS."""
     if name not in ACTIVATIONS:
-        raise ValueError(f"model.activation={name!r} is unknown; choose {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"model.{field}={name!r} is unknown; choose {', '.join(ACTIVATIONS)}")

@@ -1,14 +1,15 @@
-"""BERT and RoBERTa: an encoder with norms after residual sums, and heads for several tasks.
+"""BERT, RoBERTa, DistilBERT, ELECTRA: an encoder with norms after residual sums, and heads.
 
 In addition to the fields in models/text/common.py, a batch has `token_types`, int32[B, T], if its
 rows are pairs of texts. `targets` and `weights` are [B, T], except for `head="sequence"`, where
 they are [B]: one label per row. For `head="pretraining"` a batch also has `labels`, int32[B], which
 are 0 if the second text follows the first and 1 if it does not, and `label_weights`, float32[B].
 
-B batch, T seq, D embed, V vocab, C labels.
+B batch, T seq, D embed, E token embed, V vocab, C labels.
 
 Source: Devlin et al. 2018 (arXiv:1810.04805), sections 3 and A.2; Liu et al. 2019
-(arXiv:1907.11692), section 3.
+(arXiv:1907.11692), section 3; Sanh et al. 2019 (arXiv:1910.01108), section 3; Clark et al. 2020
+(arXiv:2003.10555), section 2.
 """
 
 import dataclasses
@@ -43,20 +44,21 @@ from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
 #: masked tokens; "pretraining" also predicts whether two texts follow each other; "sequence"
-#: predicts a label per row. "token" (a label per token) and "none" (activations) cannot be trained
-#: yet.
+#: predicts a label per row. "token" (a label per token), "replaced_token" (whether each token was
+#: replaced by another model's) and "none" (activations) cannot be trained yet.
 HEADS = {
     "masked_lm": ("masked_lm", "masked_lm_pairs"),
     "pretraining": ("masked_lm_pairs",),
     "sequence": ("classification",),
     "token": (),
+    "replaced_token": (),
     "none": (),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BertConfig:
-    """Sizes, regularization and head of a BERT or RoBERTa."""
+    """Sizes, regularization and head of a BERT, RoBERTa, DistilBERT or ELECTRA."""
 
     vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest sequence
@@ -65,12 +67,14 @@ class BertConfig:
     embed_dim: int
     mlp_dim: int
     dropout: float = 0.0  # rate for embeddings, residual branches and classifiers, in [0, 1)
-    head: str  # masked_lm | pretraining | sequence | token | none
+    token_embed_dim: int | None = None  # width of all embeddings; embed_dim if None
+    head: str  # masked_lm | pretraining | sequence | token | replaced_token | none
     num_labels: int = 2  # for the heads "sequence" and "token"
-    num_token_types: int = 2  # maximum number of texts per row; RoBERTa: 1
+    num_token_types: int = 2  # maximum number of texts per row; RoBERTa: 1; DistilBERT: 0, no types
     first_position: int = 0  # row of position 0 in the table of positions; RoBERTa: pad_id + 1
     pad_id: int | None = None  # RoBERTa: token that positions do not count
     use_pooler: bool = True  # whether head="none" keeps the pooler, which other heads read
+    pooler_activation: str = "tanh"  # DistilBERT: relu; ELECTRA: gelu
     activation: str = "gelu"
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-12
@@ -78,12 +82,20 @@ class BertConfig:
     loss: str = "cross_entropy"  # loss of masked tokens; or an import path, see models/losses.py
 
     def __post_init__(self):
-        check_sizes(self)
+        check_sizes(self, exclude=("num_token_types",))
+        if self.num_token_types < 0:
+            raise ValueError(f"model.num_token_types={self.num_token_types} must be at least 0")
         check_heads_divide(self)
         if self.head not in HEADS:
             raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
         check_activation(self.activation)
+        check_activation(self.pooler_activation, field="pooler_activation")
         make_token_loss(self.loss)
+
+    @property
+    def embeddings_dim(self) -> int:
+        """The width of all embeddings."""
+        return self.token_embed_dim or self.embed_dim
 
     @property
     def has_pooler(self) -> bool:
@@ -121,17 +133,33 @@ class MaskedLMHead(nnx.Module):
     """A dense layer and norm before the token embedding turns activations into logits; a bias."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        sizes = {"embed": config.embed_dim}, {"_embed": config.embed_dim}
+        narrow = config.embeddings_dim
+        sizes = {"embed": config.embed_dim}, {"_embed": narrow}
         self.dense = Linear(*sizes, stddev=config.init_stddev, rngs=rngs)
-        epsilon = config.layer_norm_epsilon
-        self.norm = LayerNorm(config.embed_dim, epsilon=epsilon, rngs=rngs)
+        self.norm = LayerNorm(narrow, epsilon=config.layer_norm_epsilon, rngs=rngs)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         self.bias = param(jax.nn.initializers.zeros, rngs, (vocab,), ("vocab",))
         self.activation = config.activation
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Return `[B, T, D]`, from which the token embedding computes logits."""
+        """Return `[B, T, E]`, from which the token embedding computes logits."""
         return self.norm(ACTIVATIONS[self.activation](self.dense(x_BTD)))
+
+
+class ReplacedTokenHead(nnx.Module):
+    """A dense layer, and a logit per token of whether another model replaced it."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
+        inputs = {"embed": config.embed_dim}
+        options: dict[str, Any] = {"stddev": config.init_stddev, "rngs": rngs}
+        self.dense = Linear(inputs, {"_embed": config.embed_dim}, **options)
+        self.logit = Linear(inputs, {"_out": 1}, **options)
+        self.activation = config.activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits `[B, T, 2]`, as of a classifier: 0 for tokens that are not replaced."""
+        logits = self.logit(ACTIVATIONS[self.activation](self.dense(x_BTD)))
+        return jnp.pad(logits, ((0, 0), (0, 0), (1, 0)))
 
 
 class Bert(nnx.Module):
@@ -145,23 +173,28 @@ class Bert(nnx.Module):
         self.config = config
         self.objectives = HEADS[config.head]
         embed = config.embed_dim
+        narrow = config.embeddings_dim
         stddev = config.init_stddev
         normal = jax.nn.initializers.normal(stddev)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         rows = config.first_position + config.max_positions
-        types = config.num_token_types
-        self.token_embedding = param(normal, rngs, (vocab, embed), ("vocab", "embed"))
-        self.position_embedding = param(normal, rngs, (rows, embed), (None, "embed"))
-        self.type_embedding = param(normal, rngs, (types, embed), (None, "embed"))
-        self.embedding_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        self.token_embedding = param(normal, rngs, (vocab, narrow), ("vocab", "embed"))
+        self.position_embedding = param(normal, rngs, (rows, narrow), (None, "embed"))
+        types = (config.num_token_types, narrow)
+        has_types = config.num_token_types > 0
+        self.type_embedding = param(normal, rngs, types, (None, "embed")) if has_types else None
+        self.embedding_norm = LayerNorm(narrow, epsilon=config.layer_norm_epsilon, rngs=rngs)
         self.encoder = Stack(lambda rngs: _Block(config, rngs=rngs), config.num_layers, rngs=rngs)
 
-        def linear(outputs: int) -> Linear:
-            return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)
+        def linear(outputs: int, inputs: int = embed) -> Linear:
+            return Linear({"embed": inputs}, {"_out": outputs}, stddev=stddev, rngs=rngs)
 
         has_mlm = config.head in ("masked_lm", "pretraining")
         num_labels = {"pretraining": 2, "sequence": config.num_labels, "token": config.num_labels}
         labels = num_labels.get(config.head)
+        replaces = config.head == "replaced_token"
+        self.project_in = linear(embed, inputs=narrow) if narrow != embed else None
+        self.replaced_token = ReplacedTokenHead(config, rngs=rngs) if replaces else None
         self.masked_lm = MaskedLMHead(config, rngs=rngs) if has_mlm else None
         self.pooler = linear(embed) if config.has_pooler else None
         self.classifier = linear(labels) if labels else None
@@ -174,10 +207,11 @@ class Bert(nnx.Module):
         x_BTD += learned_positions(
             self.position_embedding[...], self._positions(batch), first=config.first_position
         )
-        types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
-        x_BTD += self.type_embedding[...][types]
+        if self.type_embedding is not None:
+            types = batch.get("token_types", jnp.zeros((1, 1), jnp.int32))
+            x_BTD += self.type_embedding[...][types]
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
-        return x_BTD
+        return x_BTD if self.project_in is None else self.project_in(x_BTD)
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[Sums, Sums, dict]:
         """Return (sums of weighted losses, sums of weights, sums of the head's metrics)."""
@@ -213,11 +247,14 @@ class Bert(nnx.Module):
         kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
         head_dim = embed // config.num_heads
         scores = attention_flops(length, config.num_heads, head_dim, is_causal=False)
-        ends = 0
+        narrow = config.embeddings_dim
+        ends = 0 if self.project_in is None else dense_flops(narrow, embed)
         if self.masked_lm is not None:
-            ends += dense_flops(embed, embed) + dense_flops(embed, config.vocab_size)
+            ends += dense_flops(embed, narrow) + dense_flops(narrow, config.vocab_size)
         if config.head == "token":
             ends += dense_flops(embed, config.num_labels)
+        if self.replaced_token is not None:
+            ends += dense_flops(embed, embed) + dense_flops(embed, 1)
         rows = 0 if self.pooler is None else dense_flops(embed, embed)
         if self.pooler is not None and self.classifier is not None:
             rows += dense_flops(*self.classifier.kernel.shape)
@@ -234,21 +271,32 @@ class Bert(nnx.Module):
         Args:
             tokens: int32[B, T].
             attention_mask: [B, T], 0 for padding; None for no padding.
-            token_types: int32[B, T], 0 for the first text and 1 for the second.
+            token_types: int32[B, T], 0 for the first text and 1 for the second; None if all are 0,
+                or if the model has no token types.
 
         Returns:
             Logits of the vocab `[B, T, V]`, V without padding; logits of labels `[B, C]` or
-            `[B, T, C]`; or activations `[B, T, D]`.
+            `[B, T, C]`; logits of whether tokens were replaced `[B, T]`; or activations
+            `[B, T, D]`.
+
+        Raises:
+            ValueError: there are token types, but the model has none.
         """
         config = self.config
         batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
         if token_types is not None:
+            if self.type_embedding is None:
+                raise ValueError(
+                    "token_types are for models with model.num_token_types of at least 1, but this "
+                    "model has 0; leave them out"
+                )
             batch["token_types"] = token_types
         x_BTD = self.encoder(self.embed(batch), batch)
         if config.head == "none":
             return x_BTD
         if self.masked_lm is None:
-            return self._label_logits(x_BTD, batch)
+            logits = self._label_logits(x_BTD, batch)
+            return logits if self.replaced_token is None else logits[..., 1]
         table = self.token_embedding[...]
         bias = self.masked_lm.bias[...]
         x_BTD = self.masked_lm(x_BTD)
@@ -260,13 +308,17 @@ class Bert(nnx.Module):
         return count_positions(batch["tokens"] != self.config.pad_id)
 
     def _label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        assert self.classifier is not None
+        config = self.config
         x = x_BTD
         keys = batch.get("dropout_keys")
         if self.pooler is not None:
-            x = jnp.tanh(self.pooler(x_BTD[:, 0]))
-        # The embedding uses site 0 of the same keys.
-        logits = self.classifier(dropout(x, self.config.dropout, keys, site=1))
+            x = ACTIVATIONS[config.pooler_activation](self.pooler(x_BTD[:, 0]))
+        if self.replaced_token is not None:
+            logits = self.replaced_token(x)
+        else:
+            assert self.classifier is not None
+            # The embedding uses site 0 of the same keys.
+            logits = self.classifier(dropout(x, config.dropout, keys, site=1))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

@@ -1,12 +1,14 @@
-"""ViT: a Transformer encoder over the patches of an image.
+"""ViT and DeiT: a Transformer encoder over the patches of an image.
 
 `ImageEncoder` is also the encoder of MAE and MoCo v3, which pre-train it under the same parameter
 names.
 
-B batch, H and W pixels, C channels, T patches, with or without a class token, D embed, K labels.
+B batch, H and W pixels, C channels, T patches, with or without the tokens before them, which are a
+class token and, in a DeiT, a distillation token; D embed, K labels.
 
 Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), section 3.1; stochastic depth: Huang et al. 2016
-(arXiv:1603.09382); mean pooling: He et al. 2021 (arXiv:2111.06377), section A.1.
+(arXiv:1603.09382); mean pooling: He et al. 2021 (arXiv:2111.06377), section A.1; distillation
+token: Touvron et al. 2020 (arXiv:2012.12877), section 4.
 """
 
 import dataclasses
@@ -48,6 +50,9 @@ from sharding.ops.sequence import (
 POOLS = ("class_token", "mean")
 #: Initial values of `position_embedding`.
 POSITIONS = ("random", "sincos")
+#: "token": a token after the class token, which no head reads; "classifier": the same with a
+#: classifier of its own, whose logits are averaged with those of the class token.
+DISTILLATIONS = ("none", "token", "classifier")
 #: Initializations of kernels.
 KERNELS = ("normal", "xavier")
 
@@ -104,6 +109,11 @@ class ImageEncoderConfig(ImageInputConfig):
             raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
 
     @property
+    def num_first_tokens(self) -> int:
+        """Number of tokens before the patches."""
+        return 1
+
+    @property
     def grid(self) -> tuple[int, int]:
         """Number of rows and columns of patches."""
         side = self.image_size // self.patch_size
@@ -117,6 +127,7 @@ class ViTConfig(ImageEncoderConfig):
     head: str = "labels"  # labels | none
     num_labels: int = 2  # for the head "labels"
     pool: str = "class_token"  # input of the head: class_token | mean, which averages patches
+    distillation: str = "none"  # DeiT: token | classifier
     label_smoothing: float = 0.0  # during training
     use_pooler: bool = False  # whether head="none" keeps a pooler, which none of our heads reads
 
@@ -124,6 +135,18 @@ class ViTConfig(ImageEncoderConfig):
         super().__post_init__()
         self._check_choice("head", HEADS)
         self._check_choice("pool", POOLS)
+        self._check_choice("distillation", DISTILLATIONS)
+        if self.pool == "mean" and self.distillation == "classifier":
+            raise ValueError(
+                "model.distillation='classifier' reads the distillation token, but model.pool="
+                "'mean' reads the patches; choose model.pool='class_token', or another "
+                "model.distillation"
+            )
+
+    @property
+    def num_first_tokens(self) -> int:
+        """Number of tokens before the patches."""
+        return 1 if self.distillation == "none" else 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +215,7 @@ class ViTBlock(Block):
 
 
 class ImageEncoder(nnx.Module):
-    """Everything in a ViT except its head: an encoder of patches and a class token.
+    """Everything in a ViT except its head: an encoder of patches and the tokens before them.
 
     Models that pre-train it have these parameters under the same names.
 
@@ -202,7 +225,8 @@ class ImageEncoder(nnx.Module):
         rngs: random keys for the initialization.
     """
 
-    not_decayed = ("class_token", "position_embedding")  # as in published implementations
+    # As in published implementations.
+    not_decayed = ("class_token", "distillation_token", "position_embedding")
 
     def __init__(
         self, config: ImageEncoderConfig, *, block: type[ViTBlock] = ViTBlock, rngs: nnx.Rngs
@@ -213,37 +237,52 @@ class ImageEncoder(nnx.Module):
         self.patch_embedding = PatchEmbedding(
             config, config.patch_size, embed, stddev=config.patch_stddev, rngs=rngs
         )
-        self.class_token = param(normal, rngs, (1, 1, embed), (None, None, "embed"))
+
+        def token() -> nnx.Param:
+            return param(normal, rngs, (1, 1, embed), (None, None, "embed"))
+
+        self.class_token = token()
         self.position_embedding = position_embedding(config, rngs=rngs)
+        self.distillation_token = token() if config.num_first_tokens > 1 else None
         self.encoder = Stack(lambda rngs: block(config, layers, rngs=rngs), layers, rngs=rngs)
         self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
 
     def tokens(self, images_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return (class token `[B, 1, D]`, patches `[B, T, D]`) of images, with positions."""
+        """Return (first tokens `[B, 1 or 2, D]`, patches `[B, T, D]`) of images, with positions."""
         patches = self.patch_embedding(images_BHWC)
         size, rows, columns, embed = patches.shape
-        positions = positions_on(self.position_embedding[...], (rows, columns))
-        first = jnp.broadcast_to(self.class_token[...] + positions[:, :1], (size, 1, embed))
-        return first, patches.reshape(size, rows * columns, embed) + positions[:, 1:]
+        first = self.class_token[...]
+        if self.distillation_token is not None:
+            first = jnp.concatenate([first, self.distillation_token[...]], axis=1)
+        num = first.shape[1]
+        positions = positions_on(self.position_embedding[...], (rows, columns), num_first=num)
+        first = jnp.broadcast_to(first + positions[:, :num], (size, num, embed))
+        return first, patches.reshape(size, rows * columns, embed) + positions[:, num:]
 
 
 def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
-    """Return a table of positions `[1, 1 + T, D]`, beginning with the class token's."""
+    """Return a table of positions `[1, F + T, D]`, beginning with those of the F first tokens."""
     embed = config.embed_dim
+    num_first = config.num_first_tokens
     (rows, columns) = config.grid
     init = jax.nn.initializers.normal(config.init_stddev)
     if config.positions == "sincos":
-        fixed = np.pad(sincos_positions(rows, columns, embed), ((1, 0), (0, 0)))[None]
+        fixed = np.pad(sincos_positions(rows, columns, embed), ((num_first, 0), (0, 0)))[None]
 
         def init(key, shape, dtype):
             return jnp.asarray(fixed, dtype).reshape(shape)
 
-    return param(init, rngs, (1, 1 + rows * columns, embed), (None, None, "embed"))
+    return param(init, rngs, (1, num_first + rows * columns, embed), (None, None, "embed"))
 
 
-def positions_on(table: jax.Array, grid: tuple[int, int]) -> jax.Array:
-    """Resize a table of positions `[1, 1 + T, D]` to another grid of patches."""
-    return jnp.concatenate([table[:, :1], resized_positions(table[0, 1:], grid)[None]], axis=1)
+def positions_on(table: jax.Array, grid: tuple[int, int], *, num_first: int = 1) -> jax.Array:
+    """Resize a table of positions `[1, F + T, D]` to another grid of patches.
+
+    Args:
+        num_first: number F of tokens before the patches.
+    """
+    first = table[:, :num_first]
+    return jnp.concatenate([first, resized_positions(table[0, num_first:], grid)[None]], axis=1)
 
 
 def encoder_flops(config: ImageEncoderConfig, num_tokens: int) -> int:
@@ -273,11 +312,13 @@ class ViT(ImageEncoder):
 
         has_pooler = config.head == "none" and config.use_pooler
         has_labels = config.head != "none"
+        has_second = has_labels and config.distillation == "classifier"
         self.pooler = linear(embed) if has_pooler else None
         self.classifier = linear(config.num_labels) if has_labels else None
+        self.distillation_classifier = linear(config.num_labels) if has_second else None
 
     def embed(self, batch: dict) -> jax.Array:
-        """Return activations `[B, T, D]` for `batch["images"]`, the class token first."""
+        """Return activations `[B, T, D]` for `batch["images"]`, tokens before patches first."""
         x_BTD = local_tokens(jnp.concatenate(self.tokens(batch["images"]), axis=1))
         x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
         return x_BTD
@@ -293,9 +334,9 @@ class ViT(ImageEncoder):
         batch, height, width, channels = shapes["images"].shape
         patches = (height // config.patch_size) * (width // config.patch_size)
         total = patches * dense_flops(config.patch_size**2, channels, embed)
-        total += encoder_flops(config, 1 + patches)
-        if self.classifier is not None:
-            total += dense_flops(embed, config.num_labels)
+        total += encoder_flops(config, config.num_first_tokens + patches)
+        for classifier in (self.classifier, self.distillation_classifier):
+            total += 0 if classifier is None else dense_flops(embed, config.num_labels)
         return batch * total
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -310,14 +351,20 @@ class ViT(ImageEncoder):
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         assert self.classifier is not None
-        x_BD = _mean_of_patches(x_BTD) if self.config.pool == "mean" else x_BTD[:, 0]
-        return label_logits(self.classifier(self.final_norm(x_BD)))
+        config = self.config
+        num_first = config.num_first_tokens
+        x_BD = _mean_of_patches(x_BTD, num_first) if config.pool == "mean" else x_BTD[:, 0]
+        logits = label_logits(self.classifier(self.final_norm(x_BD)))
+        if self.distillation_classifier is None:
+            return logits
+        distilled = label_logits(self.distillation_classifier(self.final_norm(x_BTD[:, 1])))
+        return (logits + distilled) / 2
 
 
-def _mean_of_patches(x_BTD: jax.Array) -> jax.Array:
-    """Return the mean of all tokens but the class token, `[B, D]`."""
+def _mean_of_patches(x_BTD: jax.Array, num_first: int) -> jax.Array:
+    """Return the mean of all tokens after the first ones, `[B, D]`."""
     if split_here() is None:
-        return jnp.mean(x_BTD[:, 1:], axis=1)
-    is_patch_T1 = (positions(x_BTD.shape[1]) > 0)[:, None]
+        return jnp.mean(x_BTD[:, num_first:], axis=1)
+    is_patch_T1 = (positions(x_BTD.shape[1]) > num_first - 1)[:, None]
     total_BD = sum_over_tokens(jnp.sum(jnp.where(is_patch_T1, x_BTD, 0), axis=1))
-    return total_BD / (whole_length(x_BTD.shape[1]) - 1)
+    return total_BD / (whole_length(x_BTD.shape[1]) - num_first)

@@ -77,6 +77,22 @@ _BERT = {
 }
 
 
+_ROBERTA = {**_BERT, "pad_token_id": PAD, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+
+
+_DISTILBERT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+    "n_layers": 2,
+    "n_heads": 3,
+    "dim": 39,
+    "hidden_dim": 50,
+}
+
+
+_ELECTRA = {**_BERT, "embedding_size": 22}
+
+
 _LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
 
 
@@ -349,13 +365,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert_sequence": ("BertForSequenceClassification", {**_BERT, **_LABELS}),
     "bert_token": ("BertForTokenClassification", {**_BERT, **_LABELS}),
     "bert_base": ("BertModel", _BERT),
-    "roberta_mlm": (
-        "RobertaForMaskedLM",
-        {**_BERT, "pad_token_id": PAD, "type_vocab_size": 1, "layer_norm_eps": 1e-5},
-    ),
+    "roberta_mlm": ("RobertaForMaskedLM", _ROBERTA),
     "roberta_sequence": ("RobertaForSequenceClassification", {**_BERT, **_LABELS}),
     "roberta_token": ("RobertaForTokenClassification", {**_BERT, "num_labels": 3}),
     "roberta_base": ("RobertaModel", _BERT),
+    "xlm_roberta_mlm": ("XLMRobertaForMaskedLM", _ROBERTA),
+    "xlm_roberta_sequence": ("XLMRobertaForSequenceClassification", {**_ROBERTA, **_LABELS}),
+    "xlm_roberta_token": ("XLMRobertaForTokenClassification", {**_ROBERTA, **_LABELS}),
+    "xlm_roberta_base": ("XLMRobertaModel", _ROBERTA),
+    "camembert_mlm": ("CamembertForMaskedLM", _ROBERTA),
+    "camembert_sequence": ("CamembertForSequenceClassification", {**_ROBERTA, **_LABELS}),
+    "camembert_token": ("CamembertForTokenClassification", {**_ROBERTA, **_LABELS}),
+    "camembert_base": ("CamembertModel", _ROBERTA),
+    "distilbert_mlm": ("DistilBertForMaskedLM", {**_DISTILBERT, "activation": "relu"}),
+    "distilbert_sequence": ("DistilBertForSequenceClassification", {**_DISTILBERT, **_LABELS}),
+    "distilbert_token": ("DistilBertForTokenClassification", {**_DISTILBERT, **_LABELS}),
+    "distilbert_base": ("DistilBertModel", _DISTILBERT),
+    "electra_pretraining": ("ElectraForPreTraining", {**_ELECTRA, "hidden_act": "relu"}),
+    "electra_mlm": ("ElectraForMaskedLM", _ELECTRA),
+    "electra_sequence": ("ElectraForSequenceClassification", {**_ELECTRA, **_LABELS}),
+    "electra_token": (
+        "ElectraForTokenClassification",
+        {**_ELECTRA, **_LABELS, "hidden_act": "relu", "embedding_size": 39},
+    ),
+    "electra_base": ("ElectraModel", _ELECTRA),
     "t5": ("T5ForConditionalGeneration", _T5),
     "t5_v1.1": (
         "T5ForConditionalGeneration",
@@ -375,6 +408,12 @@ CASES |= {
         {**_VIT, "image_size": 23, "num_channels": 1, "qkv_bias": False, "hidden_act": "gelu_new"},
     ),
     "vit_base": ("ViTModel", _VIT),
+    "deit": ("DeiTForImageClassification", {**_VIT, **_LABELS}),
+    "deit_teacher": (
+        "DeiTForImageClassificationWithTeacher",
+        {**_VIT, **_LABELS, "image_size": 23, "num_channels": 1, "qkv_bias": False},
+    ),
+    "deit_base": ("DeiTModel", _VIT),
     "mae": ("ViTMAEForPreTraining", _MAE),
     "mae_odd": (
         "ViTMAEForPreTraining",
@@ -468,4 +507,4 @@ def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:
 
 
 def reads_images(name: str) -> bool:
-    return name.startswith(("vit", "mae", "swin"))
+    return name.startswith(("vit", "deit", "mae", "swin"))

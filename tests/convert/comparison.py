@@ -44,7 +44,7 @@ def inputs(name: str) -> dict[str, np.ndarray]:
         decoder_mask = np.roll(mask, 1, axis=0)[:, : LENGTH - 2]
         decoder_tokens = rng.integers(2, VOCAB, decoder_mask.shape, dtype=np.int32)
         batch |= {"decoder_tokens": decoder_tokens, "decoder_attention_mask": decoder_mask}
-    if name.startswith("bert"):
+    if name.startswith(("bert", "electra")):
         batch["token_types"] = rng.integers(0, 2, mask.shape, dtype=np.int32)
     return batch
 
@@ -111,6 +111,9 @@ def log_loss(outputs: Any, name: str, log_softmax: Any) -> Any:
         name: case.
         log_softmax: function of the library of `outputs`.
     """
+    if name == "electra_pretraining":  # the logit of one of two labels; the other's is 0
+        stack: Any = torch.stack if isinstance(outputs, torch.Tensor) else jnp.stack
+        outputs = stack([0 * outputs, outputs], -1)
     weight = weights(name)
     weight = weight.reshape(*weight.shape, *[1] * (outputs.ndim - 1 - weight.ndim))
     weight = np.broadcast_to(weight, outputs.shape[:-1])

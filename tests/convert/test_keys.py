@@ -1,5 +1,6 @@
 """The translation of config.json: old forms of keys, defaults, and keys that are refused."""
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from convert import from_hf, to_hf
 from convert.from_hf import load
 from convert.keys import REQUIRED, Key, read, write
 from convert.registry import architectures
+from convert.source import read_source
 from models.text.llama import LlamaConfig
 from models.vision.swin import SwinConfig
 from tests.convert import cases, hf_files
@@ -80,6 +82,7 @@ REFUSED = [
     ("bert_mlm", {"is_decoder": True}, "is_decoder=True"),
     ("bert_sequence", {"problem_type": "regression"}, "problem_type='regression'"),
     ("roberta_mlm", {"pad_token_id": None}, "no pad_token_id"),
+    ("electra_mlm", {"hidden_act": "relu"}, "hidden_act='relu'.*are 'gelu'; the head has GELU"),
     (
         "t5",
         {"feed_forward_proj": "gated-mish", "dense_act_fn": ...},
@@ -124,6 +127,13 @@ def test_rope_type_of_a_wrong_type_is_refused_by_name():
     fields = fields_of("llama", rope_parameters={"rope_type": ["yarn"], "factor": 2.0})
     with pytest.raises(ValueError, match=r"rope_type=\['yarn'\] is unknown; choose default"):
         LlamaConfig(**fields)
+
+
+def test_model_with_another_head_is_written_as_the_same_family(tmp_path):
+    source = read_source(cases.save("xlm_roberta_mlm", tmp_path))
+    config = dataclasses.replace(source.config, head="sequence")
+    architecture, _ = to_hf.describe("bert", config, source)
+    assert architecture.name == "XLMRobertaForSequenceClassification"
 
 
 def test_unknown_keys_are_accepted_if_empty_or_declared_harmless(tmp_path):

@@ -92,6 +92,29 @@ def test_loss_of_hidden_patches_equals_transformers(name, saved):
     np.testing.assert_allclose(loss / weight, expected.loss.numpy(), rtol=1e-5)
 
 
+def test_loss_of_replaced_tokens_equals_transformers(saved):
+    name = "electra_pretraining"
+    batch = comparison.inputs(name)
+    theirs = cases.make(name)
+    ours = load(saved(name))
+    is_replaced = np.random.default_rng(3).integers(0, 2, batch["tokens"].shape, dtype=np.int32)
+    tokens, mask, types, labels = (
+        torch.from_numpy(x).long()
+        for x in (batch["tokens"], batch["attention_mask"], batch["token_types"], is_replaced)
+    )
+    with torch.no_grad():
+        expected = theirs(tokens, mask, types, labels=labels).loss
+    ours_batch = {
+        "tokens": batch["tokens"],
+        "segment_ids": batch["attention_mask"],
+        "token_types": batch["token_types"],
+        "targets": is_replaced,
+        "weights": batch["attention_mask"].astype(np.float32),
+    }
+    loss, weight, _ = ours.head(ours.encoder(ours.embed(ours_batch), ours_batch), ours_batch)
+    np.testing.assert_allclose(loss / weight, expected.numpy(), rtol=1e-5)  # float32 rounding
+
+
 def test_decoder_names_written_by_the_library_are_read(saved, tmp_path):
     cases.make("mae").save_pretrained(tmp_path)
     assert "decoder.decoder_encoder.layer.2.output.dense.bias" in load_file(

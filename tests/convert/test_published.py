@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 
 from convert import from_hf
 from convert.keys import WITHOUT_EFFECT, read
+from convert.model_on_disk import shapes_of
 from convert.registry import architectures, find
 from models.text.llama import LlamaConfig
 from tests.convert import cases
-from tests.convert.published import CONFIGS
+from tests.convert.published import CONFIGS, ENCODERS
 from tests.runs import ROOT
 from train.config.config_files import load
 
@@ -96,9 +98,10 @@ def reduced(hf: dict) -> dict:
     for name in ("short_factor", "long_factor"):
         if name in rope:
             rope[name] = rope[name][-3:]  # for the 6 of 8 features that are rotated
+    by_layer = {name: hf[name][:4] for name in ("layer_types", "no_rope_layers") if name in hf}
     sizes = {
         "vocab_size": cases.VOCAB,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4 if hf.get("sliding_window_pattern") or by_layer else 2,
         "num_attention_heads": 6,
         "num_key_value_heads": 2 if has_groups else 6,
         "head_dim": 8,
@@ -110,7 +113,8 @@ def reduced(hf: dict) -> dict:
         "eos_token_id": 3,
         "rope_scaling": rope,
     }
-    return {**hf, **{name: size for name, size in sizes.items() if hf.get(name) is not None}}
+    reduced_sizes = {name: size for name, size in sizes.items() if hf.get(name) is not None}
+    return {**hf, **reduced_sizes, **by_layer}
 
 
 @pytest.mark.thorough(but=["tiiuae/Falcon3-7B-Base"])
@@ -139,6 +143,28 @@ def test_model_with_a_published_config_has_the_logits_of_transformers(name, tmp_
     np.testing.assert_allclose(
         found[mask > 0], expected.logits.numpy()[mask > 0], rtol=0, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_published_encoder_has_the_tensors_and_settings_of_transformers(name):
+    hf = ENCODERS[name]
+    architecture = find(hf)
+    fields = read(hf, architecture.keys, harmless=architecture.harmless)
+    fields |= architecture.fields
+    config = architecture.model_class.Config(**fields)
+    model = nnx.eval_shape(lambda: architecture.model_class(config, rngs=nnx.Rngs(0)))
+    shapes = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
+    mappings = architecture.tensor_mappings(shapes, vocab_size=hf.get("vocab_size"))
+    model_class = getattr(transformers, hf["architectures"][0])
+    with torch.device("meta"):
+        theirs = model_class(model_class.config_class(**hf))
+    # A tensor of ours is a layer of a stacked parameter; transformers may name modules otherwise.
+    ours = sorted(mapping.their_shape for mapping in mappings)
+    assert ours == sorted(tuple(weight.shape) for weight in theirs.parameters())
+    norms = [m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert {*norms} == {config.layer_norm_epsilon}
+    assert config.num_heads == theirs.config.num_attention_heads
+    assert config.init_stddev == theirs.config.initializer_range
 
 
 def test_keys_without_effect_are_ignored_with_one_line(caplog):

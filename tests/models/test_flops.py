@@ -69,6 +69,17 @@ MODELS = {
     "bert": (Bert, BertConfig(**OF_BERT, head="masked_lm"), 0),
     "bert, labels of rows": (Bert, BertConfig(**OF_BERT, head="sequence", num_labels=5), 0),
     "bert, labels of tokens": (Bert, BertConfig(**OF_BERT, head="token", num_labels=5), 0),
+    "distilbert": (
+        Bert,
+        BertConfig(**OF_BERT, head="sequence", num_token_types=0, pooler_activation="relu"),
+        0,
+    ),
+    "electra, tokens": (Bert, BertConfig(**OF_BERT, head="masked_lm", token_embed_dim=10), 0),
+    "electra, replaced tokens": (
+        Bert,
+        BertConfig(**OF_BERT, head="replaced_token", token_embed_dim=10),
+        0,
+    ),
     "t5": (T5, T5Config(**OF_T5), 3),
     "t5, gated": (T5, T5Config(**OF_T5, is_gated=True, tie_embeddings=False), 3),
 }

@@ -162,7 +162,8 @@ def check_tokenizer(config: RunConfig, model_config: Any, corpus: Corpus) -> Non
     _check_end_of_text(config, model_config, tokenizer.eos_id)
     shapes = example_shapes(config.data, config.images)
     has_types = tokenizer.has_token_types and "token_types" in shapes
-    if has_types and getattr(model_config, "num_token_types", 2) < 2:
+    # A model with 0 has no token types; it tells two texts apart by the tokens around them.
+    if has_types and getattr(model_config, "num_token_types", 2) == 1:
         raise ValueError(
             f"model.num_token_types={model_config.num_token_types}, but data.objective="
             f"{config.data.objective!r} has two texts per row; set model.num_token_types=2"

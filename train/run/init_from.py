@@ -20,12 +20,14 @@ from convert.source import Source, load_params
 from distributed.messages import LONGEST_START_S, Exchange
 from models.adapters import is_adapter
 from models.layers.lora import norms
-from models.vision.common import resized_positions
+from models.vision.vit import positions_on
 from sharding.memory import in_device_memory, to_device
 from train.run.run import Run
 
 #: The layer whose outputs are the labels of a task.
 _TASK_HEAD = "classifier"
+#: A second head for the task, which a DeiT has.
+_TASK_HEADS = (_TASK_HEAD, "distillation_classifier")
 #: Origin of a parameter: loaded unchanged, resized to another number of patches, with labels in
 #: another order, the norms of a loaded kernel, or initialized as in a run without a checkpoint.
 _LOADED = "loaded"
@@ -78,7 +80,8 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     )
     params = _flat(loaded)
     for path in _paths_with(_RESIZED, origins):
-        params[path] = _resize(params[path], wanted[path])
+        num_first = getattr(source.config, "num_first_tokens", 1)
+        params[path] = _resize(params[path], wanted[path], num_first=num_first)
     for path in _paths_with(_REORDERED, origins):
         params[path] = _reorder(params[path], wanted[path], order)
     if new := _paths_with(_NEW, origins):
@@ -101,12 +104,12 @@ def _origin(
     """Return the origin of a parameter: _LOADED, _RESIZED, _REORDERED, _NORMS or _NEW."""
     if is_adapter(path) and path not in stored:
         return _NORMS if path[-1] == "magnitude" else _NEW
-    is_of_labels = path[0] == _TASK_HEAD
+    is_of_labels = path[0] in _TASK_HEADS
     if not keeps_head and (is_of_labels or path not in stored):
         return _NEW
     if is_of_labels and order is not None:
         return _REORDERED
-    # Position embeddings of image patches are [1, 1 + T, D]; those for text are [T, D].
+    # Position embeddings of image patches are [1, F + T, D]; those for text are [T, D].
     is_of_patches = path[-1].endswith("position_embedding") and wanted[path].ndim == 3
     if is_of_patches and path in stored and stored[path].shape[1] != wanted[path].shape[1]:
         return _RESIZED
@@ -228,14 +231,13 @@ def _check_windows(run: Run, source: Source) -> None:
     )
 
 
-def _resize(table: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Resize a table of position embeddings `[1, 1 + T, D]`, class token first, to another T."""
-    side = round((wanted.shape[1] - 1) ** 0.5)
+def _resize(table: jax.Array, wanted: jax.ShapeDtypeStruct, *, num_first: int) -> jax.Array:
+    """Resize a table of position embeddings `[1, F + T, D]`, of F first tokens, to another T."""
+    side = round((wanted.shape[1] - num_first) ** 0.5)
     sharding: Any = wanted.sharding
 
     def make(table: jax.Array) -> jax.Array:
-        patches = resized_positions(table[0, 1:], (side, side))[None]
-        return jnp.concatenate([table[:, :1], patches], axis=1).astype(wanted.dtype)
+        return positions_on(table, (side, side), num_first=num_first).astype(wanted.dtype)
 
     resized = jax.jit(make, out_shardings=in_device_memory(sharding))(table)
     return jax.device_put(resized, sharding)

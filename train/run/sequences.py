@@ -114,8 +114,12 @@ def _wrong_length(config: RunConfig, split: SequenceSplit, model: nnx.Module, le
     chunks = f", two chunks for each of {split.ring_size} in a ring" if split.num_chunks > 1 else ""
     remedy = f"choose {' or '.join(map(str, _multiples_near(length, parts)))} tokens"
     if config.data.reads_images:
+        model_config = getattr(model, "config", None)
         sizes = _image_sizes(
-            config.images.size, getattr(getattr(model, "config", None), "patch_size", 0), parts
+            config.images.size,
+            getattr(model_config, "patch_size", 0),
+            getattr(model_config, "num_first_tokens", 1),
+            parts,
         )
         remedy = f"choose {' or '.join(sizes)}" if sizes else "no size of images has one"
     return (
@@ -130,11 +134,11 @@ def _multiples_near(number: int, factor: int) -> list[int]:
     return [n for n in (below, below + factor) if n]
 
 
-def _image_sizes(size: int, patch_size: int, parts: int) -> list[str]:
-    """Return the nearest sizes of images whose patches and class token can be divided."""
+def _image_sizes(size: int, patch_size: int, num_first: int, parts: int) -> list[str]:
+    """Return the nearest sizes of images whose patches and first tokens can be divided."""
     if not patch_size:
         return []
     side = size // patch_size
-    fitting = [n for n in range(1, side + 2 * parts) if (1 + n * n) % parts == 0]
+    fitting = [n for n in range(1, side + 2 * parts) if (num_first + n * n) % parts == 0]
     nearest = [*[n for n in fitting if n < side][-1:], *[n for n in fitting if n > side][:1]]
     return [f"images.size={n * patch_size}" for n in nearest]

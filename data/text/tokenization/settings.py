@@ -47,17 +47,20 @@ _IMPLIED: dict[str, dict[str, str]] = {
         "cls": "[CLS]",
         "mask": "[MASK]",
     },
+    "CamembertTokenizer": _ROBERTA,
     "CodeGenTokenizer": _GPT2,
     "GPT2Tokenizer": _GPT2,
     "LlamaTokenizer": {"bos": "<s>", "eos": "</s>", "unk": "<unk>"},
     "Qwen2Tokenizer": {"eos": END_OF_TEXT, "unk": END_OF_TEXT, "pad": END_OF_TEXT},
     "RobertaTokenizer": _ROBERTA,
     "T5Tokenizer": {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"},
+    "XLMRobertaTokenizer": _ROBERTA,
 }
 #: Model type -> the class of its tokenizer, if tokenizer_config.json does not name one.
 _CLASSES = {
     "bart": "BartTokenizer",
     "bert": "BertTokenizer",
+    "camembert": "CamembertTokenizer",
     "distilbert": "BertTokenizer",
     "electra": "BertTokenizer",
     "mobilebert": "BertTokenizer",
@@ -74,6 +77,7 @@ _CLASSES = {
     "qwen3_moe": "Qwen2Tokenizer",
     "roberta": "RobertaTokenizer",
     "t5": "T5Tokenizer",
+    "xlm-roberta": "XLMRobertaTokenizer",
 }
 #: Classes that tokenize like another one.
 _ALIASES = {

@@ -14,6 +14,7 @@ THEIRS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    "tanh": torch.tanh,
 }
 POINTS = np.linspace(-30, 30, 2001)
 

@@ -1,10 +1,13 @@
 """Calls of models from Python that cannot work are refused."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from models.text.bert import Bert, BertConfig
 from models.text.gpt2 import GPT2, GPT2Config
 from models.text.t5 import T5, T5Config
 from sharding.mesh import MeshConfig, make_mesh
@@ -61,3 +64,15 @@ def test_mesh_with_explicit_axes_is_refused_with_the_remedy():
             nnx.jit(lambda model, tokens: model(tokens))(model, tokens)
     with jax.set_mesh(make_mesh(MeshConfig(data=2), jax.devices())):
         assert nnx.jit(lambda model, tokens: model(tokens))(model, tokens).shape == (2, 4, 50)
+
+
+def test_token_types_are_refused_by_a_model_without_any():
+    sizes: dict[str, Any] = {"vocab_size": 50, "max_positions": 8, "num_layers": 1, "num_heads": 2}
+    config = BertConfig(**sizes, embed_dim=8, mlp_dim=8, head="none", num_token_types=0)
+    model = Bert(config, rngs=nnx.Rngs(0))
+    tokens = jnp.array([[1, 2]])
+    assert model(tokens).shape == (1, 2, 8)
+    with pytest.raises(ValueError, match="this model has 0; leave them out"):
+        model(tokens, token_types=tokens)
+    with pytest.raises(ValueError, match=r"model\.num_token_types=-1 must be at least 0"):
+        BertConfig(**sizes, embed_dim=8, mlp_dim=8, head="none", num_token_types=-1)

@@ -156,7 +156,12 @@ VARIANTS = {
         "model.rotary_pairs=neighbours",
     ),
     "Nemotron": ("model.norm=layer_1p", "model.activation=relu2", "model.is_gated=false"),
+    "DistilBERT": ("model.num_token_types=0", "model.pooler_activation=relu"),
+    "ELECTRA": ("model.token_embed_dim=12",),
+    "DeiT": ("images.size=8", "model.patch_size=2", "model.distillation=classifier"),
 }
+#: Variant -> the model that it changes, if that is not LLaMA.
+CHANGED = {"DistilBERT": "BERT, classifier", "ELECTRA": "RoBERTa", "DeiT": "ViT"}
 
 
 @pytest.mark.thorough
@@ -172,7 +177,7 @@ VARIANTS = {
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_of_a_block_equal_one_device(variant, mesh):
-    check("LLaMA", VARIANTS[variant], mesh)
+    check(CHANGED.get(variant, "LLaMA"), VARIANTS[variant], mesh)
 
 
 IMAGES = {

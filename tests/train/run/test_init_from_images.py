@@ -189,6 +189,17 @@ def test_resized_positions_equal_torch(overrides, cache, tmp_path):
     np.testing.assert_array_equal(found[:, 0], jnp.asarray(table[:, 0].numpy(), found.dtype))
 
 
+def test_positions_of_a_distillation_token_are_not_resized(cache, tmp_path):
+    name = "DeiTForImageClassificationWithTeacher"
+    theirs = save(tmp_path, name, **TINY_VIT, num_labels=10)
+    _, params, loaded = run_from(tmp_path, VIT, cache, "images.size=14")
+    table = theirs.deit.embeddings.position_embeddings.detach().numpy()
+    assert params["position_embedding"].shape == (1, 2 + 49, 16)
+    np.testing.assert_array_equal(params["position_embedding"][:, :2], table[:, :2])
+    for other in ("distillation_token", "classifier", "distillation_classifier"):
+        assert_same(params[other], loaded[other])
+
+
 def test_equal_number_of_patches_keeps_positions_unchanged(cache, tmp_path):
     save(tmp_path, "ViTForImageClassification", **{**TINY_VIT, "image_size": 9}, num_labels=10)
     _, params, theirs = run_from(tmp_path, VIT, cache)  # 8 pixels and the same number of patches

@@ -9,6 +9,8 @@ bert       vocab.txt
 llama      a SentencePiece BPE as tokenizer.json, which begins texts with `<s>`
 deepseek   a byte-level BPE as tokenizer.json, with an end of text of its own
 t5         a SentencePiece Unigram as tokenizer.json, with sentinels
+xlm_roberta  the same, with `<s> … </s>` around texts, and files that do not name its special tokens
+camembert    the same, with other ids of its special tokens
 """
 
 import json
@@ -218,8 +220,55 @@ def t5(directory: Path) -> None:
     _save(made, directory, tokenizer_config=config, config={"model_type": "t5"})
 
 
+def xlm_roberta(directory: Path) -> None:
+    """Write a folder like XLM-R's."""
+    _save_like_xlm_roberta(directory, ["<s>", "<pad>", "</s>", "<unk>"], "xlm-roberta")
+
+
+def camembert(directory: Path) -> None:
+    """Write a folder like CamemBERT's, which does not use the first of its tokens."""
+    unused = ["<s>NOTUSED", "<pad>", "</s>NOTUSED", "<unk>", "<unk>NOTUSED"]
+    _save_like_xlm_roberta(directory, [*unused, "<s>", "</s>"], "camembert")
+
+
+def _save_like_xlm_roberta(directory: Path, special: list[str], model_type: str) -> None:
+    trained = tokenizers.SentencePieceUnigramTokenizer()
+    trained.train_from_iterator(
+        CORPUS, vocab_size=80, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    pieces = [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
+    made = tokenizers.Tokenizer(models.Unigram([*pieces, ("<mask>", 0.0)], unk_id=3))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    )
+    made.decoder = decoders.Metaspace(prepend_scheme="always")
+    first, last = "<s>", "</s>"
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} {last} $B {last}",
+        special_tokens=[(token, special.index(token)) for token in (first, last)],
+    )
+    mask = tokenizers.AddedToken("<mask>", lstrip=True, special=True, normalized=False)
+    made.add_special_tokens([*special, mask])
+    files = {"tokenizer_config": {"model_max_length": 512}, "config": {"model_type": model_type}}
+    _save(made, directory, **files)
+
+
 KINDS: dict[str, Callable[[Path], None]] = {
-    each.__name__: each for each in (gpt2, opt, phi, roberta, qwen2, bert, llama, deepseek, t5)
+    each.__name__: each
+    for each in (
+        gpt2,
+        opt,
+        phi,
+        roberta,
+        qwen2,
+        bert,
+        llama,
+        deepseek,
+        t5,
+        xlm_roberta,
+        camembert,
+    )
 }
 
 
