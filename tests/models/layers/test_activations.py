@@ -12,6 +12,7 @@ THEIRS = {
     "relu": torch.nn.functional.relu,
     "relu2": lambda x: torch.square(torch.nn.functional.relu(x)),
     "silu": torch.nn.functional.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
     "tanh": torch.tanh,
