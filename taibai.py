@@ -40,6 +40,7 @@ CONVERSIONS = {
     "from_hf": "convert.from_hf",
     "to_hf": "convert.to_hf",
     "to_onnx": "convert.to_onnx",
+    "families": "convert.reference",
 }
 #: The project's packages that commands import. A test compares them with its folders.
 PACKAGES = (
