@@ -65,6 +65,7 @@ def run_main(workdir, *overrides):
     )
 
 
+@pytest.mark.thorough
 def test_training_learns_to_retrieve_texts_and_images(where, tmp_path):
     steps = ("train.num_steps=80", "eval.every_steps=80", "checkpoint.every_steps=80")
     assert run_main(tmp_path, *where, *_SIZES, *MODELS["CLIP"], *steps) == 0
@@ -78,6 +79,7 @@ def test_training_learns_to_retrieve_texts_and_images(where, tmp_path):
     assert train[0]["logit_scale"] == pytest.approx(1 / 0.07, rel=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_are_equal_on_all_meshes(model, where):
     meshes = (

@@ -64,7 +64,7 @@ def edited(section: str, key: str, value: object) -> Any:
             "model",
             "name",
             "gpt3",
-            r"model\.name='gpt3' is neither one of gpt2, opt, llama, .*, moco nor an import path",
+            r"model\.name='gpt3' is neither one of gpt2, opt, llama, .*, clip nor an import path",
         ),
         (
             "model",
