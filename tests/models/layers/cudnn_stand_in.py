@@ -13,7 +13,7 @@ from models.layers import attention, cudnn_kernel
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all attention run as on an H100, with the stand-in as the kernel."""
     selected = attention.SelectedKernel(kernel="cudnn", why="a test")
-    monkeypatch.setattr(attention, "select_kernel", lambda *_: selected)
+    monkeypatch.setattr(attention, "select_kernel", lambda *_, **_options: selected)
     monkeypatch.setattr(attention, "_can_pack", lambda: True)
     monkeypatch.setattr(cudnn_kernel, "forward", forward)
     monkeypatch.setattr(cudnn_kernel, "backward", backward)
