@@ -149,7 +149,7 @@ def read(
 
     Args:
         harmless: keys, in addition to HARMLESS, that do not affect the computation of this model.
-        options: those of the command, whose `harmless` keys are ignored too.
+        options: set for the command; its `harmless` keys are ignored too.
 
     Raises:
         ValueError: A key is missing, unknown, or has a value that is not supported.

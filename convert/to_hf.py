@@ -70,7 +70,7 @@ def convert(
             single tensor.
         averaged: whether to write the averages of the parameters, if the run kept such averages.
         merge: whether to merge the adapters into the model, instead of writing only them.
-        options: those of reading the run, and the model that its adapters are for.
+        options: for reading the run, and the model that its adapters are for.
 
     Raises:
         ValueError: There is no intact checkpoint, no Hugging Face architecture can express this

@@ -15,6 +15,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from models.layers.activations import soft_capped
 from sharding import hardware
 from sharding.logical import constrain, manual_axes, max_over, offset, sum_over
 from untrusted.imports import import_object
@@ -42,14 +43,6 @@ def cross_entropy(logits_CV: jax.Array, targets_C: jax.Array) -> jax.Array:
     largest = max_over("vocab", jnp.max(logits_CV, axis=1))
     total = sum_over("vocab", jnp.sum(jnp.exp(logits_CV - largest[:, None]), axis=1))
     return jnp.log(total) + largest - sum_over("vocab", target_logit)
-
-
-def soft_capped(x: jax.Array, softcap: float | None) -> jax.Array:
-    """Return softcap · tanh(x / softcap), which is between -softcap and softcap; None: `x`.
-
-    Source: Bello et al. 2016 (arXiv:1611.09940), section 5; Gemma Team 2024 (arXiv:2408.00118).
-    """
-    return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
 def make_token_loss(name: str) -> TokenLoss:

@@ -314,7 +314,7 @@ _COHERE2 = dataclasses.replace(
         Only("use_gated_activation", (None, True)),
         Only("use_parallel_block", (None, True)),
     ),
-    harmless=(*_COHERE.harmless, "cache_implementation", "head_dim", "use_embedding_sharing"),
+    harmless=(*_COHERE.harmless, "cache_implementation", "use_embedding_sharing"),
 )
 _SMOLLM3 = dataclasses.replace(
     _LLAMA,

@@ -454,8 +454,7 @@ def full_every(interval: int, *names: str) -> Callable[[Config], list[str]]:
     """
 
     def types(hf: Config) -> list[str]:
-        given = [hf[name] for name in names if hf.get(name)]
-        every = given[0] if given else interval
+        every = next((hf[name] for name in names if hf.get(name)), interval)
         return [
             "sliding_attention" if number % every else "full_attention"
             for number in range(1, hf["num_hidden_layers"] + 1)

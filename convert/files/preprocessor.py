@@ -43,7 +43,7 @@ def read(path: Path, fields: Mapping[str, Any], options: ReadOptions = DEFAULTS)
 
     Args:
         fields: config fields of the model; `image_size` and `num_channels` are read.
-        options: those of the command; its `harmless` keys do not change pixels.
+        options: set for the command; `harmless` keys do not change pixels.
 
     Returns:
         The config fields `image_mean` and `image_stddev`; empty if the file does not exist.

@@ -1,4 +1,4 @@
-"""Activation functions; the two forms of GELU are written so that GPUs compute them cheaply.
+"""Activations and soft caps; both forms of GELU are written so that GPUs compute them cheaply.
 
 Like PyTorch's kernels, they compute in float32 or wider and round once, to the dtype of `x`.
 `jax.nn.gelu` has the same values. By XLA's costs for an H100 it takes three times as long, though:
@@ -49,6 +49,14 @@ def relu2(x: jax.Array) -> jax.Array:
     Source: So et al. 2021 (arXiv:2109.08668), section 3.
     """
     return jnp.square(jax.nn.relu(x))
+
+
+def soft_capped(x: jax.Array, softcap: float | None) -> jax.Array:
+    """Return softcap · tanh(x / softcap), which is between -softcap and softcap; None: `x`.
+
+    Source: Bello et al. 2016 (arXiv:1611.09940), section 5; Gemma Team 2024 (arXiv:2408.00118).
+    """
+    return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
 def _as_float32(x: jax.Array) -> jax.Array:

@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models.layers.activations import soft_capped
 from models.layers.masks import Segments
 from sharding.logical import constrain
 
@@ -261,8 +262,8 @@ def attend_to_cache(
         return current.read(q_BTNH, k_BSKH, v_BSKH, window=window, **logits_options)
     if isinstance(current, _Filling):
         if is_causal:
-            kept = (k_BSKH, v_BSKH) if cached_BSKH is None else (cached_BSKH, None)
-            current.keep(*kept, window)
+            keys, values = (k_BSKH, v_BSKH) if cached_BSKH is None else (cached_BSKH, None)
+            current.keep(keys, values, window)
         else:
             current.keep_across(k_BSKH, v_BSKH, segments)
     return None
@@ -293,8 +294,7 @@ def _attend_to(
     logits_BKQS = scale * jnp.einsum(
         "BKQH,BKSH->BKQS", q_BKQH, cache.k_BKSH, preferred_element_type=wide
     )
-    if softcap is not None:
-        logits_BKQS = softcap * jnp.tanh(logits_BKQS / softcap)
+    logits_BKQS = soft_capped(logits_BKQS, softcap)
     if bias_BNTS is not None:
         logits_BKQS += bias_BNTS.reshape(-1, *logits_BKQS.shape[1:]).astype(wide)
     is_visible_B1QS = jnp.tile(is_visible_BTS, (1, num_heads // num_kv_heads, 1))[:, None]

@@ -24,7 +24,7 @@ class CausalModel(nnx.Module):
 
     @property
     def logit_softcap(self) -> float | None:
-        """Soft cap of the logits; see `models.losses.soft_capped`."""
+        """Soft cap of the logits; see `models.layers.activations.soft_capped`."""
         return getattr(self.config, "logit_softcap", None)
 
     def embed(self, batch: dict) -> jax.Array:

@@ -21,8 +21,9 @@ import numpy as np
 from jax.core import Tracer
 
 from fields.numbers import MAX_LAYERS, number_problem, shown
+from models.layers.activations import soft_capped
 from models.layers.masks import Segments
-from models.losses import chunked_vocab_loss, make_token_loss, soft_capped
+from models.losses import chunked_vocab_loss, make_token_loss
 from sharding.ops import sequence
 
 
