@@ -1,84 +1,58 @@
-"""Counts model FLOPs, the numerator of model FLOPs utilization (MFU).
+"""Counts model FLOPs, the numerator of model FLOPs utilization (MFU), from the trace of a model.
 
 Convention (PaLM, arXiv:2204.02311, appendix B, but with causal attention at half): a multiply-add
 is 2 FLOPs. Only matrix products count. The backward pass costs twice the forward pass.
 Recomputation does not count. Causal attention counts only the half of its products that is not
 masked. Embedding lookups are free. The head counts the vocab without padding.
+
+A model states nothing: its parts are traced with the shapes of a batch, one block of each stack.
+Only a layer whose trace is not its work declares it, as attention does; see `declare_flops` in
+models/layers/flops.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from sharding.jaxprs import dot_general_flops, walk
+from models.functions import ModelFunctions, one_layer
+from models.layers.flops import model_flops
 
-
-def dense_flops(*sizes: int) -> int:
-    """Return the forward FLOPs per token of a matrix product with a kernel of these sizes."""
-    product = 2
-    for size in sizes:
-        product *= size
-    return product
-
-
-def attention_flops(
-    num_keys: int, num_heads: int, head_dim: int, *, is_causal: bool, window: int | None = None
-) -> int:
-    """Return the forward FLOPs per query token of q·kᵀ and weights·v.
-
-    Args:
-        num_keys: S. If `is_causal`, also the number of queries T.
-        num_heads: number of attention heads.
-        head_dim: size of one head.
-        is_causal: whether queries see no later keys.
-        window: maximum number of keys that a query sees, if `is_causal`; None for all.
-    """
-    full = 2 * dense_flops(num_keys, num_heads, head_dim)
-    if not is_causal:
-        return full
-    seen = num_keys if window is None else min(window, num_keys)
-    # Each of the T queries sees `seen` keys, but the first ones see fewer: T·seen - seen²/2 of the
-    # T² products are not masked. A diagonal counts half, as everywhere in this project.
-    return full * (2 * num_keys - seen) * seen // (2 * num_keys**2)
+Tree = Any
 
 
 def train_flops(
-    model: object, shapes: Mapping[str, Any], num_params: int, *, has_adapters: bool = False
+    functions: ModelFunctions, params: Tree, batch: dict[str, Any], *, has_adapters: bool = False
 ) -> int:
-    """Return the FLOPs of a batch, forward and backward.
+    """Return the FLOPs of a batch, forward and backward. A teacher has no backward pass.
 
     Args:
-        model: if it has a method `forward_flops(shapes)`, that counts the forward pass; otherwise
-            every parameter counts as one multiply-add per token. If it has a method
-            `teach_flops(shapes)`, that counts the teacher, which has no backward pass.
-        shapes: batch's arrays, or their ShapeDtypeStructs, by name.
-        num_params: number of parameters.
+        functions: model's functions.
+        params: its parameters; ShapeDtypeStructs suffice.
+        batch: whole batch, as the model receives it; ShapeDtypeStructs suffice.
         has_adapters: whether only adapters are trained. Then the gradients of kernels, half of the
             backward pass, do not count; nor do the adapters.
     """
-    count = getattr(model, "forward_flops", None)
-    forward = count(shapes) if count else dense_flops(num_params, num_tokens(shapes))
-    teacher_outputs = getattr(model, "teach_flops", lambda shapes: 0)
-    return (2 if has_adapters else 3) * forward + teacher_outputs(shapes)
+    parts = functions.split(params)
+    non_stack = parts["non_stack"]
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    stacks = model_flops(functions.embed, non_stack, batch)
+    x = None
+    for name, (before, x) in functions.activation_types(non_stack, batch).items():
+        if name in functions.before:
+            stacks += model_flops(functions.before[name], non_stack, before, batch)
+        layer = one_layer(parts["stacks"][name])
+        block = model_flops(functions.blocks[name], layer, x, batch, number)
+        stacks += functions.num_layers[name] * block
+    head_batch = functions.with_teacher_output_types(non_stack, x, batch)
+    head = model_flops(functions.head, non_stack, x, head_batch)
+    student = (2 if has_adapters else 3) * (stacks + head)
+    if functions.teach is None:
+        return student
+    return student + stacks + model_flops(functions.teach, non_stack, x, batch)
 
 
 def num_tokens(shapes: Mapping[str, Any]) -> int:
     """Return the number of tokens in a batch that a model processes, including padding."""
     return sum(leaf.size for name, leaf in shapes.items() if name.endswith("tokens"))
-
-
-def traced_flops(function: Callable, *args: Any) -> int:
-    """Return the FLOPs of all matrix products in a function, with every scan iteration counted.
-
-    Args:
-        function: function, which is only traced.
-        *args: its arguments, or their ShapeDtypeStructs.
-    """
-    total = 0
-    for eqn, times in walk(jax.make_jaxpr(function)(*args).jaxpr.eqns):
-        if eqn.primitive.name == "dot_general":
-            left = eqn.invars[0].aval.shape
-            output = eqn.outvars[0].aval.shape
-            total += times * dot_general_flops(eqn.params, left, output)
-    return total

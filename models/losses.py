@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from models.layers.activations import soft_capped
+from models.layers.flops import declare_flops, dense_flops
 from sharding import hardware
 from sharding.logical import constrain, manual_axes, max_over, offset, sum_over
 from untrusted.imports import import_object
@@ -109,11 +110,11 @@ def chunked_vocab_loss(
             "needs the whole of it; set pipeline.share_vocab=False, or model.loss=cross_entropy"
         )
     chunks = _cutter(x_ND.shape[0], chunk_tokens)
-    output = (table_VD, bias_V)
-    return _sum_over_chunks(
-        (vocab_size, softcap, token_loss),
+    return declare_flops(
+        dense_flops(*x_ND.shape, vocab_size),
+        functools.partial(_sum_over_chunks, (vocab_size, softcap, token_loss)),
         chunks(x_ND),
-        output,
+        (table_VD, bias_V),
         chunks(targets_N),
         chunks(weights_N),
     )

@@ -17,6 +17,7 @@ DPO, Mitchell 2023 (https://ericmitchell.ai/cdpo.pdf), equation 3.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 from fields.field import field
 from fields.section import Section
 from models.functions import ModelFunctions
+from models.layers.flops import declare_flops
 from models.losses import chunked_token_losses, chunked_vocab_loss
 from sharding.ops.sequence import counted_once, sum_over_tokens
 
@@ -148,7 +150,8 @@ def preference_loss(
         softcap: as for `answer_log_probs`.
     """
     options = {"vocab_size": vocab_size, "softcap": softcap}
-    log_probs = answer_log_probs(x_BTD, table_VD, batch, **options)
+    # Not counted: the same product as in the sum of token losses below.
+    log_probs = declare_flops(0, partial(answer_log_probs, **options), x_BTD, table_VD, batch)
     rewards = config.beta * (log_probs - batch[REFERENCE_LOG_PROBS])
     margins_BP = rewards[..., 0] - rewards[..., 1]
     weights_BP = batch["weights"].astype(margins_BP.dtype)

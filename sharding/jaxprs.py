@@ -66,6 +66,20 @@ def dot_general_flops(params: Mapping[str, Any], left: Sequence[int], output: Se
     return 2 * math.prod(output) * math.prod(left[dim] for dim in contracted)
 
 
+def convolution_flops(
+    params: Mapping[str, Any], kernel: Sequence[int], output: Sequence[int]
+) -> int:
+    """Return the FLOPs of a `conv_general_dilated`, with its padding.
+
+    Args:
+        params: parameters of the equation.
+        kernel: shape of its second input.
+        output: shape of its output.
+    """
+    out_dim = params["dimension_numbers"].rhs_spec[0]
+    return 2 * math.prod(output) * math.prod(kernel) // kernel[out_dim]
+
+
 def trace_inlined(function: Callable, *args: Any) -> ClosedJaxpr:
     """Trace `function` to a closed jaxpr with all calls inlined."""
     traced = jax.make_jaxpr(function)(*args)

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from convert.architecture import Architecture
 from convert.model_on_disk import shapes_of
 from convert.to_hf import describe
-from models.flops import attention_flops
+from models.layers.flops import attention_flops
 from models.text.gpt2 import GPT2Config
 from models.text.llama import LlamaConfig
 from models.vision.vit import ViTConfig

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import jax
 
 from models.layers import blocked_attention, cudnn_attention
+from models.layers.flops import attention_flops, declare_flops
 from models.layers.kv_cache import attend_to_cache
 from models.layers.masks import Mask, Segments
 from models.layers.relative_bias import RelativeBias
@@ -198,7 +199,11 @@ def attend(
     else:
         on_device = functools.partial(_attend_on_context, options, split)
     of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
-    return over_heads(on_device, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
+    batch, length, num_heads, head_dim = q_BTNH.shape
+    sizes = k_BSKH.shape[1], num_heads, head_dim
+    flops = batch * length * attention_flops(*sizes, value_dim=v_BSKH.shape[3], **masks)
+    run = functools.partial(over_heads, on_device)
+    return declare_flops(flops, run, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
 
 
 def _record_call(q_BTNH: jax.Array, k_BSKH: jax.Array, *, is_causal: bool) -> None:

@@ -20,6 +20,7 @@ from flax import nnx
 
 from fields.numbers import MAX_INT
 from models.layers import float8
+from models.layers.flops import declare_flops
 from sharding.logical import automatic_axes, manual_axes, offset, sum_over, sum_over_batch
 
 #: cuBLASLt multiplies float8 matrices only if their numbers of rows and columns are multiples.
@@ -150,7 +151,8 @@ class Linear(nnx.Module):
                 flat, kernel, ((tuple(i + 1 for i in contracted), contracted), ((), ()))
             )
         if self.lora is not None:
-            y = self.lora(y, x if split is None else split, kernel)
+            # Adapters are not the model's work; see models/flops.py.
+            y = declare_flops(0, self.lora, y, x if split is None else split, kernel)
         if self.bias is not None:
             bias = self.bias[...]
             y = y + (bias.reshape(-1) if merges else bias)[None]

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import ACTIVATIONS, check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
 from models.layers.block import Block
@@ -238,27 +237,6 @@ class Bert(nnx.Module):
         losses = {"mlm_loss": loss, "nsp_loss": pair_loss}
         weights = {"mlm_loss": weight, "nsp_loss": pair_weight}
         return losses, weights, {"nsp_accuracy": (hits, pair_weight)}
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, length = shapes["tokens"].shape
-        kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
-        head_dim = embed // config.num_heads
-        scores = attention_flops(length, config.num_heads, head_dim, is_causal=False)
-        narrow = config.embeddings_dim
-        ends = 0 if self.project_in is None else dense_flops(narrow, embed)
-        if self.masked_lm is not None:
-            ends += dense_flops(embed, narrow) + dense_flops(narrow, config.vocab_size)
-        if config.head == "token":
-            ends += dense_flops(embed, config.num_labels)
-        if self.replaced_token is not None:
-            ends += dense_flops(embed, embed) + dense_flops(embed, 1)
-        rows = 0 if self.pooler is None else dense_flops(embed, embed)
-        if self.pooler is not None and self.classifier is not None:
-            rows += dense_flops(*self.classifier.kernel.shape)
-        return batch * (length * (config.num_layers * (kernels + scores) + ends) + rows)
 
     def __call__(
         self,

@@ -12,7 +12,6 @@ import math
 import jax
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, lookup, param
 from models.layers.block import Block
@@ -111,19 +110,6 @@ class GPT2(CausalModel):
     def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
         return self.final_norm(x_BTD), self.token_embedding[...]
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, length = shapes["tokens"].shape
-        kernels = dense_flops(embed, 3 * embed) + dense_flops(embed, embed)
-        kernels += 2 * dense_flops(embed, config.mlp_dim or 4 * embed)
-        heads = config.num_heads
-        head_dim = embed // config.num_heads
-        scores = attention_flops(length, heads, head_dim, is_causal=True)
-        head = dense_flops(embed, config.vocab_size)
-        return batch * length * (config.num_layers * (kernels + scores) + head)
 
 
 def _residual_stddev(config: GPT2Config) -> float:

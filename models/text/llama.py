@@ -21,7 +21,6 @@ import jax
 from flax import nnx
 
 from fields.numbers import shown
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
@@ -351,45 +350,6 @@ class Llama(CausalModel):
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         return _scaled(self.final_norm(x_BTD), self.config.logit_scale), table[...]
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, length = shapes["tokens"].shape
-        heads = config.num_heads
-        kv_heads = config.num_kv_heads
-        head_dim = config.head_dim
-        kernels = dense_flops(embed, 2 * (heads + kv_heads) * head_dim)
-        if config.latent_dim is not None:
-            kernels, head_dim = self._latent_flops()
-        kernels += (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
-        window = config.sliding_window
-        scores = sum(
-            attention_flops(
-                length,
-                heads,
-                head_dim,
-                is_causal=True,
-                window=window if layer_type == "window" else None,
-            )
-            for layer_type in config.types
-        )
-        head = dense_flops(embed, config.vocab_size)
-        return batch * length * (config.num_layers * kernels + scores + head)
-
-    def _latent_flops(self) -> tuple[int, int]:
-        """Return the FLOPs of a layer's projections, and the mean size of a head's two products."""
-        config = self.config
-        value = config.value_dim or config.head_dim
-        key = config.head_dim + config.rotary_dim
-        of_queries = config.query_latent_dim or config.embed_dim
-        latent = config.latent_dim or 0
-        kernels = dense_flops(of_queries, config.num_heads * key)
-        kernels += dense_flops(config.embed_dim, config.query_latent_dim or 0)
-        kernels += dense_flops(config.embed_dim, latent + config.rotary_dim)
-        kernels += dense_flops(latent, config.num_heads * (config.head_dim + value))
-        return kernels + dense_flops(config.num_heads * value, config.embed_dim), (key + value) // 2
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

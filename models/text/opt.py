@@ -14,7 +14,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
 from models.layers.block import Block
@@ -132,16 +131,3 @@ class OPT(CausalModel):
         x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         x_BTD = x_BTD if self.project_out is None else self.project_out(x_BTD)
         return x_BTD, self.token_embedding[...]
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, length = shapes["tokens"].shape
-        kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
-        head_dim = embed // config.num_heads
-        scores = attention_flops(length, config.num_heads, head_dim, is_causal=True)
-        narrow = config.token_embed_dim or embed
-        ends = dense_flops(narrow, config.vocab_size)
-        ends += 0 if self.project_in is None else 2 * dense_flops(narrow, embed)
-        return batch * length * (config.num_layers * (kernels + scores) + ends)

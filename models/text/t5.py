@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, lookup, param
 from models.layers.dropout import dropout
@@ -203,23 +202,6 @@ class T5(nnx.Module):
         vocab_size = config.vocab_size
         loss = config.loss
         return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, sources = shapes["tokens"].shape
-        targets = shapes["decoder_tokens"].shape[1]
-        heads = config.num_heads, config.head_dim
-        projection = dense_flops(embed, *heads)
-        mlp = (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
-        encoder = 4 * projection + mlp + attention_flops(sources, *heads, is_causal=False)
-        decoder = 6 * projection + mlp + attention_flops(targets, *heads, is_causal=True)
-        decoder += attention_flops(sources, *heads, is_causal=False)
-        # Each decoder layer computes keys and values from the encoder's output.
-        per_source = config.num_layers * encoder + config.num_decoder_layers * 2 * projection
-        per_target = config.num_decoder_layers * decoder + dense_flops(embed, config.vocab_size)
-        return batch * (sources * per_source + targets * per_target)
 
     def __call__(
         self,

@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param, unit_length
 from models.layers.block import Block
@@ -290,29 +289,6 @@ class Clip(nnx.Module):
             metrics[name] = jnp.sum(hits_B * weights_B)
         losses_B = jnp.where(weights_B > 0, losses_B, 0)
         return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), metrics
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        size, height, width, channels = shapes["images"].shape
-        patches = (height // config.patch_size) * (width // config.patch_size)
-        embed = config.embed_dim
-        total = patches * dense_flops(config.patch_size**2, channels, embed)
-        lengths = {"image": patches, "text": shapes["tokens"].shape[1]}
-        if self.pool is None:
-            lengths["image"] += 1
-            total += dense_flops(embed, config.projection_dim)
-        else:
-            total += (2 + 2 * patches) * dense_flops(embed, embed)
-            total += 2 * dense_flops(embed, config.mlp_dim) + 2 * dense_flops(patches, embed)
-        for side, length in lengths.items():
-            layers, heads, embed, mlp = config.sizes(side)
-            kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, mlp)
-            is_causal = side == "text" and config.is_causal
-            scores = attention_flops(length, heads, embed // heads, is_causal=is_causal)
-            total += length * layers * (kernels + scores)
-        total += dense_flops(config.text_embed_dim, config.projection_dim)
-        return size * (total + 2 * dense_flops(size, config.projection_dim))
 
     def __call__(
         self, tokens: jax.Array, images: jax.Array, attention_mask: jax.Array | None = None

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import dense_flops
 from models.layers.basic import LayerNorm, Linear, param
 from models.layers.dropout import dropout
 from models.stack import Stack
@@ -33,7 +32,6 @@ from models.vision.vit import (
     PreTrainingConfig,
     ViTBlock,
     ViTConfig,
-    encoder_flops,
     position_embedding,
     positions_on,
 )
@@ -168,21 +166,6 @@ class MAE(ImageEncoder):
         losses_B = sum_over_tokens(jnp.sum(hidden_BT, axis=1)) / num_hidden_B
         weights_B = counted_once(batch["weights"].astype(losses_B.dtype))
         return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), {}
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        images = shapes["images"]
-        rows, columns = self._grid(images)
-        patches = rows * columns
-        values = config.patch_size**2 * config.num_channels
-        seen = 1 + config.num_kept(patches)
-        total = patches * dense_flops(values, config.embed_dim)
-        total += encoder_flops(config, seen)
-        total += seen * dense_flops(config.embed_dim, config.decoder_embed_dim)
-        total += encoder_flops(config.decoder, 1 + patches)
-        total += patches * dense_flops(config.decoder_embed_dim, values)
-        return images.shape[0] * total
 
     def __call__(
         self, images: jax.Array, noise: jax.Array | None = None

@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import dense_flops
 from models.layers.basic import BatchNorm, Linear, unit_length
 from models.layers.dropout import dropout
-from models.vision.vit import ImageEncoder, PreTrainingConfig, ViTBlock, encoder_flops
+from models.vision.vit import ImageEncoder, PreTrainingConfig, ViTBlock
 from sharding.logical import constrain_residual, first_example, gather_batch
 
 NUM_VIEWS = 2
@@ -177,27 +176,6 @@ class MoCo(ImageEncoder):
         weights_B = batch["weights"].astype(losses_B.dtype)
         metrics = {"contrast_accuracy": jnp.sum(hits_B * weights_B)}
         return jnp.sum(losses_B * weights_B), jnp.sum(weights_B), metrics
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        size = shapes["images"].shape[0]
-        hidden = config.hidden_dim
-        outputs = config.projection_dim
-        predictor = dense_flops(outputs, hidden) + dense_flops(hidden, outputs)
-        comparisons = dense_flops(size, outputs)
-        return self.teach_flops(shapes) + NUM_VIEWS * size * (predictor + comparisons)
-
-    def teach_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of the forward pass up to `teach`."""
-        config = self.config
-        size, _, height, width, channels = shapes["images"].shape
-        patches = (height // config.patch_size) * (width // config.patch_size)
-        sizes = config.embed_dim, config.hidden_dim, config.hidden_dim, config.projection_dim
-        total = patches * dense_flops(config.patch_size**2, channels, config.embed_dim)
-        total += encoder_flops(config, 1 + patches)
-        total += sum(dense_flops(*pair) for pair in zip(sizes, sizes[1:], strict=False))
-        return NUM_VIEWS * size * total
 
     def _projections(self, x_BVTD: jax.Array, batch: dict) -> jax.Array:
         """Return the projections of class tokens, `[B, V, P]`."""

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import dense_flops
 from models.layers.basic import Linear, param, recomputed
 from models.layers.dropout import drop_path
 from models.layers.transformer import MLP, across_tokens
@@ -162,18 +161,6 @@ class ResMLP(nnx.Module):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
         return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        patches = self.config.num_patches
-        layer = dense_flops(patches, embed) + 2 * dense_flops(embed, config.mlp_dim)
-        of_patch = dense_flops(config.patch_size**2, config.num_channels, embed)
-        total = patches * (of_patch + config.num_layers * layer)
-        if self.classifier is not None:
-            total += dense_flops(embed, config.num_labels)
-        return shapes["images"].shape[0] * total
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.

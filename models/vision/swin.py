@@ -25,13 +25,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import MAX_LAYERS
-from models.flops import dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear
 from models.layers.dropout import drop_path, dropout
 from models.layers.transformer import MLP, Attention
 from models.layers.windows import (
-    BIAS_DIM,
     ContinuousBias,
     RelativeBias,
     ScaledUnitNorm,
@@ -376,30 +374,6 @@ class Swin(nnx.Module):
     def head(self, x_BHWC: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
         return label_loss(self._logits(x_BHWC), batch, smoothing=self.config.label_smoothing)
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        batch = shapes["images"].shape[0]
-        patch = dense_flops(config.patch_size**2, config.num_channels, config.embed_dim)
-        total = config.side(0) ** 2 * patch
-        fixed = 0
-        for stage, depth in enumerate(config.depths):
-            width = config.width(stage)
-            side = config.side(stage)
-            (window, _) = config.window(stage)
-            in_windows = (-(-side // window) * window) ** 2
-            attention = 4 * dense_flops(width, width) + 2 * dense_flops(window**2, width)
-            mlp = 2 * dense_flops(width, config.mlp_dim(stage))
-            total += depth * (in_windows * attention + side**2 * mlp)
-            if stage:
-                total += side**2 * dense_flops(2 * width, width)
-            if config.version == 2:
-                offset = dense_flops(2, BIAS_DIM) + dense_flops(BIAS_DIM, config.num_heads[stage])
-                fixed += depth * (2 * window - 1) ** 2 * offset
-        if self.classifier is not None:
-            total += dense_flops(config.width(config.num_stages - 1), config.num_labels)
-        return batch * total + fixed
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return logits, float32[B, K], or activations `[B, H, W, C]` for `head="none"`.

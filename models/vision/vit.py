@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, param
 from models.layers.block import Block
@@ -285,15 +284,6 @@ def positions_on(table: jax.Array, grid: tuple[int, int], *, num_first: int = 1)
     return jnp.concatenate([first, resized_positions(table[0, num_first:], grid)[None]], axis=1)
 
 
-def encoder_flops(config: ImageEncoderConfig, num_tokens: int) -> int:
-    """Return the matrix-product FLOPs of all blocks for one sequence."""
-    embed = config.embed_dim
-    kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
-    heads = config.num_heads, embed // config.num_heads
-    scores = attention_flops(num_tokens, *heads, is_causal=False)
-    return num_tokens * config.num_layers * (kernels + scores)
-
-
 class ViT(ImageEncoder):
     """An image encoder with a head."""
 
@@ -326,18 +316,6 @@ class ViT(ImageEncoder):
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
         return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
-
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, height, width, channels = shapes["images"].shape
-        patches = (height // config.patch_size) * (width // config.patch_size)
-        total = patches * dense_flops(config.patch_size**2, channels, embed)
-        total += encoder_flops(config, config.num_first_tokens + patches)
-        for classifier in (self.classifier, self.distillation_classifier):
-            total += 0 if classifier is None else dense_flops(embed, config.num_labels)
-        return batch * total
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Return logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.

@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.check import check
-from models.flops import traced_flops
+from models.layers.flops import traced_flops
 from models.functions import ModelFunctions, functions_of, named_activations, one_layer
 from models.layers import attention
 from models.layers.attention import AttentionCall, SelectedKernel

@@ -138,14 +138,10 @@ class Run:
 
     @cached_property
     def flops_per_unit(self) -> int:
-        """Model FLOPs per token or image, forward and backward; see models/flops.py.
-
-        0 if they are unknown, because an image model does not define them.
-        """
+        """Model FLOPs per token or image, forward and backward; see models/flops.py."""
         has_adapters = self.config.lora.rank is not None
-        flops = train_flops(
-            self.model, self._abstract_batch(), self.num_params, has_adapters=has_adapters
-        )
+        batch = batch_shapes(self.config, self.config.data.global_batch_size)
+        flops = train_flops(self.functions, self.traces.params, batch, has_adapters=has_adapters)
         return flops // self.units_per_step
 
     @_once

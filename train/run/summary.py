@@ -57,7 +57,7 @@ def _describe_stages(run: Run) -> str:
 
 def _describe_flops(run: Run) -> str:
     if not run.flops_per_unit:
-        return "FLOPs not known: the model has no forward_flops"
+        return "no matrix products"
     return f"{run.flops_per_unit:,} FLOPs {'an image' if run.unit == 'image' else 'a token'}"
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models.flops import traced_flops
+from models.layers.flops import traced_flops
 from pipeline.runtime.block_vjp import BlockVJP
 
 #: Sizes are all different, so a shape identifies its array.

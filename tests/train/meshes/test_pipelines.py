@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.flops import attention_flops, dense_flops
+from models.layers.flops import attention_flops, dense_flops
 from predict.program.flops import matmul_flops
 from predict.program.memory import memory
 from tests.runs import (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from models.flops import traced_flops
+from models.layers.flops import traced_flops
 from models.functions import functions_of
 from models.text.gpt2 import GPT2, GPT2Config
 from train.run.model_traces import count_work
