@@ -314,7 +314,7 @@ def _values_to_log(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: R
     logged = values | meter.lap()
     peak = peak_flops_per_s(run.hardware.device_kind, run.config.precision.compute_dtype)
     units_per_s = logged[f"{run.unit}s_per_s"]
-    if peak and units_per_s and run.flops_per_unit:
+    if peak and units_per_s:
         flops_per_s = run.flops_per_unit * units_per_s
         logged["mfu"] = mfu(flops_per_s, run.mesh.size, peak)
     return logged

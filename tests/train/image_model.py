@@ -70,6 +70,3 @@ class Patches(nnx.Module):
             loss = shares * loss - (1 - shares) * of(batch["other_targets"])
         right = logits.argmax(axis=1) == batch["targets"]
         return (loss * weights).sum(), weights.sum(), {"accuracy": (right * weights).sum()}
-
-    def forward_flops(self, shapes):
-        return 2 * self.config.embed_dim * shapes["images"].size

@@ -51,9 +51,7 @@ class CompiledStep:
 
     @property
     def mfu(self) -> float | None:
-        """Predicted model FLOPs utilization, from 0 to 1; None if FLOPs are unknown."""
-        if not self.run.flops_per_unit:
-            return None
+        """Predicted model FLOPs utilization, from 0 to 1; None if the GPU's peak is unknown."""
         peak = peak_flops_per_s(
             self.run.hardware.device_kind, self.run.config.precision.compute_dtype
         )

@@ -21,10 +21,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from models.check import check
-from models.layers.flops import traced_flops
 from models.functions import ModelFunctions, functions_of, named_activations, one_layer
 from models.layers import attention
 from models.layers.attention import AttentionCall, SelectedKernel
+from models.layers.flops import traced_flops
 from pipeline.runtime.trees import total_of
 from pipeline.stack_layout import balanced_cut
 from sharding.hardware import Hardware

@@ -56,8 +56,6 @@ def _describe_stages(run: Run) -> str:
 
 
 def _describe_flops(run: Run) -> str:
-    if not run.flops_per_unit:
-        return "no matrix products"
     return f"{run.flops_per_unit:,} FLOPs {'an image' if run.unit == 'image' else 'a token'}"
 
 

@@ -281,9 +281,11 @@ def test_flops_equal_a_count_by_hand():
     kernels = 2 * (8 * 24 + 8 * 8 + 8 * 32 + 32 * 8)  # qkv, out, up, down: 1536
     scores = 2 * (4 * 8 + 4 * 8) // 2  # q·k and weights·v over 4 positions, half masked: 64
     head = 2 * 8 * 10  # the vocab without padding
-    shapes = {"tokens": jax.ShapeDtypeStruct((3, 4), jnp.int32)}
-    assert model.forward_flops(shapes) == 12 * (2 * (kernels + scores) + head) == 12 * 3360
-    assert train_flops(model, shapes, num_params=0) == 3 * 12 * 3360
+    ids = jax.ShapeDtypeStruct((3, 4), jnp.int32)
+    batch = {"tokens": ids, "targets": ids, "weights": ids}
+    params = nnx.to_pure_dict(nnx.split(model)[1])
+    flops = train_flops(functions_of(model, remat="none"), params, batch)
+    assert flops == 3 * 12 * (2 * (kernels + scores) + head) == 3 * 12 * 3360
 
 
 @pytest.mark.parametrize(

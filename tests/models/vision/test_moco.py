@@ -11,7 +11,6 @@ from flax import nnx
 from torch.nn import functional
 
 from data.batches import train_batches
-from models.flops import traced_flops
 from models.vision.moco import MoCo, MoCoConfig
 from sharding.batches import place_batch
 from tests.runs import FLOAT64, ROOT, make_run
@@ -117,19 +116,6 @@ def test_views_share_the_encoder_but_not_the_dropout():
     batch["dropout_keys"] = jax.random.split(jax.random.key(0), NUM_IMAGES)
     x = model.encoder(model.embed(batch), batch)
     assert all(np.any(x[i, 0] != x[i, 1]) for i in range(NUM_IMAGES))
-
-
-def test_flops_equal_the_traced_products(functions):
-    model, x_BVTD, batch = functions
-
-    def teacher_outputs(batch):
-        return model.teach(model.encoder(model.embed(batch), batch), batch)
-
-    def loss(batch):
-        return model.head(model.encoder(model.embed(batch), batch), batch)
-
-    assert model.teach_flops(batch) == traced_flops(teacher_outputs, batch)
-    assert model.forward_flops(batch) == traced_flops(loss, batch)
 
 
 @pytest.mark.thorough
