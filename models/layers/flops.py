@@ -11,15 +11,17 @@ While `model_flops` traces a model, the region counts as `flops`, whatever is in
 
     attend                 half of the products if it is causal, and only those in a window
     chunked_vocab_loss     the vocabulary and the tokens without their padding
-    mixture of experts     the experts that each token is sent to
+    adapters               nothing
 
-In all other traces, `declare_flops` leaves no mark.
+A mixture of experts would declare the experts that each token is sent to. In all other traces,
+`declare_flops` leaves no mark.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching
 
@@ -87,7 +89,7 @@ def declare_flops(flops: int, function: Callable[..., Results], *args: Any) -> R
     with _uses_declared(False):
         results = jax.eval_shape(function, *args)
     leaves, structure = jax.tree.flatten(results)
-    types = tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
+    types = tuple(ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves)
     outputs = _declared.bind(*jax.tree.leaves(args), flops=flops, types=types)
     return jax.tree.unflatten(structure, outputs)
 
@@ -95,7 +97,7 @@ def declare_flops(flops: int, function: Callable[..., Results], *args: Any) -> R
 def _batched_region(inputs: Sequence, dims: Sequence, *, flops: int, types: Sequence) -> Any:
     """Return a region under `jax.vmap`: it runs once per example."""
     size = next(x.shape[dim] for x, dim in zip(inputs, dims, strict=True) if dim is not None)
-    types = tuple(jax.core.ShapedArray((size, *type_.shape), type_.dtype) for type_ in types)
+    types = tuple(ShapedArray((size, *type_.shape), type_.dtype) for type_ in types)
     outputs = _declared.bind(*inputs, flops=size * flops, types=types)
     return outputs, [0] * len(outputs)
 
