@@ -110,12 +110,12 @@ def _write_rope(fields: Config) -> dict[str, Any]:
 
 
 _KEYS = (
-    Key("vocab_size", "vocab_size", 50368),
-    Key("num_hidden_layers", "num_layers", 22),
-    Key("num_attention_heads", "num_heads", 12),
-    Key("hidden_size", "embed_dim", 768),
-    Key("intermediate_size", "mlp_dim", 1152),
-    Key("max_position_embeddings", "max_positions", 8192),
+    Key("vocab_size", "vocab_size"),
+    Key("num_hidden_layers", "num_layers"),
+    Key("num_attention_heads", "num_heads"),
+    Key("hidden_size", "embed_dim"),
+    Key("intermediate_size", "mlp_dim"),
+    Key("max_position_embeddings", "max_positions"),
     Key("hidden_activation", "activation", "gelu", ACTIVATIONS),
     Key("embedding_dropout", "dropout", 0.0),
     Key("norm_eps", "layer_norm_epsilon", 1e-5),
