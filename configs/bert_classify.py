@@ -5,14 +5,13 @@ Hardware: any that holds the model; set the keys of `mesh` to use more than one 
     python -m train.main --config=configs/bert_classify.py --config.init_from=PATH \
         --config.data.paths=reviews.jsonl --workdir=runs/classify
 
-PATH is the directory of a Hugging Face model, such as a BERT or a ModernBERT: config.json,
-*.safetensors and tokenizer.json. Each line of the .jsonl file has the fields `text` and `label`.
-Set `data.text_field` and `data.label_field` if yours have other names, and `data.pair_field` if
-there is a second text. The set of labels is read from the file.
+PATH is the directory of a Hugging Face model: config.json, *.safetensors and tokenizer.json. Each
+line of the .jsonl file has the fields `text` and `label`. Set `data.text_field` and
+`data.label_field` if yours have other names, and `data.pair_field` if there is a second text. The
+set of labels is read from the file. A ModernBERT needs `--config.model.name=modernbert`.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
 from configs import common
 
@@ -21,7 +20,7 @@ def get_config() -> ConfigDict:
     """Return the config."""
     config = common.get_config()
     config.model = ConfigDict()
-    config.model.name = placeholder(str)  # None: from the init_from checkpoint
+    config.model.name = "bert"  # also for RoBERTa, DistilBERT and ELECTRA
     config.model.head = "sequence"
     config.model.dropout = 0.1
     config.data.name = "text"

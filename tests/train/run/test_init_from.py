@@ -191,7 +191,7 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
 def test_classifier_keeps_the_dense_layer_of_modernbert_before_the_logits(text, tmp_path):
     sizes = {**BERT, "num_hidden_layers": 4, "pad_token_id": 1}
     save_model(tmp_path, "ModernBertForMaskedLM", **sizes)
-    run, source = run_from(tmp_path, text, 2, "model.pool=mean")
+    run, source = run_from(tmp_path, text, 2, "model.name=modernbert", "model.pool=mean")
     params = start_params(run, source)
     plain = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
     assert params.keys() - plain.keys() == {"classifier"}
