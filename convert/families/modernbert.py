@@ -38,7 +38,12 @@ def _layers(ours: str) -> tuple[Row, ...]:
 
 
 _ROWS = (
-    Row("token_embedding", "model.embeddings.tok_embeddings.weight", "vocab", ("decoder.weight",)),
+    Row(
+        "token_embedding",
+        "model.embeddings.tok_embeddings.weight",
+        "vocab",
+        tied=("decoder.weight",),
+    ),
     *norm("embedding_norm", "model.embeddings.norm"),
     *_layers("encoder"),
     *_layers("last_encoder"),

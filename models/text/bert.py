@@ -184,12 +184,12 @@ class Bert(EncoderModel):
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
         return x_BTD if self.project_in is None else self.project_in(x_BTD)
 
-    def before_vocab(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def vocab_features(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return activations `[B, T, E]`, and the bias of the logits."""
         assert self.masked_lm is not None
         return self.masked_lm(x_BTD), self.masked_lm.bias[...]
 
-    def before_labels(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+    def label_features(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the output of the pooler `[B, D]`, or `x_BTD` if there is none."""
         if self.pooler is None:
             return x_BTD

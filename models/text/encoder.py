@@ -76,8 +76,8 @@ class DenseHead(nnx.Module):
 class EncoderModel(nnx.Module):
     """An encoder with one of HEADS.
 
-    A subclass has a `config`, `token_embedding`, `classifier`, stacks, `embed` and the functions
-    before the logits; see models/stack.py.
+    A subclass has a `config`, `token_embedding`, `classifier`, stacks and `embed`, as in
+    models/stack.py, and the features that logits are computed from.
     """
 
     stacks: tuple[str, ...] = ("encoder",)
@@ -90,21 +90,21 @@ class EncoderModel(nnx.Module):
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         raise NotImplementedError
 
-    def after_blocks(self, x_BTD: jax.Array) -> jax.Array:
-        """Return the activations that all heads read, such as the output of a last norm."""
+    def apply_last_norm(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the activations that all heads read: by default, the output of the last block."""
         return x_BTD
 
-    def before_vocab(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def vocab_features(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return `[B, T, E]`, from which the token embedding computes logits, and their bias."""
         raise NotImplementedError
 
-    def before_labels(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+    def label_features(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the input of the classifier, `[B, D]` or `[B, T, D]`."""
         raise NotImplementedError
 
     def label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return logits `[B, C]` or `[B, T, C]`."""
-        x = self.before_labels(x_BTD, batch)
+        x = self.label_features(x_BTD, batch)
         assert self.classifier is not None
         # The embedding uses site 0 of the same keys.
         return self.classifier(dropout(x, self.config.dropout, batch.get("dropout_keys"), site=1))
@@ -113,11 +113,11 @@ class EncoderModel(nnx.Module):
         """Return (sums of weighted losses, sums of weights, sums of the head's metrics)."""
         config = self.config
         check_has_loss(config)
-        x_BTD = self.after_blocks(x_BTD)
+        x_BTD = self.apply_last_norm(x_BTD)
         if config.head not in _OF_VOCAB:
             loss, weight, hits = self._label_loss(x_BTD, batch, "targets", "weights")
             return loss, weight, {"accuracy": hits}
-        x_BTE, bias_V = self.before_vocab(x_BTD)
+        x_BTE, bias_V = self.vocab_features(x_BTD)
         table = self.token_embedding[...]
         options = {"vocab_size": config.vocab_size, "loss": config.loss, "bias_V": bias_V}
         loss, weight = vocab_loss(x_BTE, table, batch, **options)
@@ -183,13 +183,13 @@ class EncoderModel(nnx.Module):
         for name in self.stacks:
             stack = getattr(self, name)
             x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
-        x_BTD = self.after_blocks(x_BTD)
+        x_BTD = self.apply_last_norm(x_BTD)
         if config.head == "none":
             return x_BTD
         if config.head not in _OF_VOCAB:
             logits = _wide(self.label_logits(x_BTD, batch))
             return logits[..., 1] if config.head == "replaced_token" else logits
-        x_BTE, bias_V = self.before_vocab(x_BTD)
+        x_BTE, bias_V = self.vocab_features(x_BTD)
         table = self.token_embedding[...]
         return vocab_logits(x_BTE, table, vocab_size=config.vocab_size, bias_V=bias_V)
 

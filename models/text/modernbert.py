@@ -162,16 +162,16 @@ class ModernBert(EncoderModel):
         x_BTD = self.embedding_norm(lookup(self.token_embedding[...], batch["tokens"]))
         return dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
 
-    def after_blocks(self, x_BTD: jax.Array) -> jax.Array:
+    def apply_last_norm(self, x_BTD: jax.Array) -> jax.Array:
         """Return the output of the last norm."""
         return self.final_norm(x_BTD)
 
-    def before_vocab(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def vocab_features(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return activations `[B, T, D]`, and the bias of the logits."""
         assert self.dense_head is not None
         return self.dense_head(x_BTD), None if self.vocab_bias is None else self.vocab_bias[...]
 
-    def before_labels(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+    def label_features(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return `[B, D]` for the head "sequence", else `[B, T, D]`."""
         assert self.dense_head is not None
         x = x_BTD

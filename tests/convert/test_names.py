@@ -62,6 +62,10 @@ HARMLESS = {
         "gpt2",
         lambda t: t.update({"lm_head.weight": t.pop("transformer.wte.weight")}),
     ),
+    "a tied decoder without the embedding": (
+        "modernbert_mlm",
+        lambda t: t.update({"decoder.weight": t.pop("model.embeddings.tok_embeddings.weight")}),
+    ),
     "tied four times": (
         "t5",
         lambda t: t.update(
