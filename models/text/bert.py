@@ -25,6 +25,7 @@ from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
+    check_choices,
     check_heads_divide,
     check_sizes,
     count_positions,
@@ -66,8 +67,7 @@ class BertConfig:
         if self.num_token_types < 0:
             raise ValueError(f"model.num_token_types={self.num_token_types} must be at least 0")
         check_heads_divide(self)
-        if self.head not in HEADS:
-            raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
+        check_choices(self, head=HEADS)
         check_activation(self.activation)
         check_activation(self.pooler_activation, field="pooler_activation")
         make_token_loss(self.loss)

@@ -19,7 +19,7 @@ from fields.numbers import shown
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import identity
 from models.stack import Stack, periods
-from models.text.common import check_sizes, positions_by_index
+from models.text.common import check_choices, check_sizes, positions_by_index
 from sharding.ops.sequence import whole_length
 
 #: Values of `model.layer_types`: attention to all tokens that a model sees, or to those within
@@ -78,10 +78,7 @@ class LayerTypesConfig:
 
     def check_rotation(self) -> None:
         """Check the fields of rotary positions, after those that `rotary_dim` depends on."""
-        if self.rotary_pairs not in PAIRS:
-            raise ValueError(
-                f"model.rotary_pairs={self.rotary_pairs!r} is unknown; choose {', '.join(PAIRS)}"
-            )
+        check_choices(self, rotary_pairs=PAIRS)
         check_scaling(self.rope_scaling, self.rotary_dim)
         if self.rope_scaling is not None:
             object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))

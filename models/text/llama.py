@@ -25,7 +25,7 @@ from models.layers.latent_attention import LatentAttention
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
 from models.text.causal import CausalModel
-from models.text.common import check_head, padded_vocab, segments
+from models.text.common import check_choices, check_head, padded_vocab, segments
 from models.text.layer_types import LayerTypesConfig, stacks_of
 
 #: Values of `model.norms`.
@@ -79,9 +79,7 @@ class LlamaConfig(LayerTypesConfig):
                 f"model.num_kv_heads={self.num_kv_heads} must divide "
                 f"model.num_heads={self.num_heads}"
             )
-        for name, choices in (("norms", _NORMS), ("norm", NORM_KINDS)):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
+        check_choices(self, norms=_NORMS, norm=NORM_KINDS)
         check_activation(self.activation)
         for name in ("attention_softcap", "logit_softcap"):
             if (value := getattr(self, name)) is not None and not value > 0:

@@ -25,7 +25,7 @@ from models.layers.block import Block
 from models.layers.dropout import dropout
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
-from models.text.common import check_heads_divide, padded_vocab, segments
+from models.text.common import check_choices, check_heads_divide, padded_vocab, segments
 from models.text.encoder import HEADS, DenseHead, EncoderModel
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from sharding.ops.sequence import sum_over_tokens, whole_length
@@ -68,9 +68,7 @@ class ModernBertConfig(LayerTypesConfig):
         super().__post_init__()
         check_heads_divide(self)
         self.check_rotation()
-        for name, choices in (("head", _HEADS), ("pool", _POOLS)):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
+        check_choices(self, head=_HEADS, pool=_POOLS)
         check_activation(self.activation)
         check_activation(self.head_activation, field="head_activation")
         make_token_loss(self.loss)
