@@ -253,6 +253,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLmForCausalLM",
         {**_PARTLY_ROTATED, "use_parallel_residual": True},
     ),
+    "stablelm_qk_norm": (
+        "StableLmForCausalLM",
+        {**_PARTLY_ROTATED, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
     "stablelm": ("StableLmForCausalLM", {**_PARTLY_ROTATED, "use_qkv_bias": True}),
     "phi3": ("Phi3ForCausalLM", {**_WITHOUT_HEAD_DIM, "pad_token_id": PAD}),
     "phi3_windowed": (

@@ -216,13 +216,6 @@ def test_quantized_weights_are_refused(name):
         read(hf, find(hf).keys, harmless=())
 
 
-def test_norms_with_a_tensor_for_each_head_are_refused():
-    """StableLM 2 12B has a tensor for each head, which no row can express."""
-    hf = {**CONFIGS["stabilityai/stable-code-3b"], "qk_layernorm": True}
-    with pytest.raises(ValueError, match="qk_layernorm=True, which is not supported"):
-        read(hf, find(hf).keys, harmless=find(hf).harmless)
-
-
 def test_keys_that_could_have_an_effect_are_refused():
     hf = {**CONFIGS["microsoft/phi-4"], "attention_sink": 4}
     architecture = find(hf)
