@@ -150,17 +150,18 @@ def convert_arrays(
 
 
 class _ConvertedArray(LazyArray):
-    """A parameter that is read from the tensors of its layers, or from its single tensor.
+    """A parameter that is read from the tensors of its layers or heads, or from its single tensor.
 
     Its dtype is the smallest one that can represent the values of all these tensors.
 
     Args:
         shape: shape of the parameter, with a leading layers axis in stacks.
-        parts: mapping and the tensor of each layer, in order.
+        parts: mapping and tensor of each layer, or of each head of each layer.
     """
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[TensorMapping, Tensor]]):
-        self._parts = parts
+        self._parts = {mapping.place: (mapping, tensor) for mapping, tensor in parts}
+        self._num_axes = len(parts[0][0].place)
         self.shape = shape
         dtype = parts[0][1].dtype
         for _, tensor in parts:
@@ -169,14 +170,15 @@ class _ConvertedArray(LazyArray):
 
     def read(self, index: Index) -> np.ndarray:
         """Read a part of the parameter."""
-        if self._parts[0][0].layer is None:
-            return self._read(0, index)
+        if not self._num_axes:
+            return self._read((), index)
         sizes = [part.stop - part.start for part in index]
         values = np.empty(sizes, self.dtype)
-        for number in range(sizes[0]):
-            values[number] = self._read(index[0].start + number, index[1:])
+        for local in np.ndindex(*sizes[: self._num_axes]):
+            place = tuple(part.start + i for part, i in zip(index, local, strict=False))
+            values[local] = self._read(place, index[self._num_axes :])
         return values
 
-    def _read(self, number: int, index: Index) -> np.ndarray:
-        place, tensor = self._parts[number]
-        return place.read(tensor.map(), index).astype(self.dtype, copy=False)
+    def _read(self, place: tuple[int, ...], index: Index) -> np.ndarray:
+        mapping, tensor = self._parts[place]
+        return mapping.read(tensor.map(), index).astype(self.dtype, copy=False)

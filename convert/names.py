@@ -43,8 +43,9 @@ class Row:
     """One weight, or the same weight of all layers of a stack."""
 
     ours: str  # path of the parameter, such as `decoder.layers.mlp.up.kernel`
-    # name of the tensor, with `{layer}` in place of the number of a layer. If two stacks have the
-    # same name, the numbers of the second stack continue after the first
+    # name of the tensor, with `{layer}` in place of the number of a layer, and `{head}` in place of
+    # the number of a head if each head has a tensor. If two stacks have the same name, the numbers
+    # of the second stack continue after the first
     theirs: str
     kind: Kind | None = None  # see `Kind`; None derives it from the last word of `ours`
     num_inputs: int = 1  # for a kernel, how many of the dimensions of `ours` are inputs
@@ -80,13 +81,14 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorMapping:
-    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to."""
+    """A Hugging Face tensor, and the parameter (or the part of a parameter) that it maps to."""
 
     theirs: str  # name of the tensor
     tied: tuple[str, ...]  # other names under which a file may contain the same values
     ours: str  # path of the parameter
-    layer: int | None  # layer of the parameter; None if it is not stacked
-    shape: tuple[int, ...]  # shape of the parameter without the layers axis
+    # index of the tensor in the first axes of the parameter: (), (layer,) or (layer, head)
+    place: tuple[int, ...]
+    shape: tuple[int, ...]  # shape of the parameter without these axes
     kind: Kind  # see `Kind`
     num_inputs: int  # for a kernel, how many dimensions of `shape` are inputs
     vocab_size: int | None  # vocabulary size without padding; None if the model has no vocabulary
@@ -123,7 +125,7 @@ class TensorMapping:
 
         Args:
             theirs: whole tensor.
-            index: part of the parameter, without the layers axis.
+            index: part of the parameter, without the axes of `place`.
 
         Returns:
             The values, with zeros for padding of the vocabulary.
@@ -139,7 +141,7 @@ class TensorMapping:
 
         Args:
             theirs: whole tensor; modified in place.
-            index: part of the parameter, without the layers axis.
+            index: part of the parameter, without the axes of `place`.
             part: values; padding of the vocabulary is dropped.
         """
         target = self._as_ours(theirs)[index]
@@ -180,6 +182,7 @@ def tensor_mappings(
     paths: dict[str, list[str]] = {}
     for path in sorted(shapes, key=_number_in_period):
         paths.setdefault(_PERIOD_BLOCK.sub("", path), []).append(path)
+    sizes = _stack_sizes(shapes)
     by_ours: dict[str, Row] = {}
     for row in rows:
         if row.ours in paths and row.without not in paths:
@@ -187,40 +190,67 @@ def tensor_mappings(
     assert by_ours.keys() == paths.keys(), paths.keys() ^ by_ours.keys()
     names = {row.theirs for row in by_ours.values()}
     mappings: list[TensorMapping] = []
-    # (name, first layer, part) -> the number of layers mapped so far. With it, the numbers of a
-    # second stack of the same name continue after the first stack.
-    num_mapped: dict[tuple[str, int, int], int] = {}
+    starts = _first_layers(by_ours.values(), sizes)
     for row in by_ours.values():
         in_period = paths[row.ours]
         shape = shapes[in_period[0]]
-        is_stacked = "{layer}" in row.theirs
-        name = row.theirs, row.first, row.part
-        start = num_mapped.get(name, 0)
-        layers = range(shape[0]) if is_stacked else (None,)
-        for layer, (place, path) in itertools.product(layers, enumerate(in_period)):
-            number = 0
-            if layer is not None:
-                number = row.first + row.step * (start + layer * len(in_period) + place)
-            tied = (name.format(layer=number) for name in row.tied)
+        num_axes = row.theirs.count("{")  # of layers and heads
+        for place, path in itertools.product(np.ndindex(*shape[:num_axes]), in_period):
+            numbers: dict[str, Any] = {}
+            if place:
+                _, size = sizes[_stack(path)]
+                layer = starts[row.ours] + place[0] * size + _number_in_period(path)
+                numbers = {"layer": row.first + row.step * layer, "head": place[-1]}
+            tied = (name.format(**numbers) for name in row.tied)
             mappings.append(
                 TensorMapping(
-                    theirs=row.theirs.format(layer=number),
+                    theirs=row.theirs.format(**numbers),
                     tied=tuple(name for name in tied if name not in names),
                     ours=path,
-                    layer=layer,
-                    shape=shape[1:] if is_stacked else shape,
+                    place=place,
+                    shape=shape[num_axes:],
                     kind=row.kind or _KIND_BY_NAME.get(row.ours.rpartition(".")[2], "same"),
                     num_inputs=row.num_inputs,
                     vocab_size=vocab_size,
                     part=row.part,
                 )
             )
-        num_mapped[name] = start + len(layers) * len(in_period)
     return _with_rows(mappings)
 
 
 #: Part of the path of a parameter that belongs to a block of a period.
 _PERIOD_BLOCK = re.compile(r"(?<=\.layers\.)block_\d+\.")
+
+
+def _stack(path: str) -> str:
+    return path.partition(".layers.")[0]
+
+
+def _stack_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Return stack -> (its number of periods, the number of blocks of a period)."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for path, shape in shapes.items():
+        if ".layers." in path:
+            stack = _stack(path)
+            _, size = sizes.get(stack, (0, 1))
+            sizes[stack] = shape[0], max(size, _number_in_period(path) + 1)
+    return sizes
+
+
+def _first_layers(rows: Iterable[Row], sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return path -> the number of layers in earlier stacks whose names begin in the same way.
+
+    The numbers of a stack continue after them, also if their layers lack this parameter.
+    """
+    starts: dict[tuple[str, int], dict[str, int]] = {}
+    first_layers = {}
+    for row in rows:
+        beginning, is_stacked, _ = row.theirs.partition("{layer}")
+        if is_stacked:
+            of_stacks = starts.setdefault((beginning, row.first), {})
+            earlier = sum(math.prod(sizes[stack]) for stack in of_stacks)
+            first_layers[row.ours] = of_stacks.setdefault(_stack(row.ours), earlier)
+    return first_layers
 
 
 def _number_in_period(path: str) -> int:
@@ -321,12 +351,13 @@ def assemble(
         ValueError: A value is too large for `dtype`.
     """
     values = np.empty(parts[0].their_shape, dtype)
-    for place in parts:
-        array = arrays[place.ours]
-        first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
-        for index in blocks(place.shape, array.chunk_shape[len(first) :]):
+    for mapping in parts:
+        array = arrays[mapping.ours]
+        first = tuple(slice(number, number + 1) for number in mapping.place)
+        for index in blocks(mapping.shape, array.chunk_shape[len(first) :]):
             part = array.read((*first, *index))
-            place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
+            part = part.reshape(part.shape[len(first) :])
+            mapping.write(values, index, _cast(part, dtype, mapping.theirs))
     return values
 
 

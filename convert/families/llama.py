@@ -220,6 +220,17 @@ _NEMOTRON = dataclasses.replace(
     fields={"head": "lm", "norm": "layer_1p", "is_gated": False},
     harmless=(*_LLAMA.harmless, "kv_channels"),  # which is head_dim in NeMo
 )
+
+
+def _norms_by_head(key: str) -> Keys:
+    """Return the key of layer norms of queries and keys, with a scale for each head."""
+    return Keys(
+        (key,),
+        lambda hf: {name: bool(hf.get(key)) for name in ("qk_norm", "qk_norm_by_head")},
+        lambda fields: {key: fields["qk_norm"]},
+    )
+
+
 _STABLELM = dataclasses.replace(
     _LLAMA,
     name="StableLmForCausalLM",
@@ -238,8 +249,19 @@ _STABLELM = dataclasses.replace(
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("use_qkv_bias", "qkv_bias", False),
         SILU,
-        Only("qk_layernorm", (False,)),
+        _norms_by_head("qk_layernorm"),
         Key("use_parallel_residual", "norms", False, {False: "before", True: "parallel"}),
+    ),
+    # Norms of queries and keys have a tensor for each head.
+    rows=(
+        *(
+            Row(
+                f"decoder.layers.attention.{x}_norm.scale",
+                f"{THEIRS}.self_attn.{x}_layernorm.norms.{{head}}.weight",
+            )
+            for x in "qk"
+        ),
+        *_LLAMA.rows,
     ),
     fields={"head": "lm", "norm": "layer"},
     harmless=("attention_dropout", "hidden_dropout"),
@@ -248,11 +270,6 @@ _STABLELM = dataclasses.replace(
 _NORMS_BY_HEAD = tuple(
     Row(f"decoder.layers.attention.{x}_norm.scale", f"{THEIRS}.self_attn.{x}_norm.weight", "same")
     for x in "qk"
-)
-_QK_NORM = Keys(
-    ("use_qk_norm",),
-    lambda hf: {name: bool(hf.get("use_qk_norm")) for name in ("qk_norm", "qk_norm_by_head")},
-    lambda fields: {"use_qk_norm": fields["qk_norm"]},
 )
 _COHERE = dataclasses.replace(
     _LLAMA,
@@ -273,7 +290,7 @@ _COHERE = dataclasses.replace(
         Key("layer_norm_eps", "rms_norm_epsilon", 1e-5),
         Key("logit_scale", "logit_scale", 0.0625),
         SILU,
-        _QK_NORM,
+        _norms_by_head("use_qk_norm"),
     ),
     rows=(*_NORMS_BY_HEAD, *rows_of({"attention_norm": "input_layernorm"})),
     fields={

@@ -30,6 +30,7 @@ from models.layers.block import Block
 from models.layers.transformer import MLP, Attention
 from models.stack import Stack
 from models.text.common import (
+    check_choices,
     check_heads_divide,
     check_sizes,
     learned_positions,
@@ -87,15 +88,7 @@ class ClipConfig(ImageInputConfig):
         check_heads_divide(self)
         check_patch_size(self)
         check_activation(self.activation)
-        for name, choices in (
-            ("pool", POOLS),
-            ("text_pool", TEXT_POOLS),
-            ("contrast", CONTRASTS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)!r} is unknown; choose {', '.join(choices)}"
-                )
+        check_choices(self, pool=POOLS, text_pool=TEXT_POOLS, contrast=CONTRASTS)
         if self.text_embed_dim % self.text_num_heads:
             raise ValueError(
                 f"model.text_num_heads={self.text_num_heads} must divide "

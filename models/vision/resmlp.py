@@ -18,7 +18,7 @@ from models.layers.basic import Linear, param, recomputed
 from models.layers.dropout import drop_path
 from models.layers.transformer import MLP, across_tokens
 from models.stack import Stack
-from models.text.common import check_sizes
+from models.text.common import check_choices, check_sizes
 from models.vision.common import (
     HEADS,
     ImageInputConfig,
@@ -49,8 +49,7 @@ class ResMLPConfig(ImageInputConfig):
         super().__post_init__()
         check_sizes(self)
         check_patch_size(self)
-        if self.head not in HEADS:
-            raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
+        check_choices(self, head=HEADS)
         if not self.layer_scale > 0:
             raise ValueError(
                 f"model.layer_scale={self.layer_scale} must be positive; choose for example 0.1 "

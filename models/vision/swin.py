@@ -39,7 +39,7 @@ from models.layers.windows import (
     regions,
 )
 from models.stack import Stack
-from models.text.common import check_sizes
+from models.text.common import check_choices, check_sizes
 from models.vision.common import (
     HEADS,
     ImageInputConfig,
@@ -82,8 +82,7 @@ class SwinConfig(ImageInputConfig):
         check_sizes(self, exclude=("num_heads",))
         check_patch_size(self)
         check_activation(self.activation)
-        if self.head not in HEADS:
-            raise ValueError(f"model.head={self.head!r} is unknown; choose {', '.join(HEADS)}")
+        check_choices(self, head=HEADS)
         if self.version not in (1, 2):
             raise ValueError(f"model.version={self.version} is unknown; choose 1 or 2")
         if not 1 <= self.mlp_ratio * self.embed_dim < math.inf:

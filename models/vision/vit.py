@@ -13,7 +13,6 @@ token: Touvron et al. 2020 (arXiv:2012.12877), section 4.
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from models.layers.block import Block
 from models.layers.dropout import drop_path, dropout
 from models.layers.transformer import MLP, Attention
 from models.stack import Stack
-from models.text.common import check_heads_divide, check_sizes
+from models.text.common import check_choices, check_heads_divide, check_sizes
 from models.vision.common import (
     HEADS,
     ImageInputConfig,
@@ -80,8 +79,7 @@ class ImageEncoderConfig(ImageInputConfig):
         check_heads_divide(self)
         check_patch_size(self)
         check_activation(self.activation)
-        self._check_choice("positions", POSITIONS)
-        self._check_choice("kernels", KERNELS)
+        check_choices(self, positions=POSITIONS, kernels=KERNELS)
         if self.positions == "sincos" and self.embed_dim % 4:
             raise ValueError(
                 f"model.positions='sincos' needs model.embed_dim={self.embed_dim} to be a multiple "
@@ -101,11 +99,6 @@ class ImageEncoderConfig(ImageInputConfig):
         if self.kernels == "normal":
             return None
         return self.kernel_stddev(self.patch_size**2 * self.num_channels, self.embed_dim)
-
-    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
 
     @property
     def num_first_tokens(self) -> int:
@@ -132,9 +125,7 @@ class ViTConfig(ImageEncoderConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_choice("head", HEADS)
-        self._check_choice("pool", POOLS)
-        self._check_choice("distillation", DISTILLATIONS)
+        check_choices(self, head=HEADS, pool=POOLS, distillation=DISTILLATIONS)
         if self.pool == "mean" and self.distillation == "classifier":
             raise ValueError(
                 "model.distillation='classifier' reads the distillation token, but model.pool="

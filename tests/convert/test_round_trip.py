@@ -203,7 +203,7 @@ def test_to_hf_writes_the_average_by_default(tmp_path):
     assert_same_bits(all_tensors(tmp_path / "averaged"), doubled)
 
 
-@pytest.mark.parametrize("name", ["qwen2_windowed", *cases.EVEN])
+@pytest.mark.parametrize("name", ["qwen2_windowed", "stablelm_qk_norm", *cases.EVEN])
 def test_load_on_a_mesh_equals_load_on_one_device(name, tmp_path):
     directory = cases.save(name, tmp_path / "theirs")
     alone = nnx.to_pure_dict(nnx.split(load(directory))[1])

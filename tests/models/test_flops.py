@@ -23,6 +23,7 @@ from models.preference import PreferenceConfig, with_preference
 from models.text.causal import CausalModel
 from models.text.gpt2 import GPT2, GPT2Config
 from models.text.llama import Llama, LlamaConfig
+from models.text.modernbert import ModernBert
 from models.text.t5 import T5
 from models.vision.mae import MAE
 from models.vision.moco import MoCo, MoCoConfig
@@ -104,7 +105,7 @@ def unneeded_flops(model: Any, batch: dict) -> int:
         return 2 * batch["images"].shape[0] * config.decoder_embed_dim * values
     if isinstance(model, T5):
         num_layers = config.num_decoder_layers
-    elif isinstance(model, CausalModel):
+    elif isinstance(model, CausalModel | ModernBert):
         num_layers = config.num_layers
     else:
         return 0
@@ -121,7 +122,8 @@ def unneeded_flops(model: Any, batch: dict) -> int:
         seen = min(window, length)
         # Per query, rounded down; a diagonal counts half. The 2 FLOPs cancel with that half.
         of_scores = config.num_heads * (key_dim + value_dim)
-        unmasked = (2 * length * seen - seen**2) * of_scores // length
+        sides = 2 if isinstance(model, ModernBert) else 1
+        unmasked = (2 * length * seen - seen**2) * sides * of_scores // length
         total += length * (2 * length * of_scores - unmasked)
     return rows * total
 
