@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import shown
@@ -25,11 +26,12 @@ from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
+from models.layers.experts import Experts, ExpertsConfig, RouterReport
 from models.layers.latent_attention import LatentAttention
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import MLP, Attention, identity
 from models.losses import make_token_loss
-from models.stack import Stack, periods
+from models.stack import Stack, Sums, periods
 from models.text.causal import CausalModel
 from models.text.common import (
     check_head,
@@ -57,7 +59,7 @@ def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(ExpertsConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
     vocab_size: int  # number of tokens in the tokenizer's vocab
@@ -150,6 +152,7 @@ class LlamaConfig:
             object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
         make_token_loss(self.loss)
         check_head(self.head)
+        self.check_experts()
 
     def _check_latents(self) -> None:
         if self.latent_dim is None:
@@ -188,6 +191,11 @@ class LlamaConfig:
         default = "full" if self.sliding_window is None else "window"
         types = itertools.cycle(self.layer_types or (default,))
         return tuple(itertools.islice(types, self.num_layers))
+
+    @property
+    def router_report(self) -> RouterReport:
+        """What travels with the activations of a model with experts."""
+        return RouterReport(self, self.num_layers - self.dense_layers)
 
     @property
     def rotary_dim(self) -> int:
@@ -250,9 +258,30 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
     )
 
 
+def _feed_forward(config: LlamaConfig, is_dense: bool, rngs: nnx.Rngs) -> nnx.Module:
+    sizes: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
+    stddev = config.init_stddev
+    if is_dense:
+        return MLP(
+            config.embed_dim,
+            config.mlp_dim,
+            use_bias=config.mlp_bias,
+            stddevs=(stddev, stddev),
+            rngs=rngs,
+            **sizes,
+        )
+    return Experts(
+        config,
+        embed_dim=config.embed_dim,
+        expert_dim=config.expert_dim or config.mlp_dim,
+        stddev=stddev,
+        rngs=rngs,
+        **sizes,
+    )
+
+
 class _Block(Block):
-    def __init__(self, config: LlamaConfig, layer_type: str, *, rngs: nnx.Rngs):
-        stddev = config.init_stddev
+    def __init__(self, config: LlamaConfig, layer_type: str, is_dense: bool, *, rngs: nnx.Rngs):
 
         def norm_if(*placements: str) -> nnx.Module | None:
             return config.make_norm(config.embed_dim, rngs) if config.norms in placements else None
@@ -261,15 +290,7 @@ class _Block(Block):
             attention_norm=norm_if("before", "around", "parallel"),
             attention=_attention(config, rngs),
             mlp_norm=norm_if("before", "around"),
-            mlp=MLP(
-                config.embed_dim,
-                config.mlp_dim,
-                activation=config.activation,
-                is_gated=config.is_gated,
-                use_bias=config.mlp_bias,
-                stddevs=(stddev, stddev),
-                rngs=rngs,
-            ),
+            mlp=_feed_forward(config, is_dense, rngs),
             norms=config.norms,
             attention_norm_2=norm_if("after", "around"),
             mlp_norm_2=norm_if("after", "around"),
@@ -277,6 +298,20 @@ class _Block(Block):
         )
         self.config = config
         self.layer_type = layer_type
+
+    def __call__(self, x: Any, batch: dict, keys: jax.Array | None) -> Any:
+        """Apply the block to `x`, activations [B, T, D] or a dict of them and a `RouterReport`."""
+        if not isinstance(x, dict):
+            return super().__call__(x, batch, keys)
+        x_BTD = super().__call__(x["x"], batch, keys)
+        report_BR = x["report"]
+        if isinstance(self.mlp, Experts):
+            assert self.mlp.routing is not None
+            is_token_BT = batch.get("segment_ids", jnp.ones_like(batch["tokens"])) != 0
+            number = batch["layer"] - self.config.dense_layers
+            report = self.config.router_report
+            report_BR = report.add(report_BR, self.mlp.routing, is_token_BT, number)
+        return {"x": x_BTD, "report": report_BR}
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         config = self.config
@@ -328,27 +363,48 @@ class Llama(CausalModel):
         table = (vocab, config.embed_dim), ("vocab", "embed")
         self.token_embedding = param(normal, rngs, *table)
 
-        def block(layer_type: str) -> Callable[[nnx.Rngs], nnx.Module]:
-            return lambda rngs: _Block(config, layer_type, rngs=rngs)
+        def block(kind: tuple[str, bool]) -> Callable[[nnx.Rngs], nnx.Module]:
+            return lambda rngs: _Block(config, *kind, rngs=rngs)
 
-        def stack(types: Sequence[str], num_periods: int) -> Stack:
-            return Stack([block(layer_type) for layer_type in types], num_periods, rngs=rngs)
+        def stack(kinds: Sequence[tuple[str, bool]], num_periods: int) -> Stack:
+            return Stack([block(kind) for kind in kinds], num_periods, rngs=rngs)
 
-        # Blocks of a stack are identical, so layers of several types are blocks of a period.
-        first, last = periods(config.types)
+        num_dense = config.num_layers if config.num_experts is None else config.dense_layers
+        are_dense = (number < num_dense for number in range(config.num_layers))
+        # Blocks of a stack are identical, so layers of several kinds are blocks of a period.
+        first, last = periods([*zip(config.types, are_dense, strict=True)])
         self.decoder = stack(*first)
         self.last_decoder = stack(*last) if last else None
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
-    def embed(self, batch: dict) -> jax.Array:
-        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
-        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        return _scaled(x_BTD, self.config.embedding_scale)
+    def embed(self, batch: dict) -> Any:
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T].
 
-    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        With experts and a loss, they are in a dict with a `RouterReport`.
+        """
+        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
+        x_BTD = _scaled(x_BTD, self.config.embedding_scale)
+        if self.config.num_experts is None or "weights" not in batch:
+            return x_BTD
+        return {"x": x_BTD, "report": self.config.router_report.start(x_BTD)}
+
+    def head(self, x: Any, batch: dict) -> tuple[Sums, Sums, dict]:
+        """Return (sums of weighted losses, sums of weights, metrics of the routers)."""
+        loss, weight, metrics = super().head(x, batch)
+        if self.config.num_experts is None:
+            return loss, weight, metrics
+        report = self.config.router_report
+        router_loss, metrics = report.metrics(x["report"], batch["weights"])
+        if router_loss is None:
+            return loss, weight, metrics
+        losses = {"lm_loss": loss, "router_loss": router_loss}
+        return losses, dict.fromkeys(losses, weight), metrics
+
+    def outputs(self, x: Any) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
+        x_BTD = x["x"] if isinstance(x, dict) else x
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         return _scaled(self.final_norm(x_BTD), self.config.logit_scale), table[...]
 
