@@ -217,15 +217,15 @@ class RouterReport:
             weights_BT: weights of the tokens in the loss; each row counts as much as its tokens.
         """
         weights_B = jnp.sum(weights_BT, axis=1).astype(report_BR.dtype)
+        weight = jnp.sum(weights_B)
         loss, entropy, dropped = (jnp.sum(report_BR[:, i] * weights_B) for i in range(3))
-        # A load of 1 is the mean of a layer.
         counts_LE = jnp.sum(report_BR[:, 3:], axis=0).reshape(self._num_layers, -1)
-        of_layer = jnp.sum(counts_LE, axis=1, keepdims=True) / self._num_experts
         has_loss = self._config.router_loss or self._config.router_z_loss
         return loss if has_loss else None, {
-            "router_entropy": entropy,
-            "dropped_tokens": dropped,
-            "expert_load": (counts_LE, jnp.broadcast_to(of_layer, counts_LE.shape)),
+            "router_entropy": (entropy, weight),
+            "dropped_tokens": (dropped, weight),
+            # All layers have as many choices, so a load of 1 is the mean.
+            "expert_load": (counts_LE, jnp.mean(counts_LE)),
         }
 
 
