@@ -68,8 +68,8 @@ def _check_head(functions: ModelFunctions, non_stack_params: Tree, x: Tree, batc
                 "of scalars that is not empty"
             )
     # The sum of a metric with weights of its own may be an array.
-    sums = {name: value[1:] if isinstance(value, tuple) else value for name, value in metrics.items()}
-    for name, values in {"loss": loss, "weight": weight, **sums}.items():
+    scalars = {name: x[1:] if isinstance(x, tuple) else x for name, x in metrics.items()}
+    for name, values in {"loss": loss, "weight": weight, **scalars}.items():
         for value in jax.tree.leaves(values):
             if value.shape:
                 raise ValueError(

@@ -19,10 +19,12 @@ DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from models.layers.activations import ACTIVATIONS
@@ -227,6 +229,28 @@ class RouterReport:
             # All layers have as many choices, so a load of 1 is the mean.
             "expert_load": (counts_LE, jnp.mean(counts_LE)),
         }
+
+
+def balance_changes(
+    config: ExpertsConfig,
+    counts_LE: jax.Array,
+    layers: Mapping[tuple[str, ...], np.ndarray],
+) -> dict[tuple[str, ...], jax.Array]:
+    """Return how the balancing biases change after a step.
+
+    Args:
+        config: model's config.
+        counts_LE: how often each expert was chosen, in each layer with experts.
+        layers: path of the parameters of a block's experts -> int[slots], their layers among those
+            with experts; -1 for padding.
+
+    Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
+    """
+    signs_LE = jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
+    return {
+        (*path, "balance"): config.balancing_rate * signs_LE[np.maximum(numbers, 0)]
+        for path, numbers in layers.items()
+    }
 
 
 class Experts(nnx.Module):

@@ -26,7 +26,7 @@ from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
-from models.layers.experts import Experts, ExpertsConfig, RouterReport
+from models.layers.experts import Experts, ExpertsConfig, RouterReport, balance_changes
 from models.layers.latent_attention import LatentAttention
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import MLP, Attention, identity
@@ -401,6 +401,24 @@ class Llama(CausalModel):
             return loss, weight, metrics
         losses = {"lm_loss": loss, "router_loss": router_loss}
         return losses, dict.fromkeys(losses, weight), metrics
+
+    def after_update(self, sums: Mapping, layer_of_slot: Mapping) -> Mapping:
+        """Return the changes of the balancing biases; see models/stack.py."""
+        config = self.config
+        layers = {}
+        first = -config.dense_layers
+        for name in self.stacks:
+            if (stack := getattr(self, name)) is None:
+                continue
+            blocks = stack.layers
+            for place, path in enumerate(stack.block_paths):
+                block = getattr(blocks, path[0]) if path else blocks
+                if config.balancing_rate and isinstance(block.mlp, Experts):
+                    numbers = first + place + stack.layers_per_block * layer_of_slot[name]
+                    layers[(name, "layers", *path, "mlp")] = numbers
+            first += stack.num_layers * stack.layers_per_block
+        counts_LE = sums["expert_load"][0] if layers else None
+        return balance_changes(config, counts_LE, layers) if layers else {}
 
     def outputs(self, x: Any) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""

@@ -1,9 +1,10 @@
 """Turns the sums of a model's head into means: each is divided by the sum of its own weights.
 
-    sums     {"loss": s, "weight": w, "accuracy": a, "reward": (r, v), "load": ([l, m], u)}
-    means    {"loss": s / w, "accuracy": a / w, "reward": r / v, "load_min": l / u, "load_max": m / u}
+    sums     {"loss": s, "weight": w, "accuracy": a, "reward": (r, v)}
+    means    {"loss": s / w, "accuracy": a / w, "reward": r / v}
 
-An array, such as how often each expert was chosen, becomes its least and its largest mean.
+An array of sums, such as how often each expert was chosen, becomes the least and the largest mean:
+`{"load": ([l, m], u)}` gives `{"load_min": l / u, "load_max": m / u}`.
 
 A model with several losses has a dict of each: `{"loss": {"a": s, "b": t}, "weight": {"a": w,
 "b": v}}` gives `{"loss": s / w + t / v, "a": s / w, "b": t / v}`.
