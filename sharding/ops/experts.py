@@ -40,8 +40,9 @@ from jax.sharding import PartitionSpec
 
 from sharding import hardware
 from sharding.collectives import psum
+from sharding.labels import expected_trips
 from sharding.logical import active_rules, automatic_axes, manual_mesh_axes
-from sharding.spec import spec_of
+from sharding.spec import axes_of, spec_of
 
 Tree = Any
 #: (weights of one expert, tokens [b, D], factors [b]) -> outputs [b, D], each times its factor. It
@@ -196,7 +197,7 @@ def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices
             output = expert(weights, _rows(x_AD, tokens), _rows(factors, entries))
             return y_AD.at[tokens].add(output, mode="drop", unique_indices=True)
 
-        return jax.lax.fori_loop(0, order.num_blocks(expert_rows), of_block, y_AD), None
+        return order.for_blocks(expert_rows, of_block, y_AD), None
 
     y_AD, _ = jax.lax.scan(of_expert, jnp.zeros_like(x_AD), (weights, order.rows))
     return _scatter(y_AD, placement).reshape(x_BTD.shape)
@@ -225,8 +226,7 @@ def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choice
 
         # Sums over blocks are wide, as the sums within a product are.
         dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, _wide(w)), weights)
-        num_blocks = order.num_blocks(expert_rows)
-        *carry, dweights = jax.lax.fori_loop(0, num_blocks, of_block, (*carry, dweights))
+        *carry, dweights = order.for_blocks(expert_rows, of_block, (*carry, dweights))
         return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), dweights, weights)
 
     start = [jnp.zeros_like(x_AD), jnp.zeros_like(factors)]
@@ -242,7 +242,7 @@ def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choice
 def _has_mlp(name: str, placement: _Placement) -> bool:
     """Return whether the axes of the sum split the weights of this name."""
     spec = dict(placement.weight_specs)[name]
-    return any(axis in placement.sum_axes for part in spec[1:] for axis in (part or ()))
+    return not {*placement.sum_axes}.isdisjoint(axes_of(spec))
 
 
 def _shares(weights: Mapping[str, jax.Array], placement: _Placement) -> dict[str, jax.Array]:
@@ -294,17 +294,21 @@ class _Order:
         entries: int32[A · C], indices of the choices of this device's experts; then anything.
         rows: int32[E, 2], where each expert's choices start in `entries`, and how many they are.
         block_size: number of tokens in a block.
+        expected_blocks: number of blocks of an expert if all are chosen equally often.
         per_token: C.
     """
 
     entries: jax.Array
     rows: jax.Array
     block_size: int
+    expected_blocks: int
     per_token: int
 
-    def num_blocks(self, expert_rows: jax.Array) -> jax.Array:
-        """Return the number of blocks of an expert, given its part of `rows`."""
-        return -(-expert_rows[1] // self.block_size)
+    def for_blocks(self, expert_rows: jax.Array, body: Callable, state: Tree) -> Tree:
+        """Run state = body(number, state) for all blocks of an expert, given its part of `rows`."""
+        num_blocks = -(-expert_rows[1] // self.block_size)
+        with expected_trips("blocks", self.expected_blocks):
+            return jax.lax.fori_loop(0, num_blocks, body, state)
 
     def block(self, expert_rows: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return a block of an expert, given its part of `rows`.
@@ -340,10 +344,14 @@ def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
     place = jnp.where(is_chosen.any(axis=1), place, choices.size)
     numbers = jnp.arange(choices.size, dtype=jnp.int32)
     entries = jnp.zeros_like(choices).at[place].set(numbers, mode="drop")
+    mean = choices.size / placement.num_experts
+    block_size = _block_size(mean)
     return _Order(
         entries=entries,
         rows=jnp.stack([starts, sizes], axis=1),
-        block_size=_block_size(choices.size / placement.num_experts),
+        block_size=block_size,
+        # The last block of an expert is half full on average.
+        expected_blocks=math.ceil(mean / block_size + 0.5),
         per_token=choices_BTC.shape[-1],
     )
 
