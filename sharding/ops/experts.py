@@ -10,28 +10,31 @@ experts contribute to them, and the sums are scattered back. With 4 experts on 2
     sums          partial       partial
     scatter       a b           c d
 
-A device computes block by block: it sorts the tokens that chose its experts by expert, and a block
-is a fixed number of tokens of one expert. Experts that more tokens choose take more blocks, so no
-token is ever dropped, and memory depends on neither the number of experts nor on how even the
-choice is. No collective is within a loop, so devices may run different numbers of blocks. The
-backward pass does the same again, and keeps only its inputs from the forward pass.
+A device sorts the tokens that chose its experts by expert. In each of a few *rounds* it takes the
+next rows of all experts, as one batched product. The rounds have room for a little more than the
+mean number of tokens. If an expert has more, further *blocks* of it follow, as many as it needs:
 
-    expert                0         1      2
-    tokens, sorted     d a f c e |  b  | g a c
-    blocks of 2        (d a)(f c)(e ·) (b ·) (g a)(c ·)
+    expert                0           1       2
+    tokens, sorted     d a f c e      b       g a c
+    round, 3 rows      d a f          b · ·   g a c
+    blocks of 2        (c e)
+
+So no token is ever dropped, and memory does not depend on how even the choice is. No collective is
+within a loop, so devices may run different numbers of blocks. The backward pass does the same
+again, and keeps only its inputs from the forward pass.
 
 An all-gather moves `devices` copies of a token, an exchange of single tokens (all-to-all) as many
 as the token has experts: the gather is the better one unless there are more devices than experts
 per token.
 
-A tokens of all devices, N tokens of one, D embed, E experts of one device, C experts per token.
+A tokens of all devices, D embed, E experts of one device, C experts per token.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +52,16 @@ Tree = Any
 #: is hashable, and a dim that the axes of "mlp" split may be summed over one device's part only.
 Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
-#: Least and largest number of tokens in a block. Small blocks read an expert's weights more often
-#: than necessary; large ones are filled up with more zeros.
-_BLOCK_SIZES = (16, 2048)
-#: Blocks of an expert if all experts are chosen equally often: one block more wastes a quarter.
-_BLOCKS_PER_EXPERT = 4
+#: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
+_ROOM = 1.125
+#: Most rows of all experts in a round: more rows need more memory, more rounds pass more often over
+#: the gradients of the weights.
+_ROWS_PER_ROUND = 32768
+#: Mean number of tokens of an expert from which on there are rounds: with fewer, as in a
+#: generation, they would read the weights of experts that no token chose.
+_MIN_TOKENS = 16
+#: Largest number of rows in a block.
+_BLOCK_SIZE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,17 +197,25 @@ def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices
     x_AD = _gather(x_BTD, placement)
     factors = _gather(factors_BTC, placement).reshape(-1)
 
+    def output_of(expert, weights, rows: _Rows) -> jax.Array:
+        return expert(weights, _take(x_AD, rows.tokens), _take(factors, rows.entries))
+
+    def of_round(number, y_AD):
+        rows = order.of_round(number)
+        return _add_rows(y_AD, rows, output_of(jax.vmap(expert), weights, rows))
+
     def of_expert(y_AD, inputs):
-        weights, expert_rows = inputs
+        weights, span = inputs
 
         def of_block(number, y_AD):
-            entries, tokens = order.block(expert_rows, number)
-            output = expert(weights, _rows(x_AD, tokens), _rows(factors, entries))
-            return y_AD.at[tokens].add(output, mode="drop", unique_indices=True)
+            rows = order.of_block(span, number)
+            output = output_of(expert, weights, rows)
+            return y_AD.at[rows.tokens].add(output, mode="drop", unique_indices=True)
 
-        return order.for_blocks(expert_rows, of_block, y_AD), None
+        return order.for_blocks(span, of_block, y_AD), None
 
-    y_AD, _ = jax.lax.scan(of_expert, jnp.zeros_like(x_AD), (weights, order.rows))
+    y_AD = jax.lax.fori_loop(0, order.num_rounds, of_round, jnp.zeros_like(x_AD))
+    y_AD, _ = jax.lax.scan(of_expert, y_AD, (weights, order.spans))
     return _scatter(y_AD, placement).reshape(x_BTD.shape)
 
 
@@ -211,32 +227,57 @@ def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choice
     factors = _gather(factors_BTC, placement).reshape(-1)
     once = {"mode": "drop", "unique_indices": True}
 
+    def gradients_of(expert, weights, rows: _Rows) -> tuple:
+        inputs = (weights, _take(x_AD, rows.tokens), _take(factors, rows.entries))
+        return jax.vjp(expert, *inputs)[1](_take(dy_AD, rows.tokens))
+
+    def of_round(number, carry):
+        dx_AD, dfactors, dweights = carry
+        rows = order.of_round(number)
+        of_weights, of_x, of_factors = gradients_of(jax.vmap(expert), weights, rows)
+        dx_AD = _add_rows(dx_AD, rows, of_x)
+        dfactors = dfactors.at[rows.entries].set(of_factors, mode="drop")
+        return dx_AD, dfactors, _add(dweights, of_weights)
+
     def of_expert(carry, inputs):
-        weights, expert_rows = inputs
+        weights, dweights, span = inputs
 
         def of_block(number, carry):
             dx_AD, dfactors, dweights = carry
-            entries, tokens = order.block(expert_rows, number)
-            arguments = (weights, _rows(x_AD, tokens), _rows(factors, entries))
-            of_weights, of_x, of_factors = jax.vjp(expert, *arguments)[1](_rows(dy_AD, tokens))
-            dx_AD = dx_AD.at[tokens].add(of_x, **once)
-            dfactors = dfactors.at[entries].set(of_factors, **once)
-            dweights = jax.tree.map(lambda total, part: total + part, dweights, of_weights)
-            return dx_AD, dfactors, dweights
+            rows = order.of_block(span, number)
+            of_weights, of_x, of_factors = gradients_of(expert, weights, rows)
+            dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
+            dfactors = dfactors.at[rows.entries].set(of_factors, **once)
+            return dx_AD, dfactors, _add(dweights, of_weights)
 
-        # Sums over blocks are wide, as the sums within a product are.
-        dweights = jax.tree.map(lambda w: jnp.zeros(w.shape, _wide(w)), weights)
-        *carry, dweights = order.for_blocks(expert_rows, of_block, (*carry, dweights))
+        *carry, dweights = order.for_blocks(span, of_block, (*carry, _widened(dweights)))
         return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), dweights, weights)
 
-    start = [jnp.zeros_like(x_AD), jnp.zeros_like(factors)]
-    (dx_AD, dfactors), dweights = jax.lax.scan(of_expert, start, (weights, order.rows))
+    # Sums over rounds and blocks are wide, as the sums within a product are.
+    zeros = (
+        jnp.zeros_like(x_AD),
+        jnp.zeros_like(factors),
+        _widened(jax.tree.map(jnp.zeros_like, weights)),
+    )
+    if order.num_rounds == 1:
+        *carry, dweights = of_round(0, (*zeros[:2], None))
+    else:
+        *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, zeros)
+    (dx_AD, dfactors), dweights = jax.lax.scan(of_expert, carry, (weights, dweights, order.spans))
     dfactors_AC = dfactors.reshape(-1, factors_BTC.shape[-1])
     return (
         _shares(_sum_repeated(dweights, placement), placement),
         _scatter(dx_AD, placement).reshape(x_BTD.shape),
         _scatter(dfactors_AC, placement).reshape(factors_BTC.shape),
     )
+
+
+def _add(totals: Tree | None, parts: Tree) -> Tree:
+    return parts if totals is None else jax.tree.map(jnp.add, totals, parts)
+
+
+def _widened(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.astype(_wide(x)), tree)
 
 
 def _has_mlp(name: str, placement: _Placement) -> bool:
@@ -286,45 +327,70 @@ def _scatter(x: jax.Array, placement: _Placement) -> jax.Array:
     return psum(x, (*placement.expert_axes, *placement.sum_axes))
 
 
+class _Rows(NamedTuple):
+    """Some tokens of one expert, or of all experts, [E, ...].
+
+    Rows that are not in use have indices beyond the end, all different within an expert.
+
+    Attributes:
+        entries: int32[b], indices into all choices, [A · C].
+        tokens: int32[b], indices of their tokens.
+    """
+
+    entries: jax.Array
+    tokens: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class _Order:
     """The choices of all tokens, sorted by expert.
 
     Attributes:
         entries: int32[A · C], indices of the choices of this device's experts; then anything.
-        rows: int32[E, 2], where each expert's choices start in `entries`, and how many they are.
-        block_size: number of tokens in a block.
-        expected_blocks: number of blocks of an expert if all are chosen equally often.
+        spans: int32[E, 2], where each expert's choices start in `entries`, and how many they are.
         per_token: C.
+        num_rounds: number of rounds.
+        round_size: rows of an expert in a round.
     """
 
     entries: jax.Array
-    rows: jax.Array
-    block_size: int
-    expected_blocks: int
+    spans: jax.Array
     per_token: int
+    num_rounds: int
+    round_size: int
 
-    def for_blocks(self, expert_rows: jax.Array, body: Callable, state: Tree) -> Tree:
-        """Run state = body(number, state) for all blocks of an expert, given its part of `rows`."""
-        num_blocks = -(-expert_rows[1] // self.block_size)
-        with expected_trips("blocks", self.expected_blocks):
+    @property
+    def block_size(self) -> int:
+        """Number of rows in a block."""
+        return min(_BLOCK_SIZE, max(_MIN_TOKENS, self.round_size))
+
+    def of_round(self, number: jax.Array | int) -> _Rows:
+        """Return the rows of all experts in a round."""
+        return jax.vmap(lambda span: self._rows(span, number * self.round_size, self.round_size))(
+            self.spans
+        )
+
+    def of_block(self, span: jax.Array, number: jax.Array) -> _Rows:
+        """Return the rows of a block of one expert, after those of all rounds."""
+        first = self.num_rounds * self.round_size + number * self.block_size
+        return self._rows(span, first, self.block_size)
+
+    def for_blocks(self, span: jax.Array, body: Callable, state: Tree) -> Tree:
+        """Run state = body(number, state) for all blocks of an expert."""
+        num_left = jnp.maximum(span[1] - self.num_rounds * self.round_size, 0)
+        num_blocks = -(-num_left // self.block_size)
+        with expected_trips("blocks", 0 if self.num_rounds else 1):
             return jax.lax.fori_loop(0, num_blocks, body, state)
 
-    def block(self, expert_rows: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return a block of an expert, given its part of `rows`.
-
-        Returns:
-            Indices into all choices, int32[b], and of their tokens, int32[b]. Rows that are not in
-            use have indices beyond the end, all different.
-        """
-        start, size = expert_rows
+    def _rows(self, span: jax.Array, first: jax.Array | int, count: int) -> _Rows:
+        """Return rows of one expert, of which `first` is the first one."""
+        start, size = span
         total = self.entries.size
-        row = jnp.arange(self.block_size, dtype=jnp.int32)
-        place = number * self.block_size + row
-        is_used = place < size
-        entries = jnp.take(self.entries, start + place, mode="clip")
+        row = jnp.arange(count, dtype=jnp.int32)
+        is_used = first + row < size
+        entries = jnp.take(self.entries, start + first + row, mode="clip")
         tokens = jnp.where(is_used, entries // self.per_token, total + row)
-        return jnp.where(is_used, entries, total + row), tokens
+        return _Rows(jnp.where(is_used, entries, total + row), tokens)
 
 
 def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
@@ -344,28 +410,42 @@ def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
     place = jnp.where(is_chosen.any(axis=1), place, choices.size)
     numbers = jnp.arange(choices.size, dtype=jnp.int32)
     entries = jnp.zeros_like(choices).at[place].set(numbers, mode="drop")
-    mean = choices.size / placement.num_experts
-    block_size = _block_size(mean)
+    num_rounds, round_size = _rounds(choices.size / placement.num_experts, per_device)
     return _Order(
         entries=entries,
-        rows=jnp.stack([starts, sizes], axis=1),
-        block_size=block_size,
-        # The last block of an expert is half full on average.
-        expected_blocks=math.ceil(mean / block_size + 0.5),
+        spans=jnp.stack([starts, sizes], axis=1),
         per_token=choices_BTC.shape[-1],
+        num_rounds=num_rounds,
+        round_size=round_size,
     )
 
 
-def _block_size(tokens_per_expert: float) -> int:
-    """Return the number of tokens in a block, a power of two."""
-    least, most = _BLOCK_SIZES
-    size = 2 ** math.floor(math.log2(max(1.0, tokens_per_expert / _BLOCKS_PER_EXPERT)))
-    return min(max(size, least), most)
+def _rounds(tokens_per_expert: float, num_experts: int) -> tuple[int, int]:
+    """Return the number of rounds, and the rows of an expert in each."""
+    if tokens_per_expert < _MIN_TOKENS:
+        return 0, 0
+    rows = math.ceil(_ROOM * tokens_per_expert)
+    num_rounds = math.ceil(rows * num_experts / _ROWS_PER_ROUND)
+    multiple = 128 if rows >= 1024 else 8
+    return num_rounds, math.ceil(rows / num_rounds / multiple) * multiple
 
 
-def _rows(x: jax.Array, indices: jax.Array) -> jax.Array:
+def _take(x: jax.Array, indices: jax.Array) -> jax.Array:
     """Return rows of x, and zeros for indices beyond its end."""
     return jnp.take(x, indices, axis=0, mode="fill", fill_value=0)
+
+
+def _add_rows(x_AD: jax.Array, rows: _Rows, values_EbD: jax.Array) -> jax.Array:
+    """Add rows of all experts to those of their tokens.
+
+    The tokens of one expert are all different. So the sums are deterministic, without atomics.
+    """
+
+    def add(x_AD, of_expert):
+        tokens, values_bD = of_expert
+        return x_AD.at[tokens].add(values_bD, mode="drop", unique_indices=True), None
+
+    return jax.lax.scan(add, x_AD, (rows.tokens, values_EbD))[0]
 
 
 def _wide(x: jax.Array) -> Any:
