@@ -379,6 +379,11 @@ class Llama(CausalModel):
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
+    @property
+    def sees_whole_batch(self) -> bool:
+        """Whether a loss balances the load of the whole batch; see models/stack.py."""
+        return self.config.router_loss > 0 and self.config.router_loss_over == "batch"
+
     def embed(self, batch: dict) -> Any:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T].
 
