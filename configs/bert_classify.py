@@ -1,4 +1,4 @@
-"""Text classification: fine-tunes a published BERT or RoBERTa on labelled texts or text pairs.
+"""Text classification: fine-tunes a published encoder on labelled texts or text pairs.
 
 Hardware: any that holds the model; set the keys of `mesh` to use more than one device.
 
@@ -8,7 +8,7 @@ Hardware: any that holds the model; set the keys of `mesh` to use more than one 
 PATH is the directory of a Hugging Face model: config.json, *.safetensors and tokenizer.json. Each
 line of the .jsonl file has the fields `text` and `label`. Set `data.text_field` and
 `data.label_field` if yours have other names, and `data.pair_field` if there is a second text. The
-set of labels is read from the file.
+set of labels is read from the file. A ModernBERT needs `--config.model.name=modernbert`.
 """
 
 from ml_collections import ConfigDict
@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     """Return the config."""
     config = common.get_config()
     config.model = ConfigDict()
-    config.model.name = "bert"  # also for RoBERTa
+    config.model.name = "bert"  # also for RoBERTa, DistilBERT and ELECTRA
     config.model.head = "sequence"
     config.model.dropout = 0.1
     config.data.name = "text"

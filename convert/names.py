@@ -180,6 +180,7 @@ def tensor_mappings(
     paths: dict[str, list[str]] = {}
     for path in sorted(shapes, key=_number_in_period):
         paths.setdefault(_PERIOD_BLOCK.sub("", path), []).append(path)
+    sizes = _stack_sizes(shapes)
     by_ours: dict[str, Row] = {}
     for row in rows:
         if row.ours in paths and row.without not in paths:
@@ -187,20 +188,18 @@ def tensor_mappings(
     assert by_ours.keys() == paths.keys(), paths.keys() ^ by_ours.keys()
     names = {row.theirs for row in by_ours.values()}
     mappings: list[TensorMapping] = []
-    # (name, first layer, part) -> the number of layers mapped so far. With it, the numbers of a
-    # second stack of the same name continue after the first stack.
-    num_mapped: dict[tuple[str, int, int], int] = {}
+    starts = _first_layers(by_ours.values(), sizes)
     for row in by_ours.values():
         in_period = paths[row.ours]
         shape = shapes[in_period[0]]
         is_stacked = "{layer}" in row.theirs
-        name = row.theirs, row.first, row.part
-        start = num_mapped.get(name, 0)
         layers = range(shape[0]) if is_stacked else (None,)
-        for layer, (place, path) in itertools.product(layers, enumerate(in_period)):
+        for layer, path in itertools.product(layers, in_period):
             number = 0
             if layer is not None:
-                number = row.first + row.step * (start + layer * len(in_period) + place)
+                _, size = sizes[_stack(path)]
+                place = starts[row.ours] + layer * size + _number_in_period(path)
+                number = row.first + row.step * place
             tied = (name.format(layer=number) for name in row.tied)
             mappings.append(
                 TensorMapping(
@@ -215,12 +214,42 @@ def tensor_mappings(
                     part=row.part,
                 )
             )
-        num_mapped[name] = start + len(layers) * len(in_period)
     return _with_rows(mappings)
 
 
 #: Part of the path of a parameter that belongs to a block of a period.
 _PERIOD_BLOCK = re.compile(r"(?<=\.layers\.)block_\d+\.")
+
+
+def _stack(path: str) -> str:
+    return path.partition(".layers.")[0]
+
+
+def _stack_sizes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Return stack -> (its number of periods, the number of blocks of a period)."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for path, shape in shapes.items():
+        if ".layers." in path:
+            stack = _stack(path)
+            _, size = sizes.get(stack, (0, 1))
+            sizes[stack] = shape[0], max(size, _number_in_period(path) + 1)
+    return sizes
+
+
+def _first_layers(rows: Iterable[Row], sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return path -> the number of layers in earlier stacks whose names begin in the same way.
+
+    The numbers of a stack continue after them, also if their layers lack this parameter.
+    """
+    starts: dict[tuple[str, int], dict[str, int]] = {}
+    first_layers = {}
+    for row in rows:
+        beginning, is_stacked, _ = row.theirs.partition("{layer}")
+        if is_stacked:
+            of_stacks = starts.setdefault((beginning, row.first), {})
+            earlier = sum(math.prod(sizes[stack]) for stack in of_stacks)
+            first_layers[row.ours] = of_stacks.setdefault(_stack(row.ours), earlier)
+    return first_layers
 
 
 def _number_in_period(path: str) -> int:

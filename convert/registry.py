@@ -13,13 +13,28 @@ from convert.families import (
     gpt2,
     llama,
     mae,
+    modernbert,
     opt,
     swin,
     t5,
     vit,
 )
 
-_FAMILIES = (gpt2, opt, llama, bert, distilbert, electra, t5, vit, deit, swin, mae, clip)
+_FAMILIES = (
+    gpt2,
+    opt,
+    llama,
+    bert,
+    distilbert,
+    electra,
+    modernbert,
+    t5,
+    vit,
+    deit,
+    swin,
+    mae,
+    clip,
+)
 
 _OLD_NAMES = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}
 

@@ -41,6 +41,13 @@ _WITHOUT_COUNTERPART = (
     "kernels",
 )
 
+#: Model -> keys of tokens that it may lack. Some of its classes have such a token by default, which
+#: may be outside of a small vocabulary.
+_MAY_LACK = {
+    **dict.fromkeys(("gpt2", "opt", "llama"), ("pad",)),
+    "modernbert": ("pad", "bos", "eos", "cls", "sep"),
+}
+
 _DTYPES = {dtype.name: dtype for dtype in DTYPES.values()}
 
 _log = logging.getLogger("convert")  # Not __name__, which is "__main__" if the module is run.
@@ -138,8 +145,8 @@ def _write_model(
     preprocessor.write(source, directory)
     # RoBERTa's pad_token_id is part of the model: it determines where positions begin.
     hf = {**write_tokenizer(source, architecture, directory), **hf}
-    if "causal_lm" in getattr(architecture.model_class, "objectives", ()):
-        hf.setdefault("pad_token_id", None)  # by default, some have one outside of this vocabulary
+    for use in _MAY_LACK.get(architecture.model, ()):
+        hf.setdefault(f"{use}_token_id", None)
     write_text(directory / "config.json", json.dumps(hf, indent=2) + "\n")
 
 

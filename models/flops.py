@@ -32,15 +32,16 @@ def attention_flops(
         num_heads: number of attention heads.
         head_dim: size of one head.
         is_causal: whether queries see no later keys.
-        window: maximum number of keys that a query sees, if `is_causal`; None for all.
+        window: maximum number of keys that a query sees, up to its own, and if not `is_causal`
+            also from its own; None for all.
     """
     full = 2 * dense_flops(num_keys, num_heads, head_dim)
-    if not is_causal:
+    if not is_causal and window is None:
         return full
     seen = num_keys if window is None else min(window, num_keys)
     # Each of the T queries sees `seen` keys, but the first ones see fewer: T·seen - seen²/2 of the
     # T² products are not masked. A diagonal counts half, as everywhere in this project.
-    return full * (2 * num_keys - seen) * seen // (2 * num_keys**2)
+    return full * (2 * num_keys - seen) * seen // ((2 if is_causal else 1) * num_keys**2)
 
 
 def train_flops(

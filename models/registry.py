@@ -13,6 +13,7 @@ MODELS = {
     "opt": "models.text.opt:OPT",
     "llama": "models.text.llama:Llama",
     "bert": "models.text.bert:Bert",
+    "modernbert": "models.text.modernbert:ModernBert",
     "t5": "models.text.t5:T5",
     "vit": "models.vision.vit:ViT",
     "swin": "models.vision.swin:Swin",

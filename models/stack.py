@@ -68,7 +68,7 @@ A class can declare further properties:
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -160,8 +160,8 @@ class Period(nnx.Module):
 
 
 def periods(
-    types: Sequence[str],
-) -> tuple[tuple[Sequence[str], int], tuple[Sequence[str], int] | None]:
+    types: Sequence[Hashable],
+) -> tuple[tuple[Sequence[Hashable], int], tuple[Sequence[Hashable], int] | None]:
     """Divide the layers of a model into one stack of periods, or two if that makes shorter periods.
 
     Args:
@@ -172,7 +172,7 @@ def periods(
         of a second stack. For `wwwfwwwfw` they are `wwwf` twice and `w` once.
     """
 
-    def period(types: Sequence[str]) -> tuple[Sequence[str], int]:
+    def period(types: Sequence[Hashable]) -> tuple[Sequence[Hashable], int]:
         size = len(types)
         lengths = (n for n in range(1, size + 1) if size % n == 0)
         length = next(n for n in lengths if types[n:] == types[:-n])

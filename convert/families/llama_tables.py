@@ -8,7 +8,8 @@ from typing import Any
 from convert.keys import ACTIVATIONS, Config, Key, Keys, Only
 from convert.names import Row, linear
 from convert.names import norm as norm_rows
-from models.text.llama import LlamaConfig, layer_pattern
+from models.text.layer_types import layer_pattern
+from models.text.llama import LlamaConfig
 from untrusted.schema import check
 
 THEIRS = "model.layers.{layer}"

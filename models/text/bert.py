@@ -1,9 +1,7 @@
 """BERT, RoBERTa, DistilBERT, ELECTRA: an encoder with norms after residual sums, and heads.
 
-In addition to the fields in models/text/common.py, a batch has `token_types`, int32[B, T], if its
-rows are pairs of texts. `targets` and `weights` are [B, T], except for `head="sequence"`, where
-they are [B]: one label per row. For `head="pretraining"` a batch also has `labels`, int32[B], which
-are 0 if the second text follows the first and 1 if it does not, and `label_weights`, float32[B].
+In addition to the fields in models/text/encoder.py, a batch has `token_types`, int32[B, T], if its
+rows are pairs of texts.
 
 B batch, T seq, D embed, E token embed, V vocab, C labels.
 
@@ -19,16 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.flops import attention_flops, dense_flops
 from models.layers.activations import ACTIVATIONS, check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
 from models.layers.block import Block
 from models.layers.dropout import dropout
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
-from models.stack import Stack, Sums
+from models.stack import Stack
 from models.text.common import (
-    check_has_loss,
     check_heads_divide,
     check_sizes,
     count_positions,
@@ -36,24 +32,8 @@ from models.text.common import (
     padded_vocab,
     positions_by_index,
     segments,
-    text_batch,
-    vocab_logits,
-    vocab_loss,
 )
-from sharding.ops.sequence import counted_once
-
-#: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
-#: masked tokens; "pretraining" also predicts whether two texts follow each other; "sequence"
-#: predicts a label per row. "token" (a label per token), "replaced_token" (whether each token was
-#: replaced by another model's) and "none" (activations) cannot be trained yet.
-HEADS = {
-    "masked_lm": ("masked_lm", "masked_lm_pairs"),
-    "pretraining": ("masked_lm_pairs",),
-    "sequence": ("classification",),
-    "token": (),
-    "replaced_token": (),
-    "none": (),
-}
+from models.text.encoder import HEADS, DenseHead, EncoderModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,21 +109,13 @@ class _Block(Block):
         return self.attention(x_BTD, is_causal=False, segments=segments(batch))
 
 
-class MaskedLMHead(nnx.Module):
+class MaskedLMHead(DenseHead):
     """A dense layer and norm before the token embedding turns activations into logits; a bias."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        narrow = config.embeddings_dim
-        sizes = {"embed": config.embed_dim}, {"_embed": narrow}
-        self.dense = Linear(*sizes, stddev=config.init_stddev, rngs=rngs)
-        self.norm = LayerNorm(narrow, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        super().__init__(config, config.embeddings_dim, activation=config.activation, rngs=rngs)
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         self.bias = param(jax.nn.initializers.zeros, rngs, (vocab,), ("vocab",))
-        self.activation = config.activation
-
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Return `[B, T, E]`, from which the token embedding computes logits."""
-        return self.norm(ACTIVATIONS[self.activation](self.dense(x_BTD)))
 
 
 class ReplacedTokenHead(nnx.Module):
@@ -162,12 +134,11 @@ class ReplacedTokenHead(nnx.Module):
         return jnp.pad(logits, ((0, 0), (0, 0), (1, 0)))
 
 
-class Bert(nnx.Module):
+class Bert(EncoderModel):
     """A text encoder with a head."""
 
     Config = BertConfig
     can_share_vocab = True
-    can_split_sequence = True
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -213,128 +184,24 @@ class Bert(nnx.Module):
         x_BTD = dropout(self.embedding_norm(x_BTD), config.dropout, batch.get("dropout_keys"))
         return x_BTD if self.project_in is None else self.project_in(x_BTD)
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[Sums, Sums, dict]:
-        """Return (sums of weighted losses, sums of weights, sums of the head's metrics)."""
-        config = self.config
-        check_has_loss(config)
-        if self.masked_lm is None:
-            logits = self._label_logits(x_BTD, batch)
-            weights = counted_once(batch["weights"])
-            loss, weight, hits = label_loss(logits, batch["targets"], weights)
-            return loss, weight, {"accuracy": hits}
-        loss, weight = vocab_loss(
-            self.masked_lm(x_BTD),
-            self.token_embedding[...],
-            batch,
-            vocab_size=config.vocab_size,
-            loss=config.loss,
-            bias_V=self.masked_lm.bias[...],
-        )
-        if self.classifier is None:
-            return loss, weight, {}
-        logits = self._label_logits(x_BTD, batch)
-        label_weights = counted_once(batch["label_weights"])
-        pair_loss, pair_weight, hits = label_loss(logits, batch["labels"], label_weights)
-        losses = {"mlm_loss": loss, "nsp_loss": pair_loss}
-        weights = {"mlm_loss": weight, "nsp_loss": pair_weight}
-        return losses, weights, {"nsp_accuracy": (hits, pair_weight)}
+    def vocab_features(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return activations `[B, T, E]`, and the bias of the logits."""
+        assert self.masked_lm is not None
+        return self.masked_lm(x_BTD), self.masked_lm.bias[...]
 
-    def forward_flops(self, shapes: dict) -> int:
-        """Return the matrix-product FLOPs of a batch's forward pass; see models/flops.py."""
-        config = self.config
-        embed = self.config.embed_dim
-        batch, length = shapes["tokens"].shape
-        kernels = 4 * dense_flops(embed, embed) + 2 * dense_flops(embed, config.mlp_dim)
-        head_dim = embed // config.num_heads
-        scores = attention_flops(length, config.num_heads, head_dim, is_causal=False)
-        narrow = config.embeddings_dim
-        ends = 0 if self.project_in is None else dense_flops(narrow, embed)
-        if self.masked_lm is not None:
-            ends += dense_flops(embed, narrow) + dense_flops(narrow, config.vocab_size)
-        if config.head == "token":
-            ends += dense_flops(embed, config.num_labels)
-        if self.replaced_token is not None:
-            ends += dense_flops(embed, embed) + dense_flops(embed, 1)
-        rows = 0 if self.pooler is None else dense_flops(embed, embed)
-        if self.pooler is not None and self.classifier is not None:
-            rows += dense_flops(*self.classifier.kernel.shape)
-        return batch * (length * (config.num_layers * (kernels + scores) + ends) + rows)
-
-    def __call__(
-        self,
-        tokens: jax.Array,
-        attention_mask: jax.Array | None = None,
-        token_types: jax.Array | None = None,
-    ) -> jax.Array:
-        """Return the output of the head, in float32 except for `head="none"`.
-
-        Args:
-            tokens: int32[B, T].
-            attention_mask: [B, T], 0 for padding; None for no padding.
-            token_types: int32[B, T], 0 for the first text and 1 for the second; None if all are 0,
-                or if the model has no token types.
-
-        Returns:
-            Logits of the vocab `[B, T, V]`, V without padding; logits of labels `[B, C]` or
-            `[B, T, C]`; logits of whether tokens were replaced `[B, T]`; or activations
-            `[B, T, D]`.
-
-        Raises:
-            ValueError: there are token types, but the model has none.
-        """
-        config = self.config
-        batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
-        if token_types is not None:
-            if self.type_embedding is None:
-                raise ValueError(
-                    "token_types are for models with model.num_token_types of at least 1, but this "
-                    "model has 0; leave them out"
-                )
-            batch["token_types"] = token_types
-        x_BTD = self.encoder(self.embed(batch), batch)
-        if config.head == "none":
+    def label_features(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Return the output of the pooler `[B, D]`, or `x_BTD` if there is none."""
+        if self.pooler is None:
             return x_BTD
-        if self.masked_lm is None:
-            logits = self._label_logits(x_BTD, batch)
-            return logits if self.replaced_token is None else logits[..., 1]
-        table = self.token_embedding[...]
-        bias = self.masked_lm.bias[...]
-        x_BTD = self.masked_lm(x_BTD)
-        return vocab_logits(x_BTD, table, vocab_size=config.vocab_size, bias_V=bias)
+        return ACTIVATIONS[self.config.pooler_activation](self.pooler(x_BTD[:, 0]))
+
+    def label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Return logits `[B, C]` or `[B, T, C]`."""
+        if self.replaced_token is not None:
+            return self.replaced_token(x_BTD)
+        return super().label_logits(x_BTD, batch)
 
     def _positions(self, batch: dict) -> jax.Array:
         if self.config.pad_id is None or "positions" in batch:
             return positions_by_index(batch)
         return count_positions(batch["tokens"] != self.config.pad_id)
-
-    def _label_logits(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        config = self.config
-        x = x_BTD
-        keys = batch.get("dropout_keys")
-        if self.pooler is not None:
-            x = ACTIVATIONS[config.pooler_activation](self.pooler(x_BTD[:, 0]))
-        if self.replaced_token is not None:
-            logits = self.replaced_token(x)
-        else:
-            assert self.classifier is not None
-            # The embedding uses site 0 of the same keys.
-            logits = self.classifier(dropout(x, config.dropout, keys, site=1))
-        return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
-def label_loss(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (sum of weighted losses, sum of weights, sum of the weights of hits).
-
-    Args:
-        logits: float32[..., C].
-        targets: int32[...], in [0, C).
-        weights: float32[...]; targets with weight 0 are ignored.
-    """
-    # The cross-entropy of models/losses.py is for a vocab that stages may share; labels are not.
-    flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
-    losses = -jnp.take_along_axis(flat, targets.reshape(-1, 1), axis=1)[:, 0]
-    weights = weights.reshape(-1).astype(losses.dtype)
-    hits = (jnp.argmax(logits, axis=-1) == targets).reshape(-1)
-    return jnp.sum(losses * weights), jnp.sum(weights), jnp.sum(jnp.where(hits, weights, 0))

@@ -11,9 +11,8 @@ Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), secti
 """
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,59 +20,34 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fields.numbers import shown
 from models.flops import attention_flops, dense_flops
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
 from models.layers.experts import Experts, ExpertsConfig, RouterReport, balance_changes
 from models.layers.latent_attention import LatentAttention
-from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
-from models.layers.transformer import MLP, Attention, identity
+from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
-from models.stack import Stack, Sums, periods
+from models.stack import Sums
 from models.text.causal import CausalModel
-from models.text.common import (
-    check_head,
-    check_sizes,
-    padded_vocab,
-    positions_by_index,
-    segments,
-)
-from sharding.ops.sequence import whole_length
-
-#: Values of `model.layer_types`: attention to all earlier tokens, or to the last
-#: `model.sliding_window` ones; "no_positions" is "full" without rotary positions.
-LAYER_TYPES = ("full", "window", "no_positions")
+from models.text.common import check_head, padded_vocab, segments
+from models.text.layer_types import LayerTypesConfig, stacks_of
 
 #: Values of `model.norms`.
 _NORMS = ("before", "after", "around", "parallel")
 
 
-def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
-    """Return the shortest value of `model.layer_types` that gives layers these types, in order."""
-    lengths = range(1, len(types) + 1)
-    repeats = (n for n in lengths if all(a == b for a, b in zip(types, types[n:], strict=False)))
-    pattern = tuple(types[: next(repeats, 0)])
-    return () if pattern in (("full",), ("window",)) else pattern
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ExpertsConfig):
+class LlamaConfig(ExpertsConfig, LayerTypesConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
     vocab_size: int  # number of tokens in the tokenizer's vocab
-    max_positions: int  # longest sequence that the model supports
-    num_layers: int
     num_heads: int
     num_kv_heads: int  # divides num_heads
     head_dim: int
     embed_dim: int
     mlp_dim: int
-    rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_scaling: Mapping[str, Any] | None = None  # see models/layers/rope.py
     rotary_fraction: float = 1.0  # share of a head's features that are rotated
-    rotary_pairs: str = "halves"  # halves | neighbours; see models/layers/rope.py
     norm: str = "rms"  # rms | rms_1p | layer | layer_1p | layer_no_bias; see models/layers/basic.py
     activation: str = "silu"  # of the MLP; see models/layers/activations.py
     is_gated: bool = True  # whether the MLP multiplies its activation by a third projection
@@ -90,9 +64,6 @@ class LlamaConfig(ExpertsConfig):
     query_latent_dim: int | None = None  # the same for queries, which may have none
     latent_rotary_dim: int = 64  # with latents: rotated features of a head, besides head_dim others
     value_dim: int | None = None  # with latents: size of a head's values; head_dim if None
-    sliding_window: int | None = None  # tokens that a token sees, including itself: Mistral
-    layer_types: Sequence[str] = ()  # repeated over the layers; see LAYER_TYPES, and `types`
-    window_rope_theta: float | None = None  # rope_theta of windowed layers, which have no scaling
     embedding_scale: float = 1.0  # of the embedding, and of the following: Granite
     attention_scale: float | None = None  # of queries · keys; 1 / √head_dim if None
     attention_softcap: float | None = None  # c of c · tanh(scores / c); Gemma 2
@@ -107,20 +78,13 @@ class LlamaConfig(ExpertsConfig):
     head: str = "lm"  # lm | none, which returns activations
 
     def __post_init__(self):
-        check_sizes(self)
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model.num_kv_heads={self.num_kv_heads} must divide "
                 f"model.num_heads={self.num_heads}"
             )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(
-                f"model.sliding_window={self.sliding_window} must be at least 1, or None"
-            )
-        object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        self._check_layer_types()
-        object.__setattr__(self, "layer_types", layer_pattern(self.types))
-        for name, choices in (("norms", _NORMS), ("norm", NORM_KINDS), ("rotary_pairs", PAIRS)):
+        for name, choices in (("norms", _NORMS), ("norm", NORM_KINDS)):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
         check_activation(self.activation)
@@ -147,9 +111,7 @@ class LlamaConfig(ExpertsConfig):
                 "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other; "
                 "choose one of them"
             )
-        check_scaling(self.rope_scaling, self.rotary_dim)
-        if self.rope_scaling is not None:
-            object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
+        self.check_rotation()
         make_token_loss(self.loss)
         check_head(self.head)
         self.check_experts()
@@ -167,30 +129,10 @@ class LlamaConfig(ExpertsConfig):
                 "model.out_bias"
             )
 
-    def _check_layer_types(self) -> None:
-        if unknown := [name for name in self.layer_types if name not in LAYER_TYPES]:
-            raise ValueError(
-                f"model.layer_types: {shown(unknown[0])} is unknown; choose "
-                f"{', '.join(LAYER_TYPES)}"
-            )
-        if len(self.layer_types) > self.num_layers:
-            raise ValueError(
-                f"model.layer_types has {len(self.layer_types)} entries, for "
-                f"model.num_layers={self.num_layers}; give each layer one, or fewer to be repeated"
-            )
-        has_window = self.sliding_window is not None
-        if has_window != ("window" in self.types):
-            raise ValueError(
-                f"model.sliding_window={self.sliding_window} must be set if, and only if, "
-                f"model.layer_types={list(self.layer_types)} has window or is empty"
-            )
-
     @property
-    def types(self) -> tuple[str, ...]:
-        """The type of each layer: `layer_types`, repeated; by default all window, or all full."""
-        default = "full" if self.sliding_window is None else "window"
-        types = itertools.cycle(self.layer_types or (default,))
-        return tuple(itertools.islice(types, self.num_layers))
+    def num_dense(self) -> int:
+        """Number of layers without experts, which are the first ones."""
+        return self.num_layers if self.num_experts is None else self.dense_layers
 
     @property
     def router_report(self) -> RouterReport:
@@ -317,35 +259,12 @@ class _Block(Block):
         config = self.config
         return self.attention(
             x_BTD,
-            rotate=self._rotation(x_BTD, batch),
+            rotate=config.rotation(self.layer_type, x_BTD, batch),
             is_causal=True,
-            window=config.sliding_window if self.layer_type == "window" else None,
+            window=config.window(self.layer_type),
             segments=segments(batch),
             scale=config.score_scale,
             softcap=config.attention_softcap,
-        )
-
-    def _rotation(self, x_BTD: jax.Array, batch: dict) -> Callable[[jax.Array], jax.Array]:
-        """Return the function that gives queries and keys their positions."""
-        config = self.config
-        if self.layer_type == "no_positions":
-            return identity
-        theta, scaling = config.rope_theta, config.rope_scaling
-        if self.layer_type == "window" and config.window_rope_theta is not None:
-            theta, scaling = config.window_rope_theta, None
-        frequencies, factor = rope_frequencies(
-            config.rotary_dim,
-            theta,
-            scaling,
-            num_positions=whole_length(x_BTD.shape[1]),
-            max_positions=config.max_positions,
-        )
-        return partial(
-            rotate,
-            positions_BT=positions_by_index(batch),
-            frequencies=frequencies,
-            factor=factor,
-            pairs=config.rotary_pairs,
         )
 
 
@@ -363,18 +282,12 @@ class Llama(CausalModel):
         table = (vocab, config.embed_dim), ("vocab", "embed")
         self.token_embedding = param(normal, rngs, *table)
 
-        def block(kind: tuple[str, bool]) -> Callable[[nnx.Rngs], nnx.Module]:
-            return lambda rngs: _Block(config, *kind, rngs=rngs)
-
-        def stack(kinds: Sequence[tuple[str, bool]], num_periods: int) -> Stack:
-            return Stack([block(kind) for kind in kinds], num_periods, rngs=rngs)
-
-        num_dense = config.num_layers if config.num_experts is None else config.dense_layers
-        are_dense = (number < num_dense for number in range(config.num_layers))
-        # Blocks of a stack are identical, so layers of several kinds are blocks of a period.
-        first, last = periods([*zip(config.types, are_dense, strict=True)])
-        self.decoder = stack(*first)
-        self.last_decoder = stack(*last) if last else None
+        are_dense = (number < config.num_dense for number in range(config.num_layers))
+        self.decoder, self.last_decoder = stacks_of(
+            [*zip(config.types, are_dense, strict=True)],
+            lambda kind, *, rngs: _Block(config, *kind, rngs=rngs),
+            rngs=rngs,
+        )
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
@@ -443,16 +356,9 @@ class Llama(CausalModel):
         if config.latent_dim is not None:
             kernels, head_dim = self._latent_flops()
         kernels += (3 if config.is_gated else 2) * dense_flops(embed, config.mlp_dim)
-        window = config.sliding_window
         scores = sum(
-            attention_flops(
-                length,
-                heads,
-                head_dim,
-                is_causal=True,
-                window=window if layer_type == "window" else None,
-            )
-            for layer_type in config.types
+            attention_flops(length, heads, head_dim, is_causal=True, window=window)
+            for window in config.windows
         )
         head = dense_flops(embed, config.vocab_size)
         return batch * length * (config.num_layers * kernels + scores + head)

@@ -93,6 +93,22 @@ _DISTILBERT = {
 _ELECTRA = {**_BERT, "embedding_size": 22}
 
 
+_MODERNBERT = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 24,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 3,
+    "hidden_size": 42,
+    "intermediate_size": 50,
+    "local_attention": 6,
+    "pad_token_id": PAD,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 900.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+
+
 _LABELS = {"id2label": {i: f"L{i}" for i in range(5)}, "label2id": {f"L{i}": i for i in range(5)}}
 
 
@@ -389,6 +405,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_ELECTRA, **_LABELS, "hidden_act": "relu", "embedding_size": 39},
     ),
     "electra_base": ("ElectraModel", _ELECTRA),
+    "modernbert_mlm": ("ModernBertForMaskedLM", _MODERNBERT),
+    "modernbert_mlm_biases": (
+        "ModernBertForMaskedLM",
+        {
+            **_MODERNBERT,
+            "num_hidden_layers": 5,
+            "local_attention": 7,
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_bias": True,
+            "decoder_bias": False,
+            "hidden_activation": "silu",
+            "classifier_activation": "relu",
+        },
+    ),
+    "modernbert_sequence": ("ModernBertForSequenceClassification", {**_MODERNBERT, **_LABELS}),
+    "modernbert_mean_sequence": (
+        "ModernBertForSequenceClassification",
+        {
+            **_MODERNBERT,
+            **_LABELS,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention"] * 3,
+            "classifier_pooling": "mean",
+        },
+    ),
+    "modernbert_token": (
+        "ModernBertForTokenClassification",
+        {**_MODERNBERT, **_LABELS, "num_hidden_layers": 1},
+    ),
+    "modernbert_base": ("ModernBertModel", {**_MODERNBERT, "num_hidden_layers": 8}),
     "t5": ("T5ForConditionalGeneration", _T5),
     "t5_v1.1": (
         "T5ForConditionalGeneration",

@@ -83,6 +83,14 @@ REFUSED = [
     ("bert_sequence", {"problem_type": "regression"}, "problem_type='regression'"),
     ("roberta_mlm", {"pad_token_id": None}, "no pad_token_id"),
     ("electra_mlm", {"hidden_act": "relu"}, "hidden_act='relu'.*are 'gelu'; the head has GELU"),
+    ("modernbert_mlm", {"layer_types": ["full_attention"]}, "with num_hidden_layers=7"),
+    (
+        "modernbert_mlm",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        "rope_type='yarn' for full_attention",
+    ),
+    ("modernbert_mlm", {"rope_scaling": {"factor": 2.0}}, "rope_scaling="),
+    ("modernbert_sequence", {"classifier_pooling": "max"}, "classifier_pooling='max'"),
     (
         "t5",
         {"feed_forward_proj": "gated-mish", "dense_act_fn": ...},

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from convert.keys import WITHOUT_EFFECT, read
 from convert.model_on_disk import shapes_of
 from convert.registry import architectures, find
 from models.text.llama import LlamaConfig
+from models.text.modernbert import ModernBertConfig
 from tests.convert import cases
 from tests.convert.published import CONFIGS, ENCODERS
 from tests.runs import ROOT
@@ -159,12 +161,34 @@ def test_published_encoder_has_the_tensors_and_settings_of_transformers(name):
     with torch.device("meta"):
         theirs = model_class(model_class.config_class(**hf))
     # A tensor of ours is a layer of a stacked parameter; transformers may name modules otherwise.
-    ours = sorted(mapping.their_shape for mapping in mappings)
+    ours = sorted({mapping.theirs: mapping.their_shape for mapping in mappings}.values())
     assert ours == sorted(tuple(weight.shape) for weight in theirs.parameters())
     norms = [m.eps for m in theirs.modules() if isinstance(m, torch.nn.LayerNorm)]
     assert {*norms} == {config.layer_norm_epsilon}
     assert config.num_heads == theirs.config.num_attention_heads
     assert config.init_stddev == theirs.config.initializer_range
+
+
+@pytest.mark.parametrize("size", ["base", "large"])
+def test_published_modernbert_has_the_layers_of_transformers(size):
+    hf = dict(ENCODERS["answerdotai/ModernBERT-base"])
+    if size == "large":
+        hf |= {"hidden_size": 1024, "intermediate_size": 2624}
+        hf |= {"num_attention_heads": 16, "num_hidden_layers": 28}
+    architecture = find(hf)
+    fields = read(hf, architecture.keys, harmless=architecture.harmless)
+    published = ModernBertConfig(**fields, head="masked_lm")
+    theirs: Any = transformers.ModernBertConfig(**hf)
+    names = {"full": "full_attention", "window": "sliding_attention"}
+    assert [names[layer_type] for layer_type in published.types] == theirs.layer_types
+    # Theirs is the largest distance that is seen, ours the smallest that is not.
+    assert published.sliding_window == theirs.sliding_window + 1
+    thetas = (published.rope_theta, published.window_rope_theta)
+    assert thetas == tuple(theirs.rope_parameters[name]["rope_theta"] for name in names.values())
+    config = load(str(ROOT / "configs" / f"bert.py:modernbert-{size}"), ())
+    ours = config.model.to_dict() | {"vocab_size": 50368, "max_positions": 8192}
+    ours = ModernBertConfig(**{name: value for name, value in ours.items() if name != "name"})
+    assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
 def test_keys_without_effect_are_ignored_with_one_line(caplog):

@@ -19,7 +19,10 @@ def test_step_compiles_with_fused_attention(model, mesh):
     run = steps.model_run(model, *overrides, has_machine_code=mesh == "2×2×2")
     text = steps.text_of(run)
     kernels = {selected.kernel for selected in run.attention_kernels}
-    assert kernels == (set() if model == "ResMLP" else {"cudnn"})
+    expected = set() if model == "ResMLP" else {"cudnn"}
+    if model.startswith("ModernBERT"):
+        expected |= {"blocked"}  # in layers with a window around each token, which cuDNN lacks
+    assert kernels == expected
     assert ("__cudnn$fmha" in text) == bool(kernels)
     assert steps.compiled_bytes(run) > 0
     steps.forget()

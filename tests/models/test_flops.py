@@ -11,6 +11,7 @@ from models.flops import attention_flops, num_tokens, traced_flops, train_flops
 from models.text.bert import Bert, BertConfig
 from models.text.gpt2 import GPT2, GPT2Config
 from models.text.llama import Llama, LlamaConfig
+from models.text.modernbert import ModernBert, ModernBertConfig
 from models.text.opt import OPT, OPTConfig
 from models.text.t5 import T5, T5Config
 
@@ -39,6 +40,7 @@ PATTERN: dict[str, Any] = {
     "sliding_window": 16,
     "attention_softcap": 5.0,
 }
+OF_MODERNBERT: dict[str, Any] = OF_BERT | {"num_layers": 7, "sliding_window": 16}
 LATENTS: dict[str, Any] = {
     "num_kv_heads": 4,
     "latent_dim": 9,
@@ -78,6 +80,17 @@ MODELS = {
     "electra, replaced tokens": (
         Bert,
         BertConfig(**OF_BERT, head="replaced_token", token_embed_dim=10),
+        0,
+    ),
+    "modernbert": (ModernBert, ModernBertConfig(**OF_MODERNBERT, head="masked_lm"), 0),
+    "modernbert, labels of rows": (
+        ModernBert,
+        ModernBertConfig(**OF_MODERNBERT, head="sequence", num_labels=5, pool="mean"),
+        0,
+    ),
+    "modernbert, labels of tokens": (
+        ModernBert,
+        ModernBertConfig(**OF_MODERNBERT, head="token", num_labels=5),
         0,
     ),
     "t5": (T5, T5Config(**OF_T5), 3),
@@ -126,6 +139,9 @@ def test_window_attention_flops_count_the_band(window):
     band = length * seen - seen * seen / 2
     flops = attention_flops(length, 3, 5, is_causal=True, window=window)
     assert flops == int(4 * 3 * 5 * band / length)
+    # A window on both sides has two such bands, which share the diagonal.
+    flops = attention_flops(length, 3, 5, is_causal=False, window=window)
+    assert flops == int(4 * 3 * 5 * 2 * band / length)
 
 
 def test_flops_without_a_formula_count_a_multiply_add_per_parameter_and_token():

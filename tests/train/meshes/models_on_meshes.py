@@ -83,6 +83,15 @@ _MOCO = (
     "train.ema_decay=0.5",
 )
 _GQA = ("model.num_kv_heads=2", "model.head_dim=6", _MLP)
+#: One layer, and two periods of two layers.
+_MODERNBERT = (
+    _DROPOUT,
+    _MLP,
+    "model.name=modernbert",
+    "model.num_layers=5",
+    "model.layer_types=('full', 'window')",
+    "model.sliding_window=5",
+)
 _T5 = (
     "model.num_layers=2",
     "model.num_decoder_layers=2",
@@ -111,6 +120,19 @@ MODELS = {
         (_DROPOUT, _MLP, "data.objective=classification", "model.head=sequence"),
     ),
     "RoBERTa": ("roberta", (_DROPOUT, _MLP)),
+    "ModernBERT": (
+        "bert",
+        (*_MODERNBERT, "data.objective=masked_lm", "model.head=masked_lm"),
+    ),
+    "ModernBERT, classifier": (
+        "bert",
+        (
+            *_MODERNBERT,
+            "data.objective=classification",
+            "model.head=sequence",
+            "model.pool=mean",
+        ),
+    ),
     "T5 1.0": (
         "t5",
         (

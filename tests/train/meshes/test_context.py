@@ -56,6 +56,8 @@ ROWS = {
     "BERT": {"pairs": ()},
     "BERT, classifier": {"padding": ()},
     "RoBERTa": {"whole": (), "documents": DOCUMENTS},
+    "ModernBERT": {"window": (), "window, documents": DOCUMENTS},
+    "ModernBERT, classifier": {"window, padding": ()},
     "T5 1.0": {"spans": ()},
     "T5 1.1": {"spans": ()},
 }

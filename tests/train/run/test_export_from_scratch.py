@@ -12,16 +12,19 @@ from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from tests.runs import ROOT
 from tests.train.test_main import run_main
 
-#: Config -> the class of transformers that loads its export.
+#: Config, or variant of one -> the class of transformers that loads its export.
 CLASSES = {
     "bert": transformers.AutoModelForPreTraining,
     "gpt2": transformers.AutoModelForCausalLM,
     "gpt2_3d": transformers.AutoModelForCausalLM,
     "llama": transformers.AutoModelForCausalLM,
+    "modernbert": transformers.AutoModelForMaskedLM,
     "opt": transformers.AutoModelForCausalLM,
     "roberta": transformers.AutoModelForMaskedLM,
     "t5": transformers.AutoModelForSeq2SeqLM,
 }
+#: Those whose rows begin with CLS and end with SEP.
+_WITH_CLS = ("bert", "modernbert", "roberta")
 UNTIED = "You should update the config with `tie_word_embeddings=False`"
 TEXT = "def naïve(x):\n    return  '数据 🙂'"
 SMALL = (
@@ -32,6 +35,13 @@ SMALL = (
     "eval.num_batches=1",
     "data.validation_fraction=0.3",
 )
+#: Variant -> (config, overrides).
+VARIANTS = {
+    "modernbert": (
+        "bert",
+        ("model.name=modernbert", "model.head=masked_lm", "data.objective=masked_lm"),
+    )
+}
 #: RoBERTa counts positions from the padding token, which is another one here.
 ROBERTA_ON_BYTES = ("model.pad_id=257", "model.first_position=258")
 
@@ -42,6 +52,7 @@ ROBERTA_ON_BYTES = ("model.pad_id=257", "model.first_position=258")
         "gpt2-bpe",
         "gpt2_3d-bpe",
         "llama-bytes",
+        "modernbert-bpe",
         "opt-bpe",
         "roberta-bpe",
         "t5-bytes",
@@ -56,7 +67,9 @@ def test_transformers_loads_and_uses_the_export(
 ):
     overrides = (*corpus_overrides, *SMALL, "data.name=text", f"data.tokenizer={tokenizer}")
     overrides += ROBERTA_ON_BYTES if (config, tokenizer) == ("roberta", "bytes") else ()
-    path = str(ROOT / "configs" / f"{config}.py")
+    name, more = VARIANTS.get(config, (config, ()))
+    overrides += more
+    path = str(ROOT / "configs" / f"{name}.py")
     assert run_main(tmp_path / "run", overrides, config=path) == 0
     exported = tmp_path / "hugging_face"
     to_hf(tmp_path / "run", exported)
@@ -95,11 +108,11 @@ def test_transformers_loads_and_uses_the_export(
 
 def before(config, tokenizer) -> list[int]:
     """Return the special tokens before a text, as in the rows of the training objective."""
-    return [tokenizer.special_ids["cls"]] if config in ("bert", "roberta") else []
+    return [tokenizer.special_ids["cls"]] if config in _WITH_CLS else []
 
 
 def after(config, tokenizer) -> list[int]:
     """Return the special tokens after a text."""
     if config == "t5":
         return [tokenizer.eos_id]
-    return [tokenizer.special_ids["sep"]] if config in ("bert", "roberta") else []
+    return [tokenizer.special_ids["sep"]] if config in _WITH_CLS else []

@@ -187,6 +187,18 @@ def test_classifier_starts_from_the_encoder_and_its_head_is_new(bert, text):
     jax.tree.map(np.testing.assert_array_equal, params["classifier"], fresh)
 
 
+@pytest.mark.thorough
+def test_classifier_keeps_the_dense_layer_of_modernbert_before_the_logits(text, tmp_path):
+    sizes = {**BERT, "num_hidden_layers": 4, "pad_token_id": 1}
+    save_model(tmp_path, "ModernBertForMaskedLM", **sizes)
+    run, source = run_from(tmp_path, text, 2, "model.name=modernbert", "model.pool=mean")
+    params = start_params(run, source)
+    plain = nnx.to_pure_dict(nnx.split(load_model(tmp_path))[1])
+    assert params.keys() - plain.keys() == {"classifier"}
+    assert plain.keys() - params.keys() == {"vocab_bias"}
+    jax.tree.map(np.testing.assert_array_equal, params["dense_head"], plain["dense_head"])
+
+
 def run_from(directory, text, labels, *overrides):
     """Return (run, source) for a classifier with these labels."""
     where = (f"data.paths={text[0]}/labelled.jsonl", f"init_from={directory}")

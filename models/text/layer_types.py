@@ -1,0 +1,153 @@
+"""Layers of several types in one model: attention to all tokens, or within a sliding window.
+
+A model repeats a pattern of types, such as five layers with a window and one without. Blocks of a
+stack are identical, so such a pattern is one block of a stack, `models.stack.Period`.
+
+B batch, T seq, D embed.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fields.numbers import shown
+from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
+from models.layers.transformer import identity
+from models.stack import Stack, periods
+from models.text.common import check_sizes, positions_by_index
+from sharding.ops.sequence import whole_length
+
+#: Values of `model.layer_types`: attention to all tokens that a model sees, or to those within
+#: `model.sliding_window`; "no_positions" is "full" without rotary positions.
+LAYER_TYPES = ("full", "window", "no_positions")
+
+
+def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest value of `model.layer_types` that gives layers these types, in order."""
+    lengths = range(1, len(types) + 1)
+    repeats = (n for n in lengths if all(a == b for a, b in zip(types, types[n:], strict=False)))
+    pattern = tuple(types[: next(repeats, 0)])
+    return () if pattern in (("full",), ("window",)) else pattern
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTypesConfig:
+    """The types of a model's layers, and their rotary positions."""
+
+    max_positions: int  # longest sequence that the model supports
+    num_layers: int
+    rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_scaling: Mapping[str, Any] | None = None  # see models/layers/rope.py
+    rotary_pairs: str = "halves"  # halves | neighbours; see models/layers/rope.py
+    sliding_window: int | None = None  # distance from which tokens do not see each other: Mistral
+    layer_types: Sequence[str] = ()  # repeated over the layers; see LAYER_TYPES, and `types`
+    window_rope_theta: float | None = None  # rope_theta of windowed layers, which have no scaling
+
+    def __post_init__(self):
+        check_sizes(self)
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} must be at least 1, or None"
+            )
+        object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        self._check_layer_types()
+        object.__setattr__(self, "layer_types", layer_pattern(self.types))
+
+    def _check_layer_types(self) -> None:
+        if unknown := [name for name in self.layer_types if name not in LAYER_TYPES]:
+            raise ValueError(
+                f"model.layer_types: {shown(unknown[0])} is unknown; choose "
+                f"{', '.join(LAYER_TYPES)}"
+            )
+        if len(self.layer_types) > self.num_layers:
+            raise ValueError(
+                f"model.layer_types has {len(self.layer_types)} entries, for "
+                f"model.num_layers={self.num_layers}; give each layer one, or fewer to be repeated"
+            )
+        has_window = self.sliding_window is not None
+        if has_window != ("window" in self.types):
+            raise ValueError(
+                f"model.sliding_window={self.sliding_window} must be set if, and only if, "
+                f"model.layer_types={list(self.layer_types)} has window or is empty"
+            )
+
+    def check_rotation(self) -> None:
+        """Check the fields of rotary positions, after those that `rotary_dim` depends on."""
+        if self.rotary_pairs not in PAIRS:
+            raise ValueError(
+                f"model.rotary_pairs={self.rotary_pairs!r} is unknown; choose {', '.join(PAIRS)}"
+            )
+        check_scaling(self.rope_scaling, self.rotary_dim)
+        if self.rope_scaling is not None:
+            object.__setattr__(self, "rope_scaling", HashableScaling(self.rope_scaling))
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The type of each layer: `layer_types`, repeated; by default all window, or all full."""
+        default = "full" if self.sliding_window is None else "window"
+        types = itertools.cycle(self.layer_types or (default,))
+        return tuple(itertools.islice(types, self.num_layers))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The argument `window` of `models.layers.attention.attend` in each layer."""
+        return tuple(self.window(layer_type) for layer_type in self.types)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features of a head that are rotated."""
+        raise NotImplementedError
+
+    def window(self, layer_type: str) -> int | None:
+        """Return the window of layers of a type."""
+        return self.sliding_window if layer_type == "window" else None
+
+    def rotation(
+        self, layer_type: str, x_BTD: jax.Array, batch: dict
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Return the function that gives queries and keys their positions."""
+        if layer_type == "no_positions":
+            return identity
+        theta, scaling = self.rope_theta, self.rope_scaling
+        if layer_type == "window" and self.window_rope_theta is not None:
+            theta, scaling = self.window_rope_theta, None
+        frequencies, factor = rope_frequencies(
+            self.rotary_dim,
+            theta,
+            scaling,
+            num_positions=whole_length(x_BTD.shape[1]),
+            max_positions=self.max_positions,
+        )
+        return partial(
+            rotate,
+            positions_BT=positions_by_index(batch),
+            frequencies=frequencies,
+            factor=factor,
+            pairs=self.rotary_pairs,
+        )
+
+
+def stacks_of(
+    types: Sequence[Hashable], make_block: Callable[..., nnx.Module], *, rngs: nnx.Rngs
+) -> tuple[Stack, Stack | None]:
+    """Return the stacks of a model's layers, the second of which may be None; see `periods`.
+
+    Args:
+        types: type of each layer, or anything else that its block depends on.
+        make_block: returns the block of a layer, given its type and `rngs`.
+        rngs: random keys for the initialization.
+    """
+
+    def of_type(layer_type: Hashable) -> Callable[[nnx.Rngs], nnx.Module]:
+        return lambda rngs: make_block(layer_type, rngs=rngs)
+
+    def stack(types: Sequence[Hashable], num_periods: int) -> Stack:
+        return Stack([of_type(layer_type) for layer_type in types], num_periods, rngs=rngs)
+
+    first, last = periods(types)
+    return stack(*first), stack(*last) if last else None
