@@ -150,13 +150,13 @@ def convert_arrays(
 
 
 class _ConvertedArray(LazyArray):
-    """A parameter that is read from the tensors of its layers, or from its single tensor.
+    """A parameter that is read from the tensors of its layers and experts, or from a single one.
 
     Its dtype is the smallest one that can represent the values of all these tensors.
 
     Args:
         shape: shape of the parameter, with a leading layers axis in stacks.
-        parts: mapping and the tensor of each layer, in order.
+        parts: mapping and tensor of each layer, and there of each expert, in order.
     """
 
     def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[TensorMapping, Tensor]]):
@@ -169,12 +169,13 @@ class _ConvertedArray(LazyArray):
 
     def read(self, index: Index) -> np.ndarray:
         """Read a part of the parameter."""
-        if self._parts[0][0].layer is None:
-            return self._read(0, index)
+        num_axes = len(self._parts[0][0].at)
         sizes = [part.stop - part.start for part in index]
         values = np.empty(sizes, self.dtype)
-        for number in range(sizes[0]):
-            values[number] = self._read(index[0].start + number, index[1:])
+        for offsets in np.ndindex(*sizes[:num_axes]):
+            at = [part.start + n for part, n in zip(index, offsets, strict=False)]
+            number = int(np.ravel_multi_index(at, self.shape[:num_axes])) if at else 0
+            values[offsets] = self._read(number, index[num_axes:])
         return values
 
     def _read(self, number: int, index: Index) -> np.ndarray:

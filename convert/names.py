@@ -43,8 +43,9 @@ class Row:
     """One weight, or the same weight of all layers of a stack."""
 
     ours: str  # path of the parameter, such as `decoder.layers.mlp.up.kernel`
-    # name of the tensor, with `{layer}` in place of the number of a layer. If two stacks have the
-    # same name, the numbers of the second stack continue after the first
+    # name of the tensor, with `{layer}` in place of the number of a layer, and `{expert}` in place
+    # of the number of an expert, which is the next dim of `ours`. If two stacks have the same name,
+    # the numbers of the second stack continue after the first
     theirs: str
     kind: Kind | None = None  # see `Kind`; None derives it from the last word of `ours`
     num_inputs: int = 1  # for a kernel, how many of the dimensions of `ours` are inputs
@@ -80,13 +81,13 @@ def norm(ours: str, theirs: str, **options: Any) -> tuple[Row, Row]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorMapping:
-    """A Hugging Face tensor, and the parameter (or the layer of a parameter) that it maps to."""
+    """A Hugging Face tensor, and the parameter, or the part of one, that it maps to."""
 
     theirs: str  # name of the tensor
     tied: tuple[str, ...]  # other names under which a file may contain the same values
     ours: str  # path of the parameter
-    layer: int | None  # layer of the parameter; None if it is not stacked
-    shape: tuple[int, ...]  # shape of the parameter without the layers axis
+    at: tuple[int, ...]  # layer and expert of the parameter, as far as it has these axes
+    shape: tuple[int, ...]  # shape of the parameter without these axes
     kind: Kind  # see `Kind`
     num_inputs: int  # for a kernel, how many dimensions of `shape` are inputs
     vocab_size: int | None  # vocabulary size without padding; None if the model has no vocabulary
@@ -192,22 +193,23 @@ def tensor_mappings(
     for row in by_ours.values():
         in_period = paths[row.ours]
         shape = shapes[in_period[0]]
-        is_stacked = "{layer}" in row.theirs
-        layers = range(shape[0]) if is_stacked else (None,)
-        for layer, path in itertools.product(layers, in_period):
+        axes = [axis for axis in ("{layer}", "{expert}") if axis in row.theirs]
+        numbers = itertools.product(*map(range, shape[: len(axes)]))
+        for at, path in itertools.product(numbers, in_period):
             number = 0
-            if layer is not None:
+            if axes:
                 _, size = sizes[_stack(path)]
-                place = starts[row.ours] + layer * size + _number_in_period(path)
+                place = starts[row.ours] + at[0] * size + _number_in_period(path)
                 number = row.first + row.step * place
-            tied = (name.format(layer=number) for name in row.tied)
+            expert = at[-1] if len(axes) == 2 else 0
+            tied = (name.format(layer=number, expert=expert) for name in row.tied)
             mappings.append(
                 TensorMapping(
-                    theirs=row.theirs.format(layer=number),
+                    theirs=row.theirs.format(layer=number, expert=expert),
                     tied=tuple(name for name in tied if name not in names),
                     ours=path,
-                    layer=layer,
-                    shape=shape[1:] if is_stacked else shape,
+                    at=at,
+                    shape=shape[len(axes) :],
                     kind=row.kind or _KIND_BY_NAME.get(row.ours.rpartition(".")[2], "same"),
                     num_inputs=row.num_inputs,
                     vocab_size=vocab_size,
@@ -352,10 +354,10 @@ def assemble(
     values = np.empty(parts[0].their_shape, dtype)
     for place in parts:
         array = arrays[place.ours]
-        first = () if place.layer is None else (slice(place.layer, place.layer + 1),)
+        first = tuple(slice(number, number + 1) for number in place.at)
         for index in blocks(place.shape, array.chunk_shape[len(first) :]):
-            part = array.read((*first, *index))
-            place.write(values, index, _cast(part[0] if first else part, dtype, place.theirs))
+            part = array.read((*first, *index))[(0,) * len(first)]
+            place.write(values, index, _cast(part, dtype, place.theirs))
     return values
 
 

@@ -84,7 +84,7 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
                 theirs=name_of(kernel, part),
                 tied=(),
                 ours=ours,
-                shape=shapes[ours][kernel.layer is not None :],
+                shape=shapes[ours][len(kernel.at) :],
                 kind="flat" if part == "magnitude" else "linear",
                 num_inputs=1 if part == "b" else kernel.num_inputs,
             )

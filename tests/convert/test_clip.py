@@ -181,7 +181,7 @@ def test_loaded_model_has_the_losses_and_gradients_of_transformers(name, tmp_pat
     shapes = {path: value.shape for path, value in flat.items()}
     for place in architecture.tensor_mappings(shapes, vocab_size=VOCAB):
         found = np.zeros(place.their_shape, np.float32)
-        ours = flat[place.ours] if place.layer is None else flat[place.ours][place.layer]
+        ours = flat[place.ours][place.at]
         place.write(found, tuple(slice(0, size) for size in place.shape), ours)
         theirs_part = reference[place.theirs]
         if place.num_rows is not None:

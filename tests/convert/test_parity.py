@@ -62,7 +62,7 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
     for place in source.architecture.tensor_mappings(shapes, vocab_size=cases.VOCAB):
         found = np.empty(place.their_shape, np.float32)
         ours = np.asarray(flat[place.ours])
-        ours = ours if place.layer is None else ours[place.layer]
+        ours = ours[place.at]
         place.write(found, tuple(slice(0, size) for size in place.shape), ours)
         rows = slice(place.first_row, place.first_row + place.part_shape[0])
         found, gradient = (x[rows] for x in (found, expected[place.theirs]))
