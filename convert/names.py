@@ -43,9 +43,9 @@ class Row:
     """One weight, or the same weight of all layers of a stack."""
 
     ours: str  # path of the parameter, such as `decoder.layers.mlp.up.kernel`
-    # name of the tensor, with `{layer}` in place of the number of a layer, and `{head}` in place of
-    # the number of a head if each head has a tensor. If two stacks have the same name, the numbers
-    # of the second stack continue after the first
+    # name of the tensor, with `{layer}` in place of the number of a layer, and `{head}` or
+    # `{expert}` in place of the number of a head or an expert if each of these has a tensor. If two
+    # stacks have the same name, the numbers of the second stack continue after the first
     theirs: str
     kind: Kind | None = None  # see `Kind`; None derives it from the last word of `ours`
     num_inputs: int = 1  # for a kernel, how many of the dimensions of `ours` are inputs
@@ -86,7 +86,7 @@ class TensorMapping:
     theirs: str  # name of the tensor
     tied: tuple[str, ...]  # other names under which a file may contain the same values
     ours: str  # path of the parameter
-    # index of the tensor in the first axes of the parameter: (), (layer,) or (layer, head)
+    # index of the tensor in the first axes of the parameter: (), (layer,) or (layer, head or expert)
     place: tuple[int, ...]
     shape: tuple[int, ...]  # shape of the parameter without these axes
     kind: Kind  # see `Kind`
@@ -200,7 +200,9 @@ def tensor_mappings(
             if place:
                 _, size = sizes[_stack(path)]
                 layer = starts[row.ours] + place[0] * size + _number_in_period(path)
-                numbers = {"layer": row.first + row.step * layer, "head": place[-1]}
+                numbers = {"layer": row.first + row.step * layer, "head": place[-1]} | {
+                    "expert": place[-1]
+                }
             tied = (name.format(**numbers) for name in row.tied)
             mappings.append(
                 TensorMapping(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from sharding.mesh import BATCH_AXES
+from sharding.mesh import num_replicas
 
 #: Texts are padded to a multiple of this, so that few programs are compiled.
 _MULTIPLE = 32
@@ -17,7 +17,7 @@ def check_batch_size(mesh: Any, batch_size: int) -> int:
     Raises:
         ValueError: the batch size is not a positive multiple of the number of replicas.
     """
-    replicas = int(np.prod([mesh.shape.get(axis, 1) for axis in BATCH_AXES]))
+    replicas = num_replicas(mesh)
     if batch_size < 1 or batch_size % replicas:
         raise ValueError(
             f"batch_size={batch_size} must be a positive multiple of the mesh's {replicas} replicas"

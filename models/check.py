@@ -67,7 +67,9 @@ def _check_head(functions: ModelFunctions, non_stack_params: Tree, x: Tree, batc
                 f"head's {name} is of type {type(sums).__name__}; it must be a scalar, or a dict "
                 "of scalars that is not empty"
             )
-    for name, values in {"loss": loss, "weight": weight, **metrics}.items():
+    # The sum of a metric with weights of its own may be an array.
+    scalars = {name: x[1:] if isinstance(x, tuple) else x for name, x in metrics.items()}
+    for name, values in {"loss": loss, "weight": weight, **scalars}.items():
         for value in jax.tree.leaves(values):
             if value.shape:
                 raise ValueError(

@@ -46,6 +46,9 @@ class ModelFunctions:
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
+    # (sums of a step, stack -> number of the layer in each slot) -> path -> what is added to the
+    # parameter after the optimizer's update
+    after_update: Callable[[Mapping, Mapping], Mapping[tuple[str, ...], jax.Array]] | None = None
     # Like `teach`, but evaluated with the initial parameters, for preferences: returns arrays that
     # are added to the batches of the run; see models/preference.py.
     reference: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
@@ -154,6 +157,7 @@ def functions_of(
             for key, stack in stacks.items()
         },
         teach=method("teach") if hasattr(model, "teach") else None,
+        after_update=getattr(model, "after_update", None),
     )
 
 

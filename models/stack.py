@@ -57,6 +57,10 @@ A class can declare further properties:
 - `sees_whole_batch = True`: `head` or `teach` compares examples of the whole batch with each other,
   using sharding/logical.py. Such a batch is a single microbatch.
 - `objectives = ("causal_lm",)`: the model only supports these values of `data.objective`.
+- `after_update(sums, layer_of_slot) -> {path: change}`: changes of parameters that no gradient
+  makes, from the sums of a whole batch; they are added after each update by the optimizer.
+  `layer_of_slot` is int[slots] for each stack, whose parameters have a leading dim of slots; -1 is
+  padding.
 - `not_decayed = ("class_token",)`: names of parameters, or of modules that contain them, without
   weight decay. Weight decay applies to matrices and tables, but never to a vector, `bias` or
   `scale`. The `layers` axis of a stack does not count: a vector in each block is still a vector.
@@ -231,6 +235,12 @@ class Stack(nnx.Module):
     def layers_per_block(self) -> int:
         """Number of layers of a block: more than 1 for a `Period`."""
         return len(self.layers.names) if isinstance(self.layers, Period) else 1
+
+    @property
+    def block_paths(self) -> tuple[tuple[str, ...], ...]:
+        """Where the parameters of each layer of a block are, within those of the block."""
+        names = self.layers.names if isinstance(self.layers, Period) else ()
+        return tuple((name,) for name in names) or ((),)
 
     def __call__(self, x: Any, batch: Tree) -> Any:
         """Apply all blocks to `x`."""

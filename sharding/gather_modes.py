@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from sharding.logical import Rules
 from sharding.memory import MemoryConfig, largest
 from sharding.mesh import REPLICA_AXES, AnyMesh
 from sharding.spec import axes_of, is_spec
@@ -40,6 +41,22 @@ def all_once(specs: Tree) -> Tree:
         specs: PartitionSpec of every parameter.
     """
     return jax.tree.map(lambda _: GatherMode.ONCE, specs, is_leaf=is_spec)
+
+
+def kept_axes(logical_axes: Tree, rules: Rules) -> Tree:
+    """Return the frozenset of mesh axes over which each parameter is never gathered.
+
+    Experts stay divided: the tokens that a device's experts are chosen for are sent to it.
+
+    Args:
+        logical_axes: tuple of logical axis names per parameter.
+        rules: logical axis -> mesh axes.
+    """
+
+    def kept(names: tuple[str | None, ...]) -> frozenset[str]:
+        return frozenset(rules["experts"] if "experts" in names else ())
+
+    return jax.tree.map(kept, logical_axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
 
 
 def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryConfig) -> Tree:

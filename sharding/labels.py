@@ -1,5 +1,7 @@
-"""Labels under which arrays of a traced step are counted."""
+"""Labels of a traced step: what its arrays are, and how often loops are expected to run."""
 
+import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -16,3 +18,19 @@ def counted_as(label: str, tree: Any) -> Any:
     """Count arrays of a traced function under `label`, one of LABELS, and return them unchanged."""
     assert label in LABELS
     return jax.tree.map(lambda x: checkpoint_name(x, label), tree)
+
+
+def expected_trips(label: str, count: int) -> AbstractContextManager[None]:
+    """Return a scope for a loop whose number of iterations the program does not know.
+
+    Args:
+        label: label of the loop.
+        count: number of iterations that predictions are made for.
+    """
+    return jax.named_scope(f"{label}_expected_{count}")
+
+
+def expected_trips_of(label: str) -> int | None:
+    """Return the count of a scope of `expected_trips`; None for another label."""
+    match = re.fullmatch(r"\w+_expected_(\d+)", label)
+    return int(match[1]) if match else None

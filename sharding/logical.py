@@ -52,6 +52,11 @@ def axis_rules(rules: Rules) -> Iterator[None]:
         _active_rules.reset(token)
 
 
+def active_rules() -> Rules:
+    """Return the rules of the enclosing `axis_rules`; no rules outside of it."""
+    return _active_rules.get() or {}
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Constrain `x` to the sharding that the active rules give.
 

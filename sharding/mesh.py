@@ -24,7 +24,7 @@ from fields.section import Section
 
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
 #: Axes whose devices have different examples.
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
 #: Axes whose devices have different tokens, and over which parameters may be sharded.
 REPLICA_AXES = (*BATCH_AXES, "context")
 
@@ -58,8 +58,7 @@ class MeshConfig(Section, section="mesh"):
         ge=0,
     )
     expert: int = _size(
-        "Splits the logical axis `experts`. No shipped model has experts; the axis is for your own "
-        "mixture-of-experts layers."
+        "Like `data`, but divides the experts of a mixture of experts (the logical axis `experts`)."
     )
     model: int = _size("Tensor parallelism: splits attention heads, mlp and vocab.")
     auto: bool = field(
@@ -99,6 +98,11 @@ class MeshConfig(Section, section="mesh"):
         """Number of devices that the axes with a given size need; an axis of -1 counts as 1."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
+    @property
+    def num_replicas(self) -> int:
+        """Number of groups of devices that have different examples."""
+        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
     def filled_in(self, num_available: int) -> "MeshConfig":
         """Return this config with -1 replaced by the number of remaining devices.
 
@@ -135,6 +139,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
         axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
         devices=devices[: config.num_devices],
     )
+
+
+def num_replicas(mesh: AnyMesh) -> int:
+    """Return the number of groups of devices that have different examples."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES if axis in mesh.shape)
 
 
 def check_automatic(mesh: AnyMesh) -> None:

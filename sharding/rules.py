@@ -21,7 +21,7 @@ from sharding.spec import axes_by_dim, axes_of, is_spec
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations can be sharded differently from other arrays.
 DEFAULT_RULES: Rules = {
-    "batch": BATCH_AXES,  # within a step it is always split over these two
+    "batch": BATCH_AXES,  # within a step it is always split over these
     "seq": ("context",),  # and this over this one
     "act_tokens": ("model",),  # the tokens of all sequences, between the branches of a block
     "embed": ("fsdp",),
@@ -32,7 +32,7 @@ DEFAULT_RULES: Rules = {
     "mlp": ("model",),
     "vocab": ("model",),
     "layers": ("pipeline",),
-    "experts": ("expert",),
+    "experts": ("expert",),  # or several axes of different examples or tokens
 }
 
 

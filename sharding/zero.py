@@ -1,7 +1,8 @@
-"""ZeRO: which parts of the training state are sharded over `data` and `context`.
+"""ZeRO: which parts of the training state are sharded over `data`, `context` and `expert`.
 
-Apart from dimensions that the rules split (over `fsdp`, for example), all devices along `data` and
-`context` would hold the same state: to the optimizer they are replicas. With
+Apart from dimensions that the rules split (over `fsdp`, for example), all devices along `data`,
+`context` and, except for experts, `expert` would hold the same state: to the optimizer they are
+replicas. With
 
     stage 1  each replica keeps one part of the master weights and of the optimizer state
     stage 2  gradients are also reduce-scattered once per step: a replica gets only its part
@@ -32,11 +33,11 @@ Tree = Any
 
 
 #: Mesh axes over which only ZeRO splits parameters.
-ZERO_AXES = ("data", "context")
+ZERO_AXES = ("data", "context", "expert")
 
 
 def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
-    """Add `data` and `context` to the spec of every parameter that can be split evenly.
+    """Add `data`, `context` and `expert` to the spec of all parameters that they divide evenly.
 
     The dim to split is the one that `fsdp` already splits, or else the largest dim that is not
     split; for stacks, never the first dim, which counts layers. A parameter without such a dim
@@ -46,18 +47,20 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
         specs: PartitionSpec of every parameter.
         params: the same tree of arrays or ShapeDtypeStructs.
         layers: the same tree of bools: whether the first dim counts a stack's layers.
-        mesh: mesh. A parameter that both axes together do not divide is split over one of them.
+        mesh: mesh. A parameter that the axes together do not divide is split over one of them.
 
     Returns:
         The new tree of PartitionSpecs.
     """
-    axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1)
-    if not axes:
+    zero_axes = tuple(axis for axis in ZERO_AXES if mesh.shape[axis] > 1)
+    if not zero_axes:
         return specs
 
     def split(spec: PartitionSpec, leaf: Any, is_layers: bool) -> PartitionSpec:
         parts = list(axes_by_dim(spec, len(leaf.shape)))
-        if {*axes} & axes_of(spec):
+        # Experts are divided over `expert` already.
+        axes = tuple(axis for axis in zero_axes if axis not in axes_of(spec))
+        if not axes:
             return spec
         sizes = {
             dim: leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in parts[dim])

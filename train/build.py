@@ -21,7 +21,7 @@ from distributed.compilation_cache import use_compilation_cache
 from distributed.messages import LONGEST_START_S, Exchange
 from predict.machines.targets import Target, target_of
 from sharding.memory import AUTO
-from sharding.mesh import make_mesh
+from sharding.mesh import make_mesh, num_replicas
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
@@ -203,8 +203,7 @@ def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfi
     if not config.mesh.auto:
         sections["mesh"] = config.mesh.filled_in(mesh.size)
     if loaded.open_batch is not None:
-        num_replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-        completed = loaded.open_batch.completed(num_replicas, config.train.num_microbatches)
+        completed = loaded.open_batch.completed(num_replicas(mesh), config.train.num_microbatches)
         for key in completed.keys() - loaded.overrides.command_line_keys:
             section, _, name = key.partition(".")
             changed = dataclasses.replace(getattr(config, section), **{name: completed[key]})

@@ -55,7 +55,8 @@ def evaluate(
     means = means_of(sums, lambda value, weight: value / weight if weight else math.nan)
     scores = {f"eval_{name}": float(value) for name, value in means.items()}
     if config.has_perplexity:
-        loss = scores.get("eval_mlm_loss", scores["eval_loss"])
+        of_tokens = [name for name in ("eval_mlm_loss", "eval_lm_loss") if name in scores]
+        loss = scores[of_tokens[0] if of_tokens else "eval_loss"]
         scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
     return scores
 

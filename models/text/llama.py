@@ -12,17 +12,22 @@ Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), secti
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
 from models.layers.block import Block
+from models.layers.experts import Experts, ExpertsConfig, RouterReport, balance_changes
 from models.layers.latent_attention import LatentAttention
 from models.layers.transformer import MLP, Attention
 from models.losses import make_token_loss
+from models.stack import Sums
 from models.text.causal import CausalModel
 from models.text.common import check_choices, check_head, padded_vocab, segments
 from models.text.layer_types import LayerTypesConfig, stacks_of
@@ -32,7 +37,7 @@ _NORMS = ("before", "after", "around", "parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(LayerTypesConfig):
+class LlamaConfig(ExpertsConfig, LayerTypesConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
     vocab_size: int  # number of tokens in the tokenizer's vocab
@@ -106,6 +111,7 @@ class LlamaConfig(LayerTypesConfig):
         self.check_rotation()
         make_token_loss(self.loss)
         check_head(self.head)
+        self.check_experts()
 
     def _check_latents(self) -> None:
         if self.latent_dim is None:
@@ -119,6 +125,16 @@ class LlamaConfig(LayerTypesConfig):
                 "the number of heads, model.qk_norm=False, and equal values of model.qkv_bias and "
                 "model.out_bias"
             )
+
+    @property
+    def num_dense(self) -> int:
+        """Number of layers without experts, which are the first ones."""
+        return self.num_layers if self.num_experts is None else self.dense_layers
+
+    @property
+    def router_report(self) -> RouterReport:
+        """What travels with the activations of a model with experts."""
+        return RouterReport(self, self.num_layers - self.dense_layers)
 
     @property
     def rotary_dim(self) -> int:
@@ -181,9 +197,30 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
     )
 
 
+def _feed_forward(config: LlamaConfig, is_dense: bool, rngs: nnx.Rngs) -> nnx.Module:
+    sizes: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
+    stddev = config.init_stddev
+    if is_dense:
+        return MLP(
+            config.embed_dim,
+            config.mlp_dim,
+            use_bias=config.mlp_bias,
+            stddevs=(stddev, stddev),
+            rngs=rngs,
+            **sizes,
+        )
+    return Experts(
+        config,
+        embed_dim=config.embed_dim,
+        expert_dim=config.expert_dim or config.mlp_dim,
+        stddev=stddev,
+        rngs=rngs,
+        **sizes,
+    )
+
+
 class _Block(Block):
-    def __init__(self, config: LlamaConfig, layer_type: str, *, rngs: nnx.Rngs):
-        stddev = config.init_stddev
+    def __init__(self, config: LlamaConfig, layer_type: str, is_dense: bool, *, rngs: nnx.Rngs):
 
         def norm_if(*placements: str) -> nnx.Module | None:
             return config.make_norm(config.embed_dim, rngs) if config.norms in placements else None
@@ -192,15 +229,7 @@ class _Block(Block):
             attention_norm=norm_if("before", "around", "parallel"),
             attention=_attention(config, rngs),
             mlp_norm=norm_if("before", "around"),
-            mlp=MLP(
-                config.embed_dim,
-                config.mlp_dim,
-                activation=config.activation,
-                is_gated=config.is_gated,
-                use_bias=config.mlp_bias,
-                stddevs=(stddev, stddev),
-                rngs=rngs,
-            ),
+            mlp=_feed_forward(config, is_dense, rngs),
             norms=config.norms,
             attention_norm_2=norm_if("after", "around"),
             mlp_norm_2=norm_if("after", "around"),
@@ -208,6 +237,20 @@ class _Block(Block):
         )
         self.config = config
         self.layer_type = layer_type
+
+    def __call__(self, x: Any, batch: dict, keys: jax.Array | None) -> Any:
+        """Apply the block to `x`, activations [B, T, D] or a dict of them and a `RouterReport`."""
+        if not isinstance(x, dict):
+            return super().__call__(x, batch, keys)
+        x_BTD = super().__call__(x["x"], batch, keys)
+        report_BR = x["report"]
+        if isinstance(self.mlp, Experts):
+            assert self.mlp.routing is not None
+            is_token_BT = batch.get("segment_ids", jnp.ones_like(batch["tokens"])) != 0
+            number = batch["layer"] - self.config.dense_layers
+            report = self.config.router_report
+            report_BR = report.add(report_BR, self.mlp.routing, is_token_BT, number)
+        return {"x": x_BTD, "report": report_BR}
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         config = self.config
@@ -236,20 +279,65 @@ class Llama(CausalModel):
         table = (vocab, config.embed_dim), ("vocab", "embed")
         self.token_embedding = param(normal, rngs, *table)
 
+        are_dense = (number < config.num_dense for number in range(config.num_layers))
         self.decoder, self.last_decoder = stacks_of(
-            config.types, partial(_Block, config), rngs=rngs
+            [*zip(config.types, are_dense, strict=True)],
+            lambda kind, *, rngs: _Block(config, *kind, rngs=rngs),
+            rngs=rngs,
         )
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
-    def embed(self, batch: dict) -> jax.Array:
-        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
-        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        return _scaled(x_BTD, self.config.embedding_scale)
+    @property
+    def sees_whole_batch(self) -> bool:
+        """Whether a loss balances the load of the whole batch; see models/stack.py."""
+        return self.config.router_loss > 0 and self.config.router_loss_over == "batch"
 
-    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def embed(self, batch: dict) -> Any:
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T].
+
+        With experts and a loss, they are in a dict with a `RouterReport`.
+        """
+        x_BTD = lookup(self.token_embedding[...], batch["tokens"])
+        x_BTD = _scaled(x_BTD, self.config.embedding_scale)
+        if self.config.num_experts is None or "weights" not in batch:
+            return x_BTD
+        return {"x": x_BTD, "report": self.config.router_report.start(x_BTD)}
+
+    def head(self, x: Any, batch: dict) -> tuple[Sums, Sums, dict]:
+        """Return (sums of weighted losses, sums of weights, metrics of the routers)."""
+        loss, weight, metrics = super().head(x, batch)
+        if self.config.num_experts is None:
+            return loss, weight, metrics
+        report = self.config.router_report
+        router_loss, metrics = report.metrics(x["report"], batch["weights"])
+        if router_loss is None:
+            return loss, weight, metrics
+        losses = {"lm_loss": loss, "router_loss": router_loss}
+        return losses, dict.fromkeys(losses, weight), metrics
+
+    def after_update(self, sums: Mapping, layer_of_slot: Mapping) -> Mapping:
+        """Return the changes of the balancing biases; see models/stack.py."""
+        config = self.config
+        layers = {}
+        first = -config.dense_layers
+        for name in self.stacks:
+            if (stack := getattr(self, name)) is None:
+                continue
+            blocks = stack.layers
+            for place, path in enumerate(stack.block_paths):
+                block = getattr(blocks, path[0]) if path else blocks
+                if config.balancing_rate and isinstance(block.mlp, Experts):
+                    numbers = first + place + stack.layers_per_block * layer_of_slot[name]
+                    layers[(name, "layers", *path, "mlp")] = numbers
+            first += stack.num_layers * stack.layers_per_block
+        counts_LE = sums["expert_load"][0] if layers else None
+        return balance_changes(config, counts_LE, layers) if layers else {}
+
+    def outputs(self, x: Any) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
+        x_BTD = x["x"] if isinstance(x, dict) else x
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         return _scaled(self.final_norm(x_BTD), self.config.logit_scale), table[...]
 

@@ -1,9 +1,9 @@
 """Gathers sharded parameters for use in a step, and reduces gradients back to their shards.
 
-Inside the step, `pipeline`, `data`, `fsdp` and `context` are manual axes, so these collectives are
-explicit. Parameters that fsdp or ZeRO split are all-gathered before use, either once per step or
-one layer at a time. Gradients are summed over the last three once after all microbatches, or layer
-by layer.
+Inside the step, all axes except `model` are manual, so these collectives are explicit. Parameters
+that fsdp or ZeRO split are all-gathered before use, either once per step or one layer at a time.
+Gradients are summed over all manual axes except `pipeline` once after all microbatches, or layer by
+layer. Experts are not gathered over the axes that divide them (`kept_axes`): tokens go to them.
 sharding/gather_modes.py has the table of these modes.
 """
 
@@ -21,7 +21,7 @@ from sharding.gather_modes import GatherMode
 from sharding.labels import counted_as
 from sharding.memory import is_on_host, to_device
 from sharding.mesh import REPLICA_AXES, AnyMesh
-from sharding.spec import axes_by_dim, axes_of, is_spec, restrict, spec_of
+from sharding.spec import axes_by_dim, axes_of, is_spec, restrict, spec_of, without
 from sharding.zero import ZERO_AXES
 
 #: Mesh axes whose collectives are explicit; `shard_map` is manual over them.
@@ -39,6 +39,8 @@ class ParamSharding:
     # `layers` have a leading slot dim, split over `pipeline`.
     specs: dict[str, Tree]
     gather_modes: dict[str, Tree]  # the same trees, with the GatherMode of every parameter
+    # The same trees, with the frozenset of axes over which a parameter is never gathered.
+    kept_axes: dict[str, Tree]
     zero_stage: int = 0  # `memory.zero_stage`; with 1, gradients are all-reduced, then cut
     compute_dtype: str | None = None  # dtype of parameters in the model; None = unchanged
     reduce_dtype: str | None = None  # dtype of gradient reductions over devices; None = unchanged
@@ -46,12 +48,14 @@ class ParamSharding:
     def non_stack_gatherer(self) -> "ParamGatherer":
         """Return the gatherer of the parameters that are in no stack."""
         specs = self.specs["non_stack"]
-        return ParamGatherer(specs, self, ("pipeline",), self.gather_modes["non_stack"])
+        modes = self.gather_modes["non_stack"]
+        return ParamGatherer(specs, self, ("pipeline",), modes, self.kept_axes["non_stack"])
 
     def stack_gatherer(self, name: str) -> "ParamGatherer":
         """Return the gatherer of the parameters of the stack of this name."""
         modes = self.gather_modes["stacks"][name]
-        return ParamGatherer(self.specs["stacks"][name], self, (), modes, has_slots=True)
+        kept = self.kept_axes["stacks"][name]
+        return ParamGatherer(self.specs["stacks"][name], self, (), modes, kept, has_slots=True)
 
 
 def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
@@ -71,7 +75,9 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     mesh = param_sharding.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
     split -= {"data"} if param_sharding.zero_stage else set()
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    kept_axes = jax.tree.leaves(param_sharding.kept_axes)
+    for (path, spec), kept in zip(leaves, kept_axes, strict=True):
         name = ".".join(str(key.key) for key in path[1:])
         is_stack = path[0].key == "stacks"
         first = axes_of(spec[:1])
@@ -87,7 +93,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
             )
         other_axes = axes_of(spec[1:]) | (first - {"pipeline"} if is_stack else first)
         other_axes -= {"pipeline"} if shares_vocab and not is_stack else set()
-        for axis in sorted(split & other_axes):
+        for axis in sorted(split & (other_axes - kept)):
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but only layers can be split over "
                 f"'pipeline', and only the batch over 'data'; remove {axis!r} from the rule, and "
@@ -110,6 +116,7 @@ class ParamGatherer:
             reduce-scattered.
         axes: axes over which gradients are summed in addition to REPLICA_AXES.
         gather_modes: GatherMode per parameter.
+        kept_axes: axes per parameter over which it is not gathered.
         has_slots: whether parameters have a leading slot dim. `gather_layer` and `scattered` take
             arrays without this dim, although `specs` always include it.
     """
@@ -120,10 +127,18 @@ class ParamGatherer:
         param_sharding: ParamSharding,
         axes: tuple[str, ...],
         gather_modes: Tree,
+        kept_axes: Tree,
         *,
         has_slots: bool = False,
     ):
-        self._specs = specs
+        # Without the axes over which a parameter is not gathered.
+        self._specs = jax.tree.map(
+            lambda spec, kept: spec_of(without(axes_by_dim(spec), kept)),
+            specs,
+            kept_axes,
+            is_leaf=is_spec,
+        )
+        self._kept_axes = kept_axes
         self._mesh = param_sharding.mesh
         self._axes = axes
         self._gather_modes = gather_modes
@@ -193,14 +208,14 @@ class ParamGatherer:
 
         A gradient is not summed over an axis that splits its parameter: over replica axes
         `_scattered` has summed it, and over other axes, such as `pipeline` with a shared
-        vocabulary, each device has its own part. None stays None.
+        vocabulary or `expert` with experts, each device has its own part. None stays None.
         """
 
-        def reduced(grad, spec, mode):
+        def reduced(grad, spec, mode, kept):
             if grad is None:
                 return None
             is_by_layer = mode is not GatherMode.ONCE
-            over = {*self._axes, *REPLICA_AXES} - axes_of(spec)
+            over = {*self._axes, *REPLICA_AXES} - axes_of(spec) - kept
             axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
             if not axes and (is_by_layer or not self._dims(spec)):
                 return grad
@@ -209,13 +224,15 @@ class ParamGatherer:
             narrow = narrow if is_by_layer else self._scattered(narrow, spec, 0)
             return psum(narrow, tuple(axes)).astype(grad.dtype)
 
-        return self._map(reduced, grads)
+        return self._map(reduced, grads, self._kept_axes)
 
     def _to_send(self, grad: jax.Array) -> jax.Array:
         return grad if self._reduce_dtype is None else grad.astype(self._reduce_dtype)
 
-    def _map(self, function: Callable, tree: Tree) -> Tree:
-        return jax.tree.map(function, tree, self._specs, self._gather_modes, is_leaf=is_none)
+    def _map(self, function: Callable, tree: Tree, *others: Tree) -> Tree:
+        return jax.tree.map(
+            function, tree, self._specs, self._gather_modes, *others, is_leaf=is_none
+        )
 
     def _gathered(self, x: jax.Array, spec: PartitionSpec, skip: int) -> jax.Array:
         def gathered(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
+from sharding.labels import expected_trips_of
 from sharding.ops.update_if import AT_MOST_ONCE
 
 
@@ -89,9 +90,12 @@ def arrays_of(output: Type) -> Iterator[Array]:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Return how often the body of a `while` instruction runs, or None if XLA does not know."""
+    """Return how often the body of a `while` instruction runs, or None if nobody knows.
+
+    Where XLA does not know it, it is the count that the program expects; see sharding/labels.py.
+    """
     match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else expected_trips_of(loop_label(loop))
 
 
 def executions(loops: Sequence[Instruction]) -> int | None:

@@ -252,7 +252,8 @@ class _SimulatorState:
         """Simulate a loop, with a single iteration if its trip count is unknown."""
         ticks = self.simulator.ticks
         label = loop_label(loop)
-        count = trip_count(loop) or 1
+        known = trip_count(loop)
+        count = 1 if known is None else known
         if ticks is not None and label == TICKS and count == len(ticks):
             self._run_ticks(body_of(loop), ticks)
             return

@@ -320,11 +320,12 @@ class _Translation:
         is_auto = checked_value(config, "mesh.auto")
         data = checked_value(config, "mesh.data")
         fsdp = checked_value(config, "mesh.fsdp")
+        expert = checked_value(config, "mesh.expert")
         count = checked_value(config, "train.num_microbatches")
         is_planned = is_auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
-        if sizes.micro is None or not (is_planned or min(data, fsdp) < 1):
+        if sizes.micro is None or not (is_planned or min(data, fsdp, expert) < 1):
             try:
-                completed = sizes.completed(data * fsdp, count)
+                completed = sizes.completed(data * fsdp * expert, count)
             except ValueError as error:
                 return self._refuse(str(error))
         elif is_planned and sizes.whole is not None:

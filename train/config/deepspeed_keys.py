@@ -296,7 +296,7 @@ class BatchSizes:
         """Return the values of `data.global_batch_size` and `train.num_microbatches`, if known.
 
         Args:
-            num_replicas: `mesh.data` × `mesh.fsdp`.
+            num_replicas: `mesh.data` × `mesh.fsdp` × `mesh.expert`.
             default_count: count if the file has only `micro`.
 
         Raises:
@@ -310,7 +310,7 @@ class BatchSizes:
                 raise ValueError(
                     f"train_batch_size={whole} must equal train_micro_batch_size_per_gpu="
                     f"{self.micro} × gradient_accumulation_steps={count or '...'} × "
-                    f"{num_replicas} replicas (mesh.data × mesh.fsdp)"
+                    f"{num_replicas} replicas (mesh.data × mesh.fsdp × mesh.expert)"
                 )
             count = fitting
         elif self.micro is not None:

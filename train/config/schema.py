@@ -105,13 +105,15 @@ class RunConfig:
                 parts,
                 self.pipeline.chunks,
             )
-        if -1 in (mesh.data, mesh.fsdp):
+        if -1 in (mesh.data, mesh.fsdp, mesh.expert):
             return  # checked again once the number of devices is known
-        if batch % (parts * mesh.data * mesh.fsdp):
+        divisor = parts * mesh.num_replicas
+        if batch % divisor:
+            of_experts = f" × mesh.expert={mesh.expert}" if mesh.expert > 1 else ""
             raise ValueError(
-                f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp} "
-                f"must divide data.global_batch_size={batch}; the next batch size that fits is "
-                f"{-(-batch // (parts * mesh.data * mesh.fsdp)) * parts * mesh.data * mesh.fsdp}"
+                f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp}"
+                f"{of_experts} must divide data.global_batch_size={batch}; the next batch size "
+                f"that fits is {-(-batch // divisor) * divisor}"
             )
         memory = self.memory
         if memory.shard_parameters_fraction != 1 and memory.zero_stage != 3 and mesh.fsdp == 1:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from data.shapes import example_shapes
-from sharding.mesh import AnyMesh
+from sharding.mesh import AnyMesh, num_replicas
 from train.config.schema import RunConfig
 
 
@@ -25,12 +25,12 @@ def batch_shapes(config: RunConfig, size: int) -> dict[str, jax.ShapeDtypeStruct
 def microbatch_shapes(config: RunConfig, mesh: AnyMesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of one replica's microbatch.
 
-    It has `global_batch_size / (num_microbatches × data × fsdp)` examples.
+    It has `global_batch_size / (num_microbatches × data × fsdp × expert)` examples.
 
     Args:
-        mesh: its axes `data` and `fsdp` divide the batch among replicas.
+        mesh: its axes `data`, `fsdp` and `expert` divide the batch among replicas.
     """
-    num_parts = config.train.num_microbatches * mesh.shape["data"] * mesh.shape["fsdp"]
+    num_parts = config.train.num_microbatches * num_replicas(mesh)
     return batch_shapes(config, config.data.global_batch_size // num_parts)
 
 

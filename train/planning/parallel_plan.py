@@ -103,7 +103,7 @@ class ParallelPlan:
     @property
     def num_replicas(self) -> int:
         """Number of replicas of the parameters, each with different tokens."""
-        return self.mesh.data * self.mesh.fsdp * self.mesh.context
+        return self.mesh.num_replicas * self.mesh.context
 
     @property
     def effective_zero_stage(self) -> int:
@@ -123,7 +123,7 @@ class ParallelPlan:
 
     def microbatch_size(self, global_batch_size: int) -> int:
         """Return the number of examples of a microbatch on one replica."""
-        return global_batch_size // (self.mesh.data * self.mesh.fsdp * self.num_microbatches)
+        return global_batch_size // (self.mesh.num_replicas * self.num_microbatches)
 
     def settings(self) -> dict[str, Any]:
         """Return the plan as values of a config: `section.key` -> value."""
@@ -231,7 +231,7 @@ class PlanSpace:
         for parts in _products(sizes, self.num_devices):
             mesh = MeshConfig(**dict(zip(AXES, parts, strict=True)))
             batch = config.data.global_batch_size
-            is_divided = batch % (mesh.data * mesh.fsdp) == 0
+            is_divided = batch % mesh.num_replicas == 0
             has_stages = mesh.pipeline <= self.num_layers
             if is_divided and has_stages and self.allows(mesh.context, mesh.model):
                 yield mesh
@@ -249,7 +249,7 @@ class PlanSpace:
 
     def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
         configured_count = self.config.train.num_microbatches
-        counts = _divisors(self.config.data.global_batch_size // (mesh.data * mesh.fsdp))
+        counts = _divisors(self.config.data.global_batch_size // mesh.num_replicas)
         if "train.num_microbatches" in self.fixed:
             return [configured_count] if configured_count in counts else []
         if self.sees_whole_batch:
@@ -328,7 +328,7 @@ class PlanSpace:
             ]
         is_open = config.memory.shard_parameters_fraction == 1  # others require zero_stage=3
         is_open &= "memory.zero_stage" not in self.fixed
-        can_split = mesh.data * mesh.fsdp * mesh.context > 1 and is_open
+        can_split = mesh.num_replicas * mesh.context > 1 and is_open
         stages = (0, 1, 2, 3) if can_split else (config.memory.zero_stage,)
         for remat, zero_stage in itertools.product(remats, stages):
             yield ParallelPlan(

@@ -80,7 +80,7 @@ def assemble_run(
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
-    check_axes(model, state_layout.param_specs, rules, mesh)
+    check_axes(model, state_layout, rules, mesh)
     return Run(
         config=config,
         mesh=mesh,

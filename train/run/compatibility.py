@@ -5,6 +5,7 @@ Every function raises a ValueError that states the conflict and a remedy in one 
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from data.examples import Corpus
@@ -21,6 +22,7 @@ from train.config.remat import Remat
 from train.config.schema import RunConfig
 from train.optim.optimizer import ELEMENTWISE
 from train.run.model_traces import ModelTraces
+from train.state.state_layout import StateLayout
 
 
 def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
@@ -131,9 +133,15 @@ def check_optimizer(config: RunConfig) -> None:
         )
 
 
-def check_axes(model: nnx.Module, specs: Any, rules: Rules, mesh: AnyMesh) -> None:
+def check_axes(model: nnx.Module, layout: StateLayout, rules: Rules, mesh: AnyMesh) -> None:
     """Reject mesh axes over which the model splits nothing."""
-    for axis in unused_axes(specs, rules, mesh):
+    experts = frozenset[str]().union(*jax.tree.leaves(layout.kept_axes))
+    if mesh.shape["expert"] > 1 and "expert" not in experts:
+        raise ValueError(
+            f"mesh.expert={mesh.shape['expert']} divides experts, which {type(model).__name__} "
+            "does not have; set mesh.expert=1, and use mesh.data for more devices"
+        )
+    for axis in unused_axes(layout.param_specs, rules, mesh):
         if axis not in ("pipeline", *rules["seq"]):  # the executor checks the pipeline
             raise ValueError(
                 f"mesh.{axis}={mesh.shape[axis]}: {type(model).__name__} splits nothing over "

@@ -322,6 +322,7 @@ class Run:
             mesh=self.trace_mesh,
             specs=self.functions.split(self.state_layout.param_specs),
             gather_modes=self.functions.split(self.state_layout.gather_modes),
+            kept_axes=self.functions.split(self.state_layout.kept_axes),
             zero_stage=self.config.memory.zero_stage,
             compute_dtype=self.config.precision.compute_dtype,
             reduce_dtype=self.config.precision.reduce,

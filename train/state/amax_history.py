@@ -103,6 +103,7 @@ def with_scaling_specs(sharding: ParamSharding, functions: ModelFunctions) -> Pa
         sharding,
         specs=_with(sharding.specs, dict.fromkeys(scaled, HISTORY_SPEC)),
         gather_modes=_with(sharding.gather_modes, dict.fromkeys(scaled, GatherMode.ONCE)),
+        kept_axes=_with(sharding.kept_axes, dict.fromkeys(scaled, frozenset())),
     )
 
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
 from pipeline.stack_layout import StackLayout
-from sharding.gather_modes import GatherMode, all_once, stack_gather_modes
+from sharding.gather_modes import GatherMode, all_once, kept_axes, stack_gather_modes
 from sharding.logical import Rules
 from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
@@ -51,6 +51,7 @@ class StateLayout:
         portable: state in a checkpoint, also as ShapeDtypeStructs with shardings.
         param_specs: PartitionSpec of every parameter in the step.
         gather_modes: GatherMode per parameter.
+        kept_axes: frozenset per parameter of the mesh axes over which it is not gathered.
         is_offloaded: bool per parameter, None for frozen ones: whether its master weights or its
             optimizer state are in host memory.
 
@@ -80,13 +81,15 @@ class StateLayout:
         self._layout_of = _with_history(layout_of, lambda stack: layouts[stack])
         self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
-        param_specs = partition_specs(slots.params, logical_axes(state_spec.model), rules, mesh)
+        axes = logical_axes(state_spec.model)
+        param_specs = partition_specs(slots.params, axes, rules, mesh)
         if memory.zero_stage:
             is_layers = jax.tree_util.tree_map_with_path(
                 lambda path, _: path[0].key in layouts, slots.params
             )
             param_specs = split_over_replicas(param_specs, slots.params, is_layers, mesh)
         self.param_specs = param_specs
+        self.kept_axes = kept_axes(axes, rules)
         self.gather_modes = self._gather_modes(slots.params, param_specs, memory)
         kinds, is_offloaded = self._memory_kinds(slots, memory)
         self.is_offloaded = state_spec.trained(is_offloaded)

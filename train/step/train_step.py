@@ -36,6 +36,7 @@ from pipeline.schedules.table import Schedule
 from pipeline.stack_layout import StackLayout
 from sharding.hardware import Hardware
 from sharding.logical import Rules, axis_rules
+from sharding.memory import to_device, to_where
 from sharding.ops.sequence import SequenceSplit
 from train.optim.logged_rate import rate_of_update
 from train.precision import PrecisionConfig
@@ -125,11 +126,15 @@ def make_train_step(
         metrics = means_of(sums, lambda value, weight: value / nonzero(weight))
         weight = gradient_weight(sums["weight"])
         grad_norm = update.norm(grads, weight)
-        num_updates = state.step - state.num_skipped  # as the optimizer counts
+        num_skipped = state.num_skipped
+        num_updates = state.step - num_skipped  # as the optimizer counts
         metrics |= {"grad_norm": grad_norm, **_scaling_metrics(state, seen, config)}
         state = _apply_gradients(
             state, grads, weight, metrics["loss"], grad_norm, seen, update, config
         )
+        if functions.after_update is not None:
+            layers = {name: layout.layer_of_slot for name, layout in config.layouts.items()}
+            state = _add_changes(state, functions.after_update(sums, layers), num_skipped)
         metrics |= rate_of_update(state.opt_state, learning_rate_schedule, num_updates)
         return state, metrics | _counters(state)
 
@@ -282,6 +287,29 @@ def _apply_gradients(
         loss_scale=loss_scale,
         amax_history=history,
     )
+
+
+def _add_changes(
+    state: TrainState, changes: Mapping[tuple[str, ...], jax.Array], num_skipped: jax.Array
+) -> TrainState:
+    """Add changes to parameters, unless the step was skipped.
+
+    Args:
+        state: state after the step.
+        changes: path of a parameter -> its change.
+        num_skipped: steps that were skipped before this one.
+    """
+
+    def changed(path: tuple, param: jax.Array) -> jax.Array:
+        change = changes.get(tuple(key.key for key in path))
+        if change is None:
+            return param
+        value = to_device(param)
+        new = (value + change).astype(value.dtype)
+        return to_where(jnp.where(state.num_skipped == num_skipped, new, value), param)
+
+    params = jax.tree_util.tree_map_with_path(changed, state.params)
+    return dataclasses.replace(state, params=params)
 
 
 def _scaling_metrics(

@@ -1,0 +1,437 @@
+"""A mixture of experts: a router sends every token to a few of many small MLPs.
+
+    scores = softmax or sigmoid of x · router        [B, T, E]
+    choices = the C largest scores of each token     [B, T, C]
+    y = sum over the choices of score · expert(x)  + shared MLP(x), if there is one
+
+Neither the choices nor the losses depend on the mesh: ties go to the expert with the smaller
+number, and everything that is counted is counted per row or over the whole batch. By default no
+token is dropped; with a capacity, the first tokens of a row are kept.
+
+What a model learns about its router travels with the activations, in one row per example: see
+`RouterReport`.
+
+B batch, T seq, D embed, F mlp, E experts, C experts per token, G groups.
+
+Source: Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (arXiv:2101.03961);
+DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from models.layers.activations import ACTIVATIONS
+from models.layers.basic import Linear, param
+from models.layers.transformer import MLP
+from sharding.logical import gather_tokens, scatter_tokens, sum_over_batch
+from sharding.ops import sequence
+from sharding.ops.experts import apply_experts
+
+#: Values of `model.router_scores`.
+_SCORES = ("softmax", "sigmoid")
+#: Values of `model.router_loss_over`.
+_LOSS_OVER = ("row", "batch")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Fields of the config of a model that may have experts."""
+
+    num_experts: int | None = None  # experts of a layer; None for a model without any
+    experts_per_token: int = 2  # experts that a token is sent to
+    expert_dim: int | None = None  # inner size of an expert; mlp_dim if None
+    shared_expert_dim: int | None = None  # inner size of an MLP that all tokens go through, too
+    shared_expert_gate: bool = False  # whether a sigmoid of x scales that MLP: Qwen 2
+    dense_layers: int = 0  # first layers, which have an MLP of mlp_dim instead of experts
+    router_scores: str = "softmax"  # of the logits: softmax | sigmoid
+    router_normalizes: bool = True  # whether the scores of a token's experts are scaled to sum to 1
+    router_scale: float = 1.0  # factor of the scores after that
+    router_groups: int = 1  # groups of experts; a token's experts are of the best groups only
+    router_groups_per_token: int = 1  # best groups, by their largest score ...
+    router_group_scores: int = 1  # ... or by the sum of this many largest scores
+    balancing_bias: bool = False  # whether a bias, which no gradient changes, shifts the choice
+    balancing_rate: float = 0.0  # change of the bias per step towards an equal load
+    router_loss: float = 0.0  # factor of the load-balancing loss
+    router_loss_over: str = "row"  # load that it balances: of each row, or of the whole batch
+    router_z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits
+    expert_capacity: float | None = None  # tokens per row and expert ÷ mean number; None: any
+
+    def check_experts(self) -> None:
+        """Check the fields of experts.
+
+        Raises:
+            ValueError: names fields, values and the rule that they violate.
+        """
+        if self.num_experts is None:
+            defaults = {f.name: f.default for f in dataclasses.fields(ExpertsConfig)}
+            for name, default in defaults.items():
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"model.{name}={getattr(self, name)} needs experts; set model.num_experts, "
+                        f"or leave model.{name} out"
+                    )
+            return
+        experts = self.num_experts
+        groups = self.router_groups
+        of_groups = experts // max(1, groups) * self.router_groups_per_token
+        if not 1 <= self.experts_per_token <= min(experts, of_groups):
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} must be at least 1, and at most "
+                f"the {min(experts, of_groups)} experts that a token can choose from"
+            )
+        if groups < 1 or experts % groups or not 1 <= self.router_groups_per_token <= groups:
+            raise ValueError(
+                f"model.router_groups={groups} must divide model.num_experts={experts}, and "
+                f"model.router_groups_per_token={self.router_groups_per_token} be from 1 to that"
+            )
+        if not 0 <= self.dense_layers < self.num_layers:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} must be at least 0 and less than "
+                f"model.num_layers={self.num_layers}"  # type: ignore[attr-defined]
+            )
+        for name, choices in (("router_scores", _SCORES), ("router_loss_over", _LOSS_OVER)):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
+        for name in ("router_loss", "router_z_loss", "balancing_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be 0 or positive")
+        if self.balancing_rate and not self.balancing_bias:
+            raise ValueError(
+                f"model.balancing_rate={self.balancing_rate} changes a bias, but "
+                "model.balancing_bias=False; set it to True"
+            )
+        if self.expert_capacity is not None and not self.expert_capacity > 0:
+            raise ValueError(
+                f"model.expert_capacity={self.expert_capacity} must be positive, or None"
+            )
+        if self.shared_expert_gate and self.shared_expert_dim is None:
+            raise ValueError(
+                "model.shared_expert_gate=True needs model.shared_expert_dim; set it, or leave "
+                "both out"
+            )
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a batch go.
+
+    Attributes:
+        choices_BTC: int32, numbers of experts.
+        fits_BTC: bool, whether the expert has room for the token; None if there is always room.
+        factors_BTC: factors of the experts' outputs, float32 or wider.
+        probabilities_BTE: scores, divided by their sum.
+        logits_BTE: logits of the router.
+    """
+
+    choices_BTC: jax.Array
+    fits_BTC: jax.Array | None
+    factors_BTC: jax.Array
+    probabilities_BTE: jax.Array
+    logits_BTE: jax.Array
+
+
+class RouterReport:
+    """Sums about routers that travel with the activations: one row `[B, R]` per example.
+
+    The columns are the losses of all layers, their mean entropy in nats, the mean part of choices
+    that were dropped, and for each layer the number of the row's tokens that chose each expert.
+
+    Args:
+        config: model's config.
+        num_layers: layers with experts.
+    """
+
+    def __init__(self, config: ExpertsConfig, num_layers: int):
+        assert config.num_experts is not None
+        self._config = config
+        self._num_layers = num_layers
+        self._num_experts = config.num_experts
+
+    def start(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the report before the first layer."""
+        size = 3 + self._num_layers * self._num_experts
+        return jnp.zeros((x_BTD.shape[0], size), _wide(x_BTD))
+
+    def add(
+        self, report_BR: jax.Array, routing: Routing, weights_BT: jax.Array, number: jax.Array
+    ) -> jax.Array:
+        """Return the report with what one more layer did.
+
+        Args:
+            report_BR: report so far.
+            routing: of the layer.
+            weights_BT: 1 for tokens that count, 0 for padding.
+            number: int32[], number of the layer among those with experts.
+        """
+        config = self._config
+        weights = weights_BT.astype(report_BR.dtype)
+        per_token = config.experts_per_token
+
+        def over_row(x: jax.Array) -> jax.Array:
+            return sequence.sum_over_tokens(jnp.sum(x * weights.reshape(*weights.shape, 1), axis=1))
+
+        numbers = jnp.arange(self._num_experts)
+        is_chosen = (routing.choices_BTC[..., None] == numbers).any(axis=2)
+        counts_BE = jax.lax.stop_gradient(over_row(is_chosen.astype(report_BR.dtype)))
+        tokens_B1 = over_row(jnp.ones_like(routing.logits_BTE[..., :1]))
+        divisor_B1 = jnp.maximum(tokens_B1, 1)
+        p_BTE = routing.probabilities_BTE
+        entropy_B1 = over_row(-jnp.sum(_x_log_x(p_BTE), axis=-1, keepdims=True)) / divisor_B1
+        z_BT1 = jax.nn.logsumexp(routing.logits_BTE, axis=-1, keepdims=True)
+        z_loss_B1 = over_row(jnp.square(z_BT1)) / divisor_B1
+        p_BE = over_row(p_BTE)
+        row_counts_BE = counts_BE
+        if config.router_loss_over == "batch":
+            row_counts_BE, p_BE, tokens_B1 = (
+                jax.tree.map(lambda x: sum_over_batch(jnp.sum(x, axis=0, keepdims=True)), sums)
+                for sums in (counts_BE, p_BE, tokens_B1)
+            )
+        square = jnp.square(jnp.maximum(tokens_B1, 1)) * per_token / self._num_experts
+        balance_B1 = jnp.sum(row_counts_BE * p_BE, axis=1, keepdims=True) / square
+        losses_B1 = config.router_loss * balance_B1 + config.router_z_loss * z_loss_B1
+        fits_BTC = True if routing.fits_BTC is None else routing.fits_BTC
+        is_dropped_BTC = jnp.broadcast_to(~jnp.asarray(fits_BTC), routing.choices_BTC.shape)
+        dropped_B1 = over_row(
+            jnp.mean(is_dropped_BTC, axis=-1, keepdims=True, dtype=report_BR.dtype)
+        )
+        dropped_B1 /= divisor_B1
+        means = jnp.concatenate([entropy_B1, dropped_B1], axis=1) / self._num_layers
+        losses_B1 = jnp.broadcast_to(losses_B1, entropy_B1.shape)
+        report_BR = report_BR.at[:, :3].add(
+            jnp.concatenate([losses_B1, jax.lax.stop_gradient(means)], axis=1)
+        )
+        start = 3 + number * self._num_experts
+        return jax.lax.dynamic_update_slice_in_dim(report_BR, counts_BE, start, axis=1)
+
+    def metrics(
+        self, report_BR: jax.Array, weights_BT: jax.Array
+    ) -> tuple[jax.Array | None, dict[str, Any]]:
+        """Return the sum of the routers' losses, or None without any, and their metrics.
+
+        Args:
+            report_BR: report after the last layer.
+            weights_BT: weights of the tokens in the loss; each row counts as much as its tokens.
+        """
+        weights_B = jnp.sum(weights_BT, axis=1).astype(report_BR.dtype)
+        weight = jnp.sum(weights_B)
+        loss, entropy, dropped = (jnp.sum(report_BR[:, i] * weights_B) for i in range(3))
+        counts_LE = jnp.sum(report_BR[:, 3:], axis=0).reshape(self._num_layers, -1)
+        has_loss = self._config.router_loss or self._config.router_z_loss
+        return loss if has_loss else None, {
+            "router_entropy": (entropy, weight),
+            "dropped_tokens": (dropped, weight),
+            # All layers have as many choices, so a load of 1 is the mean.
+            "expert_load": (counts_LE, jnp.mean(counts_LE)),
+        }
+
+
+def balance_changes(
+    config: ExpertsConfig,
+    counts_LE: jax.Array,
+    layers: Mapping[tuple[str, ...], np.ndarray],
+) -> dict[tuple[str, ...], jax.Array]:
+    """Return how the balancing biases change after a step.
+
+    Args:
+        config: model's config.
+        counts_LE: how often each expert was chosen, in each layer with experts.
+        layers: path of the parameters of a block's experts -> int[slots], their layers among those
+            with experts; -1 for padding.
+
+    Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
+    """
+    signs_LE = jnp.sign(jnp.mean(counts_LE, axis=1, keepdims=True) - counts_LE)
+    return {
+        (*path, "balance"): config.balancing_rate * signs_LE[np.maximum(numbers, 0)]
+        for path, numbers in layers.items()
+    }
+
+
+class Experts(nnx.Module):
+    """A router, its experts, and the MLP that they may share.
+
+    Args:
+        config: fields of experts.
+        embed_dim: D.
+        expert_dim: F.
+        activation: key of ACTIVATIONS.
+        is_gated: whether each MLP multiplies its activation by a third projection.
+        stddev: standard deviation for initializing the kernels.
+        rngs: random keys for the initialization.
+
+    Attributes:
+        routing: where the tokens of the last call went; None before it.
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        embed_dim: int,
+        expert_dim: int,
+        activation: str,
+        is_gated: bool,
+        stddev: float,
+        rngs: nnx.Rngs,
+    ):
+        assert config.num_experts is not None
+        self.config = config
+        self.num_experts = config.num_experts
+        normal = jax.nn.initializers.normal(stddev)
+        # The router is whole on every device.
+        router = (embed_dim, config.num_experts), ("embed", None)
+        self.router = param(normal, rngs, *router)
+        zeros = jax.nn.initializers.zeros
+        has_bias = config.balancing_bias
+        self.balance = param(zeros, rngs, router[0][1:], (None,)) if has_bias else None
+        up = (config.num_experts, embed_dim, expert_dim), ("experts", "embed", "mlp")
+        down = (config.num_experts, expert_dim, embed_dim), ("experts", "mlp", "embed")
+        self.gate = param(normal, rngs, *up) if is_gated else None
+        self.up = param(normal, rngs, *up)
+        self.down = param(normal, rngs, *down)
+        self.expert = _Expert(activation)
+        self.routing: Routing | None = nnx.data(None)
+        shared_dim = config.shared_expert_dim
+        shared: dict[str, Any] = {"use_bias": False, "rngs": rngs}
+        self.shared = (
+            MLP(
+                embed_dim,
+                shared_dim,
+                activation=activation,
+                is_gated=is_gated,
+                stddevs=(stddev, stddev),
+                **shared,
+            )
+            if shared_dim
+            else None
+        )
+        has_gate = config.shared_expert_gate
+        sizes = {"embed": embed_dim}, {"_gate": 1}
+        self.shared_gate = Linear(*sizes, stddev=stddev, **shared) if has_gate else None
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the output `[B, T, D]`; sets `routing`."""
+        whole_BTD = gather_tokens(x_BTD)
+        routing = self.route(whole_BTD)
+        self.routing = routing
+        choices_BTC = routing.choices_BTC
+        if routing.fits_BTC is not None:
+            choices_BTC = jnp.where(routing.fits_BTC, choices_BTC, self.num_experts)
+        leaves = {"gate": self.gate, "up": self.up, "down": self.down}
+        weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
+        up = ("experts", "embed", "mlp")
+        axes = {"gate": up, "up": up, "down": ("experts", "mlp", "embed")}
+        y_BTD = apply_experts(
+            self.expert,
+            weights,
+            {name: axes[name] for name in weights},
+            whole_BTD,
+            routing.factors_BTC,
+            choices_BTC,
+            num_experts=self.num_experts,
+        )
+        y_BTD = scatter_tokens(y_BTD)
+        if self.shared is not None:
+            shared_BTD = self.shared(x_BTD)
+            if self.shared_gate is not None:
+                shared_BTD = jax.nn.sigmoid(self.shared_gate(x_BTD)) * shared_BTD
+            y_BTD = y_BTD + shared_BTD
+        return y_BTD
+
+    def route(self, x_BTD: jax.Array) -> Routing:
+        """Return where tokens go; all in float32 or wider."""
+        config = self.config
+        wide = _wide(x_BTD)
+        logits_BTE = jnp.einsum(
+            "BTD,DE->BTE",
+            x_BTD,
+            self.router[...].astype(x_BTD.dtype),
+            preferred_element_type=wide,
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        if config.router_scores == "softmax":
+            scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+            probabilities_BTE = scores_BTE
+        else:
+            scores_BTE = jax.nn.sigmoid(logits_BTE)
+            probabilities_BTE = scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True)
+        ranks_BTE = jax.lax.stop_gradient(scores_BTE)
+        if self.balance is not None:
+            ranks_BTE = ranks_BTE + jax.lax.stop_gradient(self.balance[...]).astype(wide)
+        choices_BTC = _choose(_of_best_groups(ranks_BTE, config), config.experts_per_token)
+        # A sum instead of a lookup, whose gradient would be a scatter.
+        is_choice = choices_BTC[..., None] == jnp.arange(self.num_experts)
+        factors_BTC = jnp.sum(jnp.where(is_choice, scores_BTE[:, :, None], 0), axis=-1)
+        if config.router_normalizes:
+            factors_BTC /= jnp.sum(factors_BTC, axis=-1, keepdims=True) + 1e-20
+        factors_BTC *= config.router_scale
+        fits_BTC = None if config.expert_capacity is None else self._fits(choices_BTC)
+        return Routing(choices_BTC, fits_BTC, factors_BTC, probabilities_BTE, logits_BTE)
+
+    def _fits(self, choices_BTC: jax.Array) -> jax.Array:
+        """Return bool[B, T, C], whether a choice is among the first ones of its row and expert."""
+        config = self.config
+        assert config.expert_capacity is not None
+        whole_BTC = sequence.whole_rows(choices_BTC)
+        mean = whole_BTC.shape[1] * config.experts_per_token / self.num_experts
+        capacity = max(1, math.ceil(config.expert_capacity * mean))
+        is_choice = whole_BTC[..., None] == jnp.arange(self.num_experts)
+        up_to = jnp.cumsum(is_choice.any(axis=2), axis=1, dtype=jnp.int32)
+        fits_BTC = jnp.sum(jnp.where(is_choice, up_to[:, :, None], 0), axis=-1) <= capacity
+        return sequence.local_tokens(fits_BTC)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Expert:
+    """The MLP of one expert, as sharding/ops/experts.py calls it."""
+
+    activation: str
+
+    def __call__(self, weights: Any, x_bD: jax.Array, factors_b: jax.Array) -> jax.Array:
+        activation = ACTIVATIONS[self.activation]
+        up_bF = x_bD @ weights["up"]
+        gate = weights.get("gate")
+        h_bF = activation(up_bF) if gate is None else activation(x_bD @ gate) * up_bF
+        # The factors come before the last product, so that their gradient does not need its result.
+        scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b[:, None]).astype(x_bD.dtype)
+        return scaled_bF @ weights["down"]
+
+
+def _of_best_groups(ranks_BTE: jax.Array, config: ExpertsConfig) -> jax.Array:
+    """Return the ranks of experts, -inf outside the best groups of a token."""
+    groups = config.router_groups
+    if groups == config.router_groups_per_token:
+        return ranks_BTE
+    ranks_BTGe = ranks_BTE.reshape(*ranks_BTE.shape[:-1], groups, -1)
+    best = jax.lax.top_k(ranks_BTGe, config.router_group_scores)[0]
+    chosen = _choose(jnp.sum(best, axis=-1), config.router_groups_per_token)
+    is_best_BTG = (chosen[..., None] == jnp.arange(groups)).any(axis=-2)
+    return jnp.where(is_best_BTG[..., None], ranks_BTGe, -jnp.inf).reshape(ranks_BTE.shape)
+
+
+def _choose(ranks: jax.Array, count: int) -> jax.Array:
+    """Return int32[..., count], the numbers of the largest ranks; of equal ones, the first.
+
+    `jax.lax.top_k` may choose another one of equals on GPUs.
+    """
+    choices = []
+    for _ in range(count):
+        choice = jnp.argmax(ranks, axis=-1).astype(jnp.int32)
+        choices.append(choice)
+        is_chosen = jnp.arange(ranks.shape[-1]) == choice[..., None]
+        ranks = jnp.where(is_chosen, -jnp.inf, ranks)
+    return jnp.stack(choices, axis=-1)
+
+
+def _x_log_x(x: jax.Array) -> jax.Array:
+    return x * jnp.log(jnp.where(x > 0, x, 1))
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,183 @@
+"""Experts over a mesh equal a loop over all experts and all tokens, values and gradients."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from sharding.logical import axis_rules
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.ops.experts import apply_experts
+from sharding.ops.update_if import Condition, update_if
+from sharding.rules import make_rules
+
+EXPERTS = 8
+DIM = 5
+#: Sums of float64 products in another order.
+TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}
+AXES = {
+    "up": ("experts", "embed", "mlp"),
+    "down": ("experts", "mlp", "embed"),
+    "bias": ("experts", "embed"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    def __call__(self, weights, x, factors):
+        h = jnp.tanh(x @ weights["up"]) * factors[:, None]
+        return h @ weights["down"] + factors[:, None] * weights["bias"]
+
+
+def inputs_of(choose, *, batch=8, length=9, per_token=2, mlp=6):
+    """Return (weights, tokens, factors, choices), in float64."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = {
+        "up": jax.random.normal(keys[0], (EXPERTS, DIM, mlp), jnp.float64),
+        "down": jax.random.normal(keys[1], (EXPERTS, mlp, DIM), jnp.float64),
+        "bias": jax.random.normal(keys[2], (EXPERTS, DIM), jnp.float64),
+    }
+    x = jax.random.normal(keys[3], (batch, length, DIM), jnp.float64)
+    factors = jax.random.uniform(keys[4], (batch, length, per_token), jnp.float64)
+    return weights, x, factors, choose((batch, length, per_token))
+
+
+def at_random(shape):
+    scores = jax.random.uniform(jax.random.key(7), (*shape[:-1], EXPERTS))
+    return jnp.argsort(scores, axis=-1)[..., : shape[-1]].astype(jnp.int32)
+
+
+def all_to_two(shape):
+    """All tokens choose experts 5 and 6; six experts are empty."""
+    return jnp.broadcast_to(jnp.arange(5, 5 + shape[-1], dtype=jnp.int32), shape)
+
+
+def some_to_none(shape):
+    """Choices outside of the experts' numbers are dropped."""
+    return jnp.where(at_random(shape) % 3 == 0, EXPERTS, at_random(shape))
+
+
+CHOICES = {"at random": at_random, "all to two": all_to_two, "some to none": some_to_none}
+
+
+def reference(weights, x, factors, choices):
+    total = jnp.zeros_like(x)
+    for number in range(EXPERTS):
+        of_expert = jax.tree.map(lambda leaf: leaf[number], weights)  # noqa: B023
+        factor = jnp.sum(jnp.where(choices == number, factors, 0), axis=-1)
+        flat = Expert()(of_expert, x.reshape(-1, DIM), factor.reshape(-1))
+        total += flat.reshape(x.shape)
+    return total
+
+
+def value_and_grads(function, weights, x, factors, choices):
+    def loss(weights, x, factors):
+        y = function(weights, x, factors, choices)
+        return jnp.sum(jnp.sin(y) * jnp.arange(y.size).reshape(y.shape)), y
+
+    (_, y), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(weights, x, factors)
+    return y, grads
+
+
+def check(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), actual, expected)
+
+
+experts = functools.partial(apply_experts, Expert(), num_experts=EXPERTS)
+
+
+def apply(weights, x, factors, choices):
+    return experts(weights, AXES, x, factors, choices)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("sizes", [{}, {"batch": 1, "length": 1}, {"length": 131, "per_token": 1}])
+def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
+    inputs = inputs_of(CHOICES[choose], **sizes)
+    check(value_and_grads(apply, *inputs), value_and_grads(reference, *inputs))
+
+
+MESHES = {
+    "expert=2": ({"expert": 2}, None),
+    "expert=8": ({"expert": 8}, None),
+    "expert=2 × data=2 × model=2": ({"expert": 2, "data": 2, "model": 2}, None),
+    "expert=4 × model=2": ({"expert": 4, "model": 2}, None),
+    "data × expert": ({"data": 2, "expert": 4}, ["data", "expert"]),
+}
+
+
+@pytest.mark.parametrize("is_manual", [True, False], ids=["in a step", "automatic"])
+@pytest.mark.parametrize("choose", ["at random", "all to two"])
+@pytest.mark.parametrize("name", MESHES)
+def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
+    sizes, of_experts = MESHES[name]
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+    rules = make_rules({"experts": of_experts} if of_experts else None)
+    weights, x, factors, choices = inputs = inputs_of(CHOICES[choose])
+    expected = value_and_grads(reference, *inputs)
+    manual = ("pipeline", "data", "fsdp", "context", "expert")
+
+    def on_mesh(weights, x, factors, choices):
+        if not is_manual:
+            return apply(weights, x, factors, choices)
+        tokens = PartitionSpec(("data", "fsdp", "expert"))
+        of_weights = jax.tree.map(lambda _: PartitionSpec(rules["experts"]), weights)
+        return jax.shard_map(
+            apply,
+            in_specs=(of_weights, tokens, tokens, tokens),
+            out_specs=tokens,
+            axis_names={*manual},
+            check_vma=False,
+        )(weights, x, factors, choices)
+
+    with jax.set_mesh(mesh), axis_rules(rules):
+        actual = jax.jit(functools.partial(value_and_grads, on_mesh))(*inputs)
+    check(jax.device_get(actual), jax.device_get(expected))
+
+
+def test_some_stages_may_compute_experts_while_others_do_not():
+    mesh = make_mesh(MeshConfig(pipeline=2, expert=2, model=2), jax.devices())
+    rules = make_rules()
+    inputs = inputs_of(at_random)
+    tokens = PartitionSpec(("expert",))
+
+    def on_second_stage(weights, x, factors, choices):
+        is_second = jax.lax.axis_index("pipeline") == 1
+        condition = Condition(lambda: is_second)
+
+        def update(state):
+            y, grads = value_and_grads(apply, weights, x, factors, choices)
+            return y, grads[1]
+
+        y, dx = update_if(condition, update, (jnp.zeros_like(x), jnp.zeros_like(x)))
+        return jax.lax.psum((y, dx), "pipeline")
+
+    step = jax.shard_map(
+        on_second_stage,
+        mesh=mesh,
+        in_specs=({name: tokens for name in AXES}, tokens, tokens, tokens),
+        out_specs=tokens,
+        axis_names={"pipeline", "data", "fsdp", "context", "expert"},
+        check_vma=False,
+    )
+    with jax.set_mesh(mesh), axis_rules(rules):
+        y, dx = jax.jit(step)(*inputs)
+
+    def local_loss(x):
+        # Each device's loss counts its own tokens from 0.
+        y = reference(inputs[0], x, *inputs[2:])
+        numbers = jnp.tile(jnp.arange(y.size // 2), 2).reshape(y.shape)
+        return jnp.sum(jnp.sin(y) * numbers)
+
+    check(jax.device_get(y), jax.device_get(reference(*inputs)))
+    check(jax.device_get(dx), jax.device_get(jax.grad(local_loss)(inputs[1])))

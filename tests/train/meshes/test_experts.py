@@ -1,0 +1,180 @@
+"""Training a mixture of experts on a mesh equals training it on one device.
+
+Combinations are drawn from: kinds of routing × meshes.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from data.batches import train_batches
+from tests.runs import FLOAT64, ROOT, make_run
+from tests.train.meshes.models_on_meshes import SHARED, overrides_of_data
+
+#: Losses, loads, and parameters after Adam's division, in float64.
+TOLERANCE = 1e-9
+NUM_STEPS = 3
+
+MODEL = (
+    "model.num_kv_heads=2",
+    "model.head_dim=8",
+    "model.mlp_dim=48",
+    "model.num_experts=8",
+    # Large enough that the experts of a token differ, and that the router learns.
+    "model.init_stddev=0.2",
+)
+ROUTINGS = {
+    "Mixtral": ("model.router_loss=0.1", "model.router_z_loss=0.01"),
+    "Switch": ("model.experts_per_token=1", "model.router_normalizes=false"),
+    "DeepSeek-V3": (
+        "model.experts_per_token=3",
+        "model.expert_dim=16",
+        "model.shared_expert_dim=24",
+        "model.dense_layers=1",
+        "model.router_scores=sigmoid",
+        "model.router_scale=2.5",
+        "model.router_groups=4",
+        "model.router_groups_per_token=2",
+        "model.router_group_scores=2",
+        "model.balancing_bias=true",
+        "model.balancing_rate=0.05",
+        "model.router_loss=0.01",
+    ),
+    "one expert": ("model.experts_per_token=1", "model.balancing_bias=true"),
+    "Qwen2-MoE": ("model.shared_expert_dim=16", "model.shared_expert_gate=true"),
+    "capacity": ("model.expert_capacity=1.0", "model.router_loss=0.1"),
+    "loss over the batch": (
+        "model.router_loss=0.1",
+        "model.router_loss_over=batch",
+        "train.num_microbatches=1",
+    ),
+    "documents apart": ("data.isolate_documents=true", "model.router_loss=0.1"),
+    "windows": ("model.layer_types=('window','full')", "model.sliding_window=5"),
+}
+EXPERTS = "mesh.expert=2"
+MESHES = {
+    "data=2": ("mesh.data=2",),
+    "expert=2": (EXPERTS,),
+    "expert=4": ("mesh.expert=4",),
+    "expert=2, pipeline=2, data=2": (EXPERTS, "mesh.pipeline=2", "mesh.data=2"),
+    "expert=2, pipeline=2, vocab shared": (
+        EXPERTS,
+        "mesh.pipeline=2",
+        "pipeline.share_vocab=true",
+    ),
+    "expert=2, model=2": (EXPERTS, "mesh.model=2"),
+    "expert=2, model=2, whole tokens": (EXPERTS, "mesh.model=2", "rules.act_tokens=None"),
+    "pipeline=2, model=2": (EXPERTS, "mesh.pipeline=2", "mesh.model=2"),
+    "expert=2, context=2": (EXPERTS, "mesh.context=2"),
+    "experts over expert × context": (
+        EXPERTS,
+        "mesh.context=2",
+        "rules.experts=('expert','context')",
+    ),
+    "experts over data": ("mesh.data=2", "rules.experts=data"),
+    "ZeRO 1": (EXPERTS, "mesh.data=2", "memory.zero_stage=1"),
+    "ZeRO 2": (EXPERTS, "mesh.data=2", "memory.zero_stage=2"),
+    "ZeRO 3": (EXPERTS, "mesh.data=2", "memory.zero_stage=3"),
+    "fsdp=2": (EXPERTS, "mesh.fsdp=2"),
+    "host": (EXPERTS, "memory.zero_stage=3", "memory.placement=host"),
+    "zero_bubble": (
+        EXPERTS,
+        "mesh.pipeline=2",
+        "pipeline.schedule=zero_bubble",
+        "train.remat=none",
+    ),
+}
+CASES = [
+    (routing, mesh)
+    for routing, mesh in itertools.product(ROUTINGS, MESHES)
+    if not (routing == "loss over the batch" and "zero_bubble" in mesh)
+]
+
+
+def force_one_expert(path, param):
+    """Make the router choose expert 5 first, by its bias, for all tokens."""
+    name = jax.tree_util.keystr(path)
+    return param.at[..., 5].set(1e3) if "balance" in name else param
+
+
+def trained(overrides, change=None):
+    """Return (metrics of some steps, parameters after them), in float64.
+
+    `change(path, parameter)` returns a parameter before the first step.
+    """
+    with jax.enable_x64(True):
+        where = overrides_of_data("llama", overrides)
+        run, corpus = make_run(
+            (*SHARED, *where, *MODEL, *FLOAT64, *overrides), str(ROOT / "configs/llama.py")
+        )
+        state = run.state_layout.initial()
+        if change is not None:
+            params = jax.tree_util.tree_map_with_path(change, state.params)
+            state = dataclasses.replace(state, params=params)
+        steps = []
+        batches = train_batches(corpus, run.config.data, run.rows, seed=0)
+        for _ in range(NUM_STEPS):
+            state, metrics = run.compile_train_step()(state, run.place_batch(next(batches)))
+            steps.append(jax.device_get(metrics))
+        params = run.state_layout.to_portable(state).params
+        named = jax.tree_util.tree_leaves_with_path(params)
+        return steps, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in named}
+
+
+@functools.cache
+def trained_on_one_device(routing, change=None):
+    return trained(ROUTINGS[routing], change)
+
+
+def check(routing, mesh, change=None):
+    expected_steps, expected = trained_on_one_device(routing, change)
+    steps, params = trained((*ROUTINGS[routing], *MESHES[mesh]), change)
+    for actual_step, expected_step in zip(steps, expected_steps, strict=True):
+        for name, value in expected_step.items():
+            np.testing.assert_allclose(
+                actual_step[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+            )
+    for name, values in expected.items():
+        np.testing.assert_allclose(
+            params[name], values, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
+        )
+
+
+@pytest.mark.thorough(but=["Mixtral-expert=2, pipeline=2, data=2"])
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize(("routing", "mesh"), CASES)
+def test_training_equals_one_device(routing, mesh):
+    check(routing, mesh)
+
+
+def test_metrics_of_the_router_are_those_of_its_choices():
+    (first, *_), params = trained(ROUTINGS["Mixtral"])
+    assert first["loss"] == pytest.approx(first["lm_loss"] + first["router_loss"], rel=1e-12)
+    assert first["dropped_tokens"] == 0
+    assert 0 <= first["expert_load_min"] < 1 < first["expert_load_max"] <= 8 / 2
+    assert 0 < first["router_entropy"] < np.log(8)
+    assert any("router" in name for name in params)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", ["expert=4", "expert=2, pipeline=2, data=2"])
+def test_router_that_sends_all_tokens_to_one_expert_drops_none(mesh):
+    routing = "one expert"
+    check(routing, mesh, force_one_expert)
+    steps, _ = trained_on_one_device(routing, force_one_expert)
+    assert all(step["dropped_tokens"] == 0 for step in steps)
+    assert all(step["expert_load_max"] == 8 for step in steps)
+
+
+def test_capacity_drops_tokens_and_balancing_moves_the_bias():
+    (first, *_), _ = trained(ROUTINGS["capacity"])
+    assert 0 < first["dropped_tokens"] < 1
+    _, params = trained(ROUTINGS["DeepSeek-V3"])
+    (bias,) = (values for name, values in params.items() if "balance" in name)
+    steps = bias / 0.05
+    np.testing.assert_allclose(steps, np.round(steps), atol=1e-6)
+    assert 1 <= np.abs(np.round(steps)).max() <= NUM_STEPS
