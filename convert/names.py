@@ -86,7 +86,7 @@ class TensorMapping:
     theirs: str  # name of the tensor
     tied: tuple[str, ...]  # other names under which a file may contain the same values
     ours: str  # path of the parameter
-    # index of the tensor in the first axes of the parameter: (), (layer,) or (layer, head or expert)
+    # index of the tensor in the first axes of the parameter: (), (layer,), (layer, head or expert)
     place: tuple[int, ...]
     shape: tuple[int, ...]  # shape of the parameter without these axes
     kind: Kind  # see `Kind`
@@ -194,7 +194,7 @@ def tensor_mappings(
     for row in by_ours.values():
         in_period = paths[row.ours]
         shape = shapes[in_period[0]]
-        num_axes = row.theirs.count("{")  # of layers and heads
+        num_axes = row.theirs.count("{")  # of layers, and of heads or experts
         for place, path in itertools.product(np.ndindex(*shape[:num_axes]), in_period):
             numbers: dict[str, Any] = {}
             if place:

@@ -20,6 +20,7 @@ DeepSeek-AI 2024 (arXiv:2412.19437), section 2.1.2.
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from flax import nnx
 
 from models.layers.activations import ACTIVATIONS
 from models.layers.basic import Linear, param
+from models.layers.flops import declare_flops, dense_flops
 from models.layers.transformer import MLP
 from sharding.logical import gather_tokens, scatter_tokens, sum_over_batch
 from sharding.ops import sequence
@@ -327,15 +329,12 @@ class Experts(nnx.Module):
         weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
         up = ("experts", "embed", "mlp")
         axes = {"gate": up, "up": up, "down": ("experts", "mlp", "embed")}
-        y_BTD = apply_experts(
-            self.expert,
-            weights,
-            {name: axes[name] for name in weights},
-            whole_BTD,
-            routing.factors_BTC,
-            choices_BTC,
-            num_experts=self.num_experts,
-        )
+        of_mesh = {"axes": {name: axes[name] for name in weights}, "num_experts": self.num_experts}
+        # A model's work is that of the experts that tokens choose, however unevenly they do.
+        products = [leaf.shape[1:] for leaf in weights.values() if leaf.ndim == 3]
+        flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
+        inputs = weights, whole_BTD, routing.factors_BTC, choices_BTC
+        y_BTD = declare_flops(flops, partial(apply_experts, self.expert, **of_mesh), *inputs)
         y_BTD = scatter_tokens(y_BTD)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)

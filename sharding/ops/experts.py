@@ -116,11 +116,11 @@ class _Placement:
 def apply_experts(
     expert: Expert,
     weights: Mapping[str, jax.Array],
-    axes: Mapping[str, tuple[str | None, ...]],
     x_BTD: jax.Array,
     factors_BTC: jax.Array,
     choices_BTC: jax.Array,
     *,
+    axes: Mapping[str, tuple[str | None, ...]],
     num_experts: int,
 ) -> jax.Array:
     """Return for each token the sum of the outputs of the experts that it chose, `[B, T, D]`.
@@ -130,12 +130,12 @@ def apply_experts(
     Args:
         expert: function of one expert.
         weights: name -> weights of this device's experts, [E, ...].
-        axes: name -> logical axes of the weights; the first is "experts". Weights without the axis
-            "mlp" must be added to the output: each device of that axis adds its share.
         x_BTD: tokens of this device.
         factors_BTC: factors of the outputs, float32 or wider.
         choices_BTC: int32, numbers of the experts, all of one token different. A choice outside
             `[0, num_experts)` is no expert.
+        axes: name -> logical axes of the weights; the first is "experts". Weights without the axis
+            "mlp" must be added to the output: each device of that axis adds its share.
         num_experts: number of experts on all devices.
     """
     placement = _place(axes, x_BTD, num_experts)

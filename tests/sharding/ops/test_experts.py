@@ -87,11 +87,7 @@ def check(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), actual, expected)
 
 
-experts = functools.partial(apply_experts, Expert(), num_experts=EXPERTS)
-
-
-def apply(weights, x, factors, choices):
-    return experts(weights, AXES, x, factors, choices)
+apply = functools.partial(apply_experts, Expert(), axes=AXES, num_experts=EXPERTS)
 
 
 @pytest.fixture(autouse=True)
