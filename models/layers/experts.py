@@ -65,6 +65,13 @@ class ExpertsConfig:
     router_z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits
     expert_capacity: float | None = None  # tokens per row and expert ÷ mean number; None: any
 
+    @property
+    def are_dense(self) -> tuple[bool, ...]:
+        """Whether each layer has an MLP instead of experts."""
+        num_layers = self.num_layers  # type: ignore[attr-defined]
+        num_dense = num_layers if self.num_experts is None else self.dense_layers
+        return tuple(number < num_dense for number in range(num_layers))
+
     def check_experts(self) -> None:
         """Check the fields of experts.
 
@@ -143,16 +150,12 @@ class RouterReport:
 
     The columns are the losses of all layers, their mean entropy in nats, the mean part of choices
     that were dropped, and for each layer the number of the row's tokens that chose each expert.
-
-    Args:
-        config: model's config.
-        num_layers: layers with experts.
     """
 
-    def __init__(self, config: ExpertsConfig, num_layers: int):
+    def __init__(self, config: ExpertsConfig):
         assert config.num_experts is not None
         self._config = config
-        self._num_layers = num_layers
+        self._num_layers = config.are_dense.count(False)
         self._num_experts = config.num_experts
 
     def start(self, x_BTD: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ B batch, T query seq, S key seq, D embed, N heads, H head_dim, P rotary dim, W v
 Source: DeepSeek-AI 2024 (arXiv:2405.04434), section 2.1.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -30,60 +31,70 @@ from sharding.logical import constrain, gather_tokens, scatter_tokens
 _EPSILON = 1e-6
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Fields of the config of a model that may have latent attention."""
+
+    latent_dim: int | None = None  # of keys and values: DeepSeek-V2
+    query_latent_dim: int | None = None  # the same for queries, which may have none
+    latent_rotary_dim: int = 64  # with latents: rotated features of a head, besides head_dim others
+    value_dim: int | None = None  # with latents: size of a head's values; head_dim if None
+
+    def check_latents(self) -> None:
+        """Check these fields; the config has those of grouped-query attention as well."""
+        if self.latent_dim is None:
+            for name in ("query_latent_dim", "value_dim"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"model.{name} needs model.latent_dim; set it, or leave both")
+            return
+        config: Any = self
+        is_grouped = config.num_kv_heads != config.num_heads
+        if is_grouped or config.qk_norm or config.qkv_bias != config.out_bias:
+            raise ValueError(
+                f"model.latent_dim={self.latent_dim} needs model.num_kv_heads={config.num_heads}, "
+                "the number of heads, model.qk_norm=False, and equal values of model.qkv_bias and "
+                "model.out_bias"
+            )
+
+
 class LatentAttention(nnx.Module):
     """Causal self-attention with latent keys and values.
 
     Args:
-        embed_dim: D.
-        num_heads: N.
-        head_dim: H.
-        rotary_dim: P.
-        value_dim: W.
-        latent_dim: L.
-        query_latent_dim: size of a latent of queries; None if they come from x itself.
-        use_bias: whether the projections to latents, and the output, have a bias.
-        stddev: standard deviation for initializing the kernels.
+        config: has the fields of LatentConfig, `embed_dim`, `num_heads`, `head_dim`, `qkv_bias`
+            and `init_stddev`.
         rngs: random keys for the initialization.
     """
 
     same_input = ("q_down", "q", "kv_down")
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        *,
-        head_dim: int,
-        rotary_dim: int,
-        value_dim: int,
-        latent_dim: int,
-        query_latent_dim: int | None,
-        use_bias: bool,
-        stddev: float,
-        rngs: nnx.Rngs,
-    ):
-        embed = {"embed": embed_dim}
-        options: dict[str, Any] = {"stddev": stddev, "rngs": rngs}
+    def __init__(self, config: Any, *, rngs: nnx.Rngs):
+        embed = {"embed": config.embed_dim}
+        options: dict[str, Any] = {"stddev": config.init_stddev, "rngs": rngs}
+        biased = options | {"use_bias": config.qkv_bias}
+        unbiased = options | {"use_bias": False}
 
         def heads(size: int) -> dict[str, int]:
-            return {"heads": num_heads, "head_dim": size}
+            return {"heads": config.num_heads, "head_dim": size}
 
-        if query_latent_dim is None:
+        head_dim = config.head_dim
+        rotary_dim = config.latent_rotary_dim
+        value_dim = config.value_dim or head_dim
+        if config.query_latent_dim is None:
             of_queries = embed
             self.q_down = self.q_norm = None
         else:
-            of_queries = {"_latent": query_latent_dim}
-            self.q_down = Linear(embed, of_queries, use_bias=use_bias, **options)
-            self.q_norm = RMSNorm(query_latent_dim, epsilon=_EPSILON, rngs=rngs)
-        self.q = Linear(of_queries, heads(head_dim + rotary_dim), use_bias=False, **options)
-        of_keys = {"_latent": latent_dim + rotary_dim}
-        self.kv_down = Linear(embed, of_keys, use_bias=use_bias, **options)
-        self.kv_norm = RMSNorm(latent_dim, epsilon=_EPSILON, rngs=rngs)
-        latent = {"_latent": latent_dim}
-        self.kv_up = Linear(latent, heads(head_dim + value_dim), use_bias=False, **options)
-        self.out = Linear(heads(value_dim), embed, use_bias=use_bias, **options)
+            of_queries = {"_latent": config.query_latent_dim}
+            self.q_down = Linear(embed, of_queries, **biased)
+            self.q_norm = RMSNorm(config.query_latent_dim, epsilon=_EPSILON, rngs=rngs)
+        self.q = Linear(of_queries, heads(head_dim + rotary_dim), **unbiased)
+        self.kv_down = Linear(embed, {"_latent": config.latent_dim + rotary_dim}, **biased)
+        self.kv_norm = RMSNorm(config.latent_dim, epsilon=_EPSILON, rngs=rngs)
+        latent = {"_latent": config.latent_dim}
+        self.kv_up = Linear(latent, heads(head_dim + value_dim), **unbiased)
+        self.out = Linear(heads(value_dim), embed, **biased)
         self.head_dim = head_dim
-        self.latent_dim = latent_dim
+        self.latent_dim = config.latent_dim
 
     def __call__(
         self, x_BTD: jax.Array, *, rotate: Callable[[jax.Array], jax.Array], **mask_options: Any

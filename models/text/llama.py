@@ -12,32 +12,28 @@ Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), secti
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
-from models.layers.block import Block
-from models.layers.experts import Experts, ExpertsConfig, RouterReport, balance_changes
-from models.layers.latent_attention import LatentAttention
-from models.layers.transformer import MLP, Attention
+from models.layers.experts import ExpertsConfig
+from models.layers.latent_attention import LatentAttention, LatentConfig
+from models.layers.transformer import Attention
 from models.losses import make_token_loss
-from models.stack import Sums
-from models.text.causal import CausalModel
 from models.text.common import check_choices, check_head, padded_vocab, segments
 from models.text.layer_types import LayerTypesConfig, stacks_of
+from models.text.mixture import MixtureBlock, MixtureModel, activations_of, feed_forward
 
 #: Values of `model.norms`.
 _NORMS = ("before", "after", "around", "parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ExpertsConfig, LayerTypesConfig):
+class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
     vocab_size: int  # number of tokens in the tokenizer's vocab
@@ -59,10 +55,6 @@ class LlamaConfig(ExpertsConfig, LayerTypesConfig):
     norms: str = (
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
-    latent_dim: int | None = None  # of keys and values: latent attention; DeepSeek-V2
-    query_latent_dim: int | None = None  # the same for queries, which may have none
-    latent_rotary_dim: int = 64  # with latents: rotated features of a head, besides head_dim others
-    value_dim: int | None = None  # with latents: size of a head's values; head_dim if None
     embedding_scale: float = 1.0  # of the embedding, and of the following: Granite
     attention_scale: float | None = None  # of queries · keys; 1 / √head_dim if None
     attention_softcap: float | None = None  # c of c · tanh(scores / c); Gemma 2
@@ -97,7 +89,7 @@ class LlamaConfig(ExpertsConfig, LayerTypesConfig):
                 f"model.rotary_fraction={self.rotary_fraction} of model.head_dim={self.head_dim} "
                 f"is {self.rotary_dim} features, which must be even: they are rotated in pairs"
             )
-        self._check_latents()
+        self.check_latents()
         for name in ("qk_norm_over_heads", "qk_norm_by_head"):
             if getattr(self, name) and not self.qk_norm:
                 raise ValueError(
@@ -112,29 +104,6 @@ class LlamaConfig(ExpertsConfig, LayerTypesConfig):
         make_token_loss(self.loss)
         check_head(self.head)
         self.check_experts()
-
-    def _check_latents(self) -> None:
-        if self.latent_dim is None:
-            for name in ("query_latent_dim", "value_dim"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"model.{name} needs model.latent_dim; set it, or leave both")
-            return
-        if self.num_kv_heads != self.num_heads or self.qk_norm or self.qkv_bias != self.out_bias:
-            raise ValueError(
-                f"model.latent_dim={self.latent_dim} needs model.num_kv_heads={self.num_heads}, "
-                "the number of heads, model.qk_norm=False, and equal values of model.qkv_bias and "
-                "model.out_bias"
-            )
-
-    @property
-    def num_dense(self) -> int:
-        """Number of layers without experts, which are the first ones."""
-        return self.num_layers if self.num_experts is None else self.dense_layers
-
-    @property
-    def router_report(self) -> RouterReport:
-        """What travels with the activations of a model with experts."""
-        return RouterReport(self, self.num_layers - self.dense_layers)
 
     @property
     def rotary_dim(self) -> int:
@@ -163,18 +132,7 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
     stddev = config.init_stddev
     size = config.head_dim
     if config.latent_dim is not None:
-        return LatentAttention(
-            embed,
-            config.num_heads,
-            head_dim=size,
-            rotary_dim=config.rotary_dim,
-            value_dim=config.value_dim or size,
-            latent_dim=config.latent_dim,
-            query_latent_dim=config.query_latent_dim,
-            use_bias=config.qkv_bias,
-            stddev=stddev,
-            rngs=rngs,
-        )
+        return LatentAttention(config, rngs=rngs)
 
     def head_norms() -> tuple[nnx.Module, nnx.Module]:
         if not config.qk_norm_over_heads and not config.qk_norm_by_head:
@@ -197,30 +155,9 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
     )
 
 
-def _feed_forward(config: LlamaConfig, is_dense: bool, rngs: nnx.Rngs) -> nnx.Module:
-    sizes: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
-    stddev = config.init_stddev
-    if is_dense:
-        return MLP(
-            config.embed_dim,
-            config.mlp_dim,
-            use_bias=config.mlp_bias,
-            stddevs=(stddev, stddev),
-            rngs=rngs,
-            **sizes,
-        )
-    return Experts(
-        config,
-        embed_dim=config.embed_dim,
-        expert_dim=config.expert_dim or config.mlp_dim,
-        stddev=stddev,
-        rngs=rngs,
-        **sizes,
-    )
-
-
-class _Block(Block):
-    def __init__(self, config: LlamaConfig, layer_type: str, is_dense: bool, *, rngs: nnx.Rngs):
+class _Block(MixtureBlock):
+    def __init__(self, config: LlamaConfig, kind: tuple[str, bool], *, rngs: nnx.Rngs):
+        self.layer_type, is_dense = kind
 
         def norm_if(*placements: str) -> nnx.Module | None:
             return config.make_norm(config.embed_dim, rngs) if config.norms in placements else None
@@ -229,28 +166,13 @@ class _Block(Block):
             attention_norm=norm_if("before", "around", "parallel"),
             attention=_attention(config, rngs),
             mlp_norm=norm_if("before", "around"),
-            mlp=_feed_forward(config, is_dense, rngs),
+            mlp=feed_forward(config, is_dense, rngs),
             norms=config.norms,
             attention_norm_2=norm_if("after", "around"),
             mlp_norm_2=norm_if("after", "around"),
             scale=config.residual_scale,
         )
         self.config = config
-        self.layer_type = layer_type
-
-    def __call__(self, x: Any, batch: dict, keys: jax.Array | None) -> Any:
-        """Apply the block to `x`, activations [B, T, D] or a dict of them and a `RouterReport`."""
-        if not isinstance(x, dict):
-            return super().__call__(x, batch, keys)
-        x_BTD = super().__call__(x["x"], batch, keys)
-        report_BR = x["report"]
-        if isinstance(self.mlp, Experts):
-            assert self.mlp.routing is not None
-            is_token_BT = batch.get("segment_ids", jnp.ones_like(batch["tokens"])) != 0
-            number = batch["layer"] - self.config.dense_layers
-            report = self.config.router_report
-            report_BR = report.add(report_BR, self.mlp.routing, is_token_BT, number)
-        return {"x": x_BTD, "report": report_BR}
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         config = self.config
@@ -265,7 +187,7 @@ class _Block(Block):
         )
 
 
-class Llama(CausalModel):
+class Llama(MixtureModel):
     """A causal language model."""
 
     Config = LlamaConfig
@@ -278,68 +200,21 @@ class Llama(CausalModel):
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         table = (vocab, config.embed_dim), ("vocab", "embed")
         self.token_embedding = param(normal, rngs, *table)
-
-        are_dense = (number < config.num_dense for number in range(config.num_layers))
-        self.decoder, self.last_decoder = stacks_of(
-            [*zip(config.types, are_dense, strict=True)],
-            lambda kind, *, rngs: _Block(config, *kind, rngs=rngs),
-            rngs=rngs,
-        )
+        kinds = [*zip(config.types, config.are_dense, strict=True)]
+        self.decoder, self.last_decoder = stacks_of(kinds, partial(_Block, config), rngs=rngs)
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = param(normal, rngs, *table) if has_own_table else None
 
-    @property
-    def sees_whole_batch(self) -> bool:
-        """Whether a loss balances the load of the whole batch; see models/stack.py."""
-        return self.config.router_loss > 0 and self.config.router_loss_over == "batch"
-
-    def embed(self, batch: dict) -> Any:
-        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T].
-
-        With experts and a loss, they are in a dict with a `RouterReport`.
-        """
+    def embed_tokens(self, batch: dict) -> jax.Array:
+        """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        x_BTD = _scaled(x_BTD, self.config.embedding_scale)
-        if self.config.num_experts is None or "weights" not in batch:
-            return x_BTD
-        return {"x": x_BTD, "report": self.config.router_report.start(x_BTD)}
-
-    def head(self, x: Any, batch: dict) -> tuple[Sums, Sums, dict]:
-        """Return (sums of weighted losses, sums of weights, metrics of the routers)."""
-        loss, weight, metrics = super().head(x, batch)
-        if self.config.num_experts is None:
-            return loss, weight, metrics
-        report = self.config.router_report
-        router_loss, metrics = report.metrics(x["report"], batch["weights"])
-        if router_loss is None:
-            return loss, weight, metrics
-        losses = {"lm_loss": loss, "router_loss": router_loss}
-        return losses, dict.fromkeys(losses, weight), metrics
-
-    def after_update(self, sums: Mapping, layer_of_slot: Mapping) -> Mapping:
-        """Return the changes of the balancing biases; see models/stack.py."""
-        config = self.config
-        layers = {}
-        first = -config.dense_layers
-        for name in self.stacks:
-            if (stack := getattr(self, name)) is None:
-                continue
-            blocks = stack.layers
-            for place, path in enumerate(stack.block_paths):
-                block = getattr(blocks, path[0]) if path else blocks
-                if config.balancing_rate and isinstance(block.mlp, Experts):
-                    numbers = first + place + stack.layers_per_block * layer_of_slot[name]
-                    layers[(name, "layers", *path, "mlp")] = numbers
-            first += stack.num_layers * stack.layers_per_block
-        counts_LE = sums["expert_load"][0] if layers else None
-        return balance_changes(config, counts_LE, layers) if layers else {}
+        return _scaled(x_BTD, self.config.embedding_scale)
 
     def outputs(self, x: Any) -> tuple[jax.Array, jax.Array]:
         """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
-        x_BTD = x["x"] if isinstance(x, dict) else x
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
-        return _scaled(self.final_norm(x_BTD), self.config.logit_scale), table[...]
+        return _scaled(self.final_norm(activations_of(x)), self.config.logit_scale), table[...]
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
