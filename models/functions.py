@@ -46,8 +46,8 @@ class ModelFunctions:
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None
-    # (sums of a step, stack -> number of the layer in each slot) -> path -> what is added to the
-    # parameter after the optimizer's update
+    # (sums of a step, stack -> number of the layer in each slot) -> path -> change that is added to
+    # the parameter after the optimizer's update
     after_update: Callable[[Mapping, Mapping], Mapping[tuple[str, ...], jax.Array]] | None = None
     # Like `teach`, but evaluated with the initial parameters, for preferences: returns arrays that
     # are added to the batches of the run; see models/preference.py.

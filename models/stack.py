@@ -238,7 +238,7 @@ class Stack(nnx.Module):
 
     @property
     def block_paths(self) -> tuple[tuple[str, ...], ...]:
-        """Where the parameters of each layer of a block are, within those of the block."""
+        """Path of each layer of a block in the parameters of the block; () without a `Period`."""
         names = self.layers.names if isinstance(self.layers, Period) else ()
         return tuple((name,) for name in names) or ((),)
 

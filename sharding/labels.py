@@ -1,4 +1,4 @@
-"""Labels of a traced step: what its arrays are, and how often loops are expected to run."""
+"""Labels of a traced step: kinds of arrays, and how often loops are expected to run."""
 
 import re
 from contextlib import AbstractContextManager

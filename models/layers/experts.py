@@ -8,8 +8,7 @@ Neither the choices nor the losses depend on the mesh: ties go to the expert wit
 number, and everything that is counted is counted per row or over the whole batch. By default no
 token is dropped; with a capacity, the first tokens of a row are kept.
 
-What a model learns about its router travels with the activations, in one row per example: see
-`RouterReport`.
+Sums about the router travel with the activations, in one row per example: see `RouterReport`.
 
 B batch, T seq, D embed, F mlp, E experts, C experts per token, G groups.
 
@@ -128,7 +127,7 @@ class ExpertsConfig:
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a batch go.
+    """The experts of each token, and the scores behind the choice.
 
     Attributes:
         choices_BTC: int32, numbers of experts.
@@ -166,7 +165,7 @@ class RouterReport:
     def add(
         self, report_BR: jax.Array, routing: Routing, weights_BT: jax.Array, number: jax.Array
     ) -> jax.Array:
-        """Return the report with what one more layer did.
+        """Return the report with the sums of one more layer.
 
         Args:
             report_BR: report so far.
@@ -333,7 +332,7 @@ class Experts(nnx.Module):
         up = ("experts", "embed", "mlp")
         axes = {"gate": up, "up": up, "down": ("experts", "mlp", "embed")}
         of_mesh = {"axes": {name: axes[name] for name in weights}, "num_experts": self.num_experts}
-        # A model's work is that of the experts that tokens choose, however unevenly they do.
+        # Only the experts that tokens choose count, however unevenly they do.
         products = [leaf.shape[1:] for leaf in weights.values() if leaf.ndim == 3]
         flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
         inputs = weights, whole_BTD, routing.factors_BTC, choices_BTC

@@ -1,7 +1,7 @@
 """Experts over a mesh: every token goes to some of many small networks, divided over devices.
 
-The tokens of all devices that divide the experts are gathered, each device computes what its own
-experts contribute to them, and the sums are scattered back. With 4 experts on 2 devices:
+The tokens of all devices that divide the experts are gathered, each device computes the contributions
+of its own experts, and the sums are scattered back. With 4 experts on 2 devices:
 
     device        0             1
     tokens        a b           c d
