@@ -194,7 +194,7 @@ def tensor_mappings(
     for row in by_ours.values():
         in_period = paths[row.ours]
         shape = shapes[in_period[0]]
-        num_axes = row.theirs.count("{")  # of layers, and of heads or experts
+        num_axes = row.theirs.count("{")  # layers, and heads or experts
         for place, path in itertools.product(np.ndindex(*shape[:num_axes]), in_period):
             numbers: dict[str, Any] = {}
             if place:

@@ -35,13 +35,13 @@ _EPSILON = 1e-6
 class LatentConfig:
     """Fields of the config of a model that may have latent attention."""
 
-    latent_dim: int | None = None  # of keys and values: DeepSeek-V2
+    latent_dim: int | None = None  # size of the latent of keys and values
     query_latent_dim: int | None = None  # the same for queries, which may have none
     latent_rotary_dim: int = 64  # with latents: rotated features of a head, besides head_dim others
     value_dim: int | None = None  # with latents: size of a head's values; head_dim if None
 
     def check_latents(self) -> None:
-        """Check these fields; the config has those of grouped-query attention as well."""
+        """Check these fields together with the fields of grouped-query attention."""
         if self.latent_dim is None:
             for name in ("query_latent_dim", "value_dim"):
                 if getattr(self, name) is not None:

@@ -1,4 +1,4 @@
-"""What text encoders share: the pass over their stacks, their heads, and losses of heads.
+"""The base of text encoders: the pass over their stacks, their heads, and losses of heads.
 
 The fields of a batch are in models/text/common.py. `targets` and `weights` are [B, T], except for
 `head="sequence"`, where they are [B]: one label per row. For `head="pretraining"` a batch also has

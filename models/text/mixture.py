@@ -1,4 +1,4 @@
-"""What causal models that may have experts share: the report of their routers, losses and metrics.
+"""The base of causal models that may have experts: routers' reports, losses and metrics.
 
 Between the blocks of such a model, activations are a dict of `x`, [B, T, D], and `report`, [B, R];
 see `models.layers.experts.RouterReport`. Without a loss, as in a generation, or without experts,

@@ -1,7 +1,7 @@
 """Experts over a mesh: every token goes to some of many small networks, divided over devices.
 
-The tokens of all devices that divide the experts are gathered, each device computes the contributions
-of its own experts, and the sums are scattered back. With 4 experts on 2 devices:
+The tokens of all devices that divide the experts are gathered, each device computes the
+contributions of its own experts, and the sums are scattered back. With 4 experts on 2 devices:
 
     device        0             1
     tokens        a b           c d
@@ -372,7 +372,7 @@ class _Order:
         )
 
     def of_block(self, span: jax.Array, number: jax.Array) -> _Rows:
-        """Return the rows of a block of one expert, after those of all rounds."""
+        """Return a block of rows of one expert, which come after all rounds."""
         first = self.num_rounds * self.round_size + number * self.block_size
         return self._rows(span, first, self.block_size)
 
@@ -442,7 +442,7 @@ def _factors_at(factors: jax.Array, rows: _Rows) -> jax.Array:
 
 
 def _add_rows(x_AD: jax.Array, rows: _Rows, values_EbD: jax.Array) -> jax.Array:
-    """Add rows of all experts to those of their tokens.
+    """Add a value to the token of each row, for all experts.
 
     The tokens of one expert are all different. So the sums are deterministic, without atomics.
     """
