@@ -36,7 +36,7 @@ class BatchLayout:
 def process_rows(sharding: NamedSharding, global_batch_size: int) -> list[int]:
     """Return the rows of the global batch that this process's devices hold, in order.
 
-    Processes whose devices differ only along other axes (pipeline, context, expert, model) hold the
+    Processes whose devices differ only along other axes (pipeline, context, model) hold the
     same rows.
 
     Args:

@@ -42,12 +42,13 @@ def test_processes_along_data_hold_different_rows():
     assert rows_of(range(4, 8), 16, data=4, model=2) == list(range(8, 16))
 
 
-def test_processes_along_data_and_fsdp_share_the_rows_out():
-    rows = [rows_of(range(i, i + 2), 16, data=2, fsdp=4) for i in range(0, 8, 2)]
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 2, "expert": 4}], ids=str)
+def test_processes_along_axes_of_the_batch_share_the_rows_out(sizes):
+    rows = [rows_of(range(i, i + 2), 16, **sizes) for i in range(0, 8, 2)]
     assert rows == [list(range(i, i + 4)) for i in range(0, 16, 4)]
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "context", "expert", "model"])
+@pytest.mark.parametrize("axis", ["pipeline", "context", "model"])
 def test_processes_along_other_axes_hold_the_same_rows(axis):
     for ids in (range(0, 4), range(4, 8)):
         assert rows_of(ids, 6, **{axis: 8}) == list(range(6))

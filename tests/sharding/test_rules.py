@@ -117,7 +117,7 @@ def test_shardings_follow_the_specs():
 
 
 def test_unused_axes_are_those_that_only_repeat_work():
-    mesh = make_mesh(MeshConfig(data=2, expert=2, model=2), jax.devices())
+    mesh = make_mesh(MeshConfig(data=2, model=2), jax.devices())
     specs = {"kernel": PartitionSpec(None, ("fsdp", "model")), "bias": PartitionSpec()}
-    assert unused_axes(specs, DEFAULT_RULES, mesh) == ["expert"]
-    assert unused_axes({"bias": PartitionSpec()}, DEFAULT_RULES, mesh) == ["expert", "model"]
+    assert unused_axes(specs, DEFAULT_RULES, mesh) == []
+    assert unused_axes({"bias": PartitionSpec()}, DEFAULT_RULES, mesh) == ["model"]

@@ -212,7 +212,7 @@ BAD = {
         "cannot be cut by layers",
     ),
     "mesh and batch": (("mesh.data=3",), "mesh.data=3"),
-    "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2"),
+    "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2 divides experts"),
     "missing file": (("data.paths=nowhere/*.txt",), "nowhere/*.txt"),
     "missing tokenizer": (("data.tokenizer=nowhere.json",), "nowhere.json"),
     "weights over data": (("rules.mlp=data", "mesh.data=2"), "split over 'pipeline', and only"),
