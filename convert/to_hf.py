@@ -44,7 +44,8 @@ _WITHOUT_COUNTERPART = (
 #: Model -> keys of tokens that it may lack. Some of its classes have such a token by default, which
 #: may be outside of a small vocabulary.
 _MAY_LACK = {
-    **dict.fromkeys(("gpt2", "opt", "llama"), ("pad",)),
+    **dict.fromkeys(("gpt2", "opt"), ("pad",)),
+    "llama": ("pad", "eos"),
     "modernbert": ("pad", "bos", "eos", "cls", "sep"),
 }
 

@@ -83,11 +83,53 @@ def latent_attention_rows(ours: str) -> tuple[Row, ...]:
     )
 
 
-AttentionRows = Callable[[str], tuple[Row, ...]]
+#: Function from the path of a module to its rows.
+ModuleRows = Callable[[str], tuple[Row, ...]]
+
+
+def expert_rows(
+    block: str = "mlp", projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> ModuleRows:
+    """Return a function to the rows of a router, its experts and what they share.
+
+    Args:
+        block: name of the module in the files.
+        projections: names of the gate, up and down projections of an expert.
+    """
+    theirs = f"{THEIRS}.{block}"
+
+    def rows(ours: str) -> tuple[Row, ...]:
+        return (
+            Row(f"{ours}.router", f"{theirs}.gate.weight", "linear"),
+            Row(f"{ours}.balance", f"{theirs}.gate.e_score_correction_bias"),
+            *(
+                Row(f"{ours}.{x}", f"{theirs}.experts.{{expert}}.{name}.weight", "linear")
+                for x, name in zip(("gate", "up", "down"), projections, strict=True)
+            ),
+            *(
+                Row(
+                    f"{ours}.shared.{x}.kernel",
+                    f"{theirs}.{shared}.{x}_proj.weight",
+                    without=without,
+                )
+                for shared, without in (
+                    ("shared_experts", f"{ours}.shared_gate.kernel"),
+                    ("shared_expert", None),
+                )
+                for x in ("gate", "up", "down")
+            ),
+            Row(f"{ours}.shared_gate.kernel", f"{theirs}.shared_expert_gate.weight"),
+        )
+
+    return rows
 
 
 def _block_rows(
-    ours: str, norms: Mapping[str, str], fused: Sequence[str], attention_rows: AttentionRows
+    ours: str,
+    norms: Mapping[str, str],
+    fused: Sequence[str],
+    attention_rows: ModuleRows,
+    mlp_rows: ModuleRows | None,
 ) -> tuple[Row, ...]:
     return (
         *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
@@ -103,13 +145,15 @@ def _block_rows(
             for x in ("gate", "up", "down")
             for row in linear(f"{ours}.mlp.{x}", f"{THEIRS}.mlp.{x}_proj")
         ),
+        *(() if mlp_rows is None else mlp_rows(f"{ours}.mlp")),
     )
 
 
 def rows_of(
     norms: Mapping[str, str],
     fused: Sequence[str] = (),
-    attention_rows: AttentionRows = _attention_rows,
+    attention_rows: ModuleRows = _attention_rows,
+    mlp_rows: ModuleRows | None = None,
 ) -> tuple[Row, ...]:
     """Return the rows of a model.
 
@@ -117,11 +161,13 @@ def rows_of(
         norms: norm of a block -> its name in the files.
         fused: keys of _FUSED.
         attention_rows: path of an attention -> its rows.
+        mlp_rows: path of an MLP -> the rows of its experts; None for a model without any.
     """
+    blocks = (norms, fused, attention_rows, mlp_rows)
     return (
         Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-        *_block_rows("decoder.layers", norms, fused, attention_rows),
-        *_block_rows("last_decoder.layers", norms, fused, attention_rows),
+        *_block_rows("decoder.layers", *blocks),
+        *_block_rows("last_decoder.layers", *blocks),
         *norm_rows("final_norm", "model.norm"),
         Row("output_embedding", "lm_head.weight", "vocab"),
     )
@@ -329,17 +375,6 @@ def _write_latents(fields: Config) -> dict[str, Any]:
     }
 
 
-def _read_dense(hf: Config) -> dict[str, Any]:
-    dense = hf.get("first_k_dense_replace", 0)
-    num_layers = hf["num_hidden_layers"]
-    if dense < num_layers:
-        raise ValueError(
-            f"config.json has first_k_dense_replace={dense} with num_hidden_layers={num_layers}, "
-            "which is not supported: all later layers have experts"
-        )
-    return {}
-
-
 LATENTS = Keys(
     (
         "kv_lora_rank",
@@ -351,13 +386,6 @@ LATENTS = Keys(
     ),
     _read_latents,
     _write_latents,
-)
-#: Only layers without experts.
-DENSE = Keys(
-    ("first_k_dense_replace",),
-    _read_dense,
-    lambda fields: {"first_k_dense_replace": fields["num_layers"]},
-    "no layers with experts",
 )
 
 

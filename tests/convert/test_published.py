@@ -55,10 +55,12 @@ def test_published_config_gives_the_sizes_of_transformers(name):
         rope = rope["full_attention"]
     assert ours.rope_theta == rope["rope_theta"]
     assert ours.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    # Qwen's config turns a window that is not used into 0.
+    assert ours.sliding_window == (getattr(theirs, "sliding_window", None) or None)
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert ours.head_dim == size
+    # With latents, their head_dim has only the features that are rotated.
+    assert ours.head_dim == getattr(theirs, "qk_nope_head_dim", size)
 
 
 #: Size of configs/llama.py -> the published model.
@@ -110,12 +112,24 @@ def reduced(hf: dict) -> dict:
         "kv_channels": 8,
         "hidden_size": 48,
         "intermediate_size": 44,
+        "num_experts": 16,
+        "num_local_experts": 16,
+        "n_routed_experts": 16,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26,
+        "kv_lora_rank": 14,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
         "pad_token_id": 1,
         "bos_token_id": 2,
         "eos_token_id": 3,
         "rope_scaling": rope,
     }
     reduced_sizes = {name: size for name, size in sizes.items() if hf.get(name) is not None}
+    hf = {name: value for name, value in hf.items() if name != "quantization_config"}
     return {**hf, **reduced_sizes, **by_layer}
 
 
@@ -125,7 +139,7 @@ def reduced(hf: dict) -> dict:
 def test_model_with_a_published_config_has_the_logits_of_transformers(name, tmp_path):
     hf = reduced(CONFIGS[name])
     model_class = getattr(transformers, hf["architectures"][0])
-    config = model_class.config_class(**hf, attn_implementation="eager")
+    config = model_class.config_class(**hf, **cases.EAGER)
     torch.manual_seed(0)
     theirs = model_class(config).eval().float()
     cases.set_random_weights(theirs)
