@@ -90,7 +90,7 @@ ModuleRows = Callable[[str], tuple[Row, ...]]
 def expert_rows(
     block: str = "mlp", projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> ModuleRows:
-    """Return a function to the rows of a router, its experts and what they share.
+    """Return a function to the rows of a router, its experts and their shared MLP.
 
     Args:
         block: name of the module in the files.

@@ -8,7 +8,7 @@ Neither the choices nor the losses depend on the mesh: ties go to the expert wit
 number, and everything that is counted is counted per row or over the whole batch. By default no
 token is dropped; with a capacity, the first tokens of a row are kept.
 
-What a model learns about its router travels with the activations, in one row per example: see
+Sums about routers, such as losses, travel with the activations, in one row per example: see
 `RouterReport`.
 
 B batch, T seq, D embed, F mlp, E experts, C experts per token, G groups.
@@ -161,7 +161,7 @@ class RouterReport:
     def add(
         self, report_BR: jax.Array, routing: Routing, weights_BT: jax.Array, number: jax.Array
     ) -> jax.Array:
-        """Return the report with what one more layer did.
+        """Return the report with the sums of one more layer added.
 
         Args:
             report_BR: report so far.
