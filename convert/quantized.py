@@ -5,7 +5,16 @@ float8 ("fp8"): a matrix in float8_e4m3fn, and a factor for each block of 128 x 
     x.weight             float8[rows, columns]
     x.weight_scale_inv   float32[ceil(rows / 128), ceil(columns / 128)]
 
-Source: DeepSeek-AI 2024 (arXiv:2412.19437), section 3.3.2.
+float4 ("mxfp4"): of each output of an expert, 32 inputs share a power of two, and a byte has two
+of them, the first one in its low half. The files store the outputs before the inputs, the
+parameters of a model the other way around:
+
+    x_blocks   uint8[experts, outputs, inputs / 32, 16]
+    x_scales   uint8[experts, outputs, inputs / 32], exponents + 127
+    x          bfloat16[experts, inputs, outputs]
+
+Source: DeepSeek-AI 2024 (arXiv:2412.19437), section 3.3.2; Rouhani et al. 2023 (arXiv:2310.10537),
+section 5.
 """
 
 import dataclasses
@@ -21,11 +30,17 @@ from convert.tensor_files import Tensor
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 _FACTORS = "_scale_inv"
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
+#: Value of each of the 16 numbers of 4 bits: sign, 2 bits of exponent, 1 bit of mantissa.
+_FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def can_read(config: Any) -> bool:
     """Return whether weights with this `quantization_config` can be read."""
-    return isinstance(config, Mapping) and _block_size(config) is not None
+    if not isinstance(config, Mapping):
+        return False
+    return config.get("quant_method") == "mxfp4" or _block_size(config) is not None
 
 
 def dequantized(hf: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -38,7 +53,10 @@ def dequantized(hf: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
     Raises:
         ValueError: The factors of a tensor do not match it.
     """
-    block_size = _block_size(hf.get("quantization_config") or {})
+    config = hf.get("quantization_config") or {}
+    if config.get("quant_method") == "mxfp4":
+        return _with_float4(tensors)
+    block_size = _block_size(config)
     if block_size is None:
         return dict(tensors)
     decoded = {}
@@ -73,9 +91,59 @@ def _float8(tensor: Tensor, factors: Tensor, block_size: tuple[int, int]) -> Ten
 
 
 def _decode_float8(tensor: Tensor, factors: Tensor, block_size: tuple[int, int]) -> np.ndarray:
+    assert tensor.stored is not None
     values = tensor.stored().astype(np.float32)
     of_blocks = factors.map().astype(np.float32)
     for axis, block in enumerate(block_size):
         of_blocks = np.repeat(of_blocks, block, axis)
     values *= of_blocks[: values.shape[0], : values.shape[1]]
     return values.astype(_BFLOAT16)
+
+
+def _with_float4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    decoded = {}
+    for name, tensor in tensors.items():
+        whole = name.removesuffix(_BLOCKS)
+        scales = tensors.get(whole + _SCALES)
+        if name.endswith(_BLOCKS) and scales is not None:
+            decoded[whole] = _float4(whole, tensor, scales)
+        elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
+            decoded[name] = tensor
+    return decoded
+
+
+def _float4(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    dtypes = {blocks.stored_dtype, scales.stored_dtype}
+    if (
+        dtypes != {np.dtype(np.uint8)}
+        or blocks.shape != (*scales.shape, 16)
+        or (len(scales.shape) != 3)
+    ):
+        raise ValueError(
+            f"tensor {blocks.name} in {blocks.file} has the shape {list(blocks.shape)} and "
+            f"{scales.name} {list(scales.shape)}; they must be bytes [experts, outputs, inputs / "
+            "32, 16] and [experts, outputs, inputs / 32]"
+        )
+    experts, outputs, groups = scales.shape
+    return Tensor(
+        name=name,
+        file=blocks.file,
+        dtype=_BFLOAT16,
+        shape=(experts, 32 * groups, outputs),
+        map=partial(_decode_float4, blocks, scales),
+    )
+
+
+def _decode_float4(blocks: Tensor, scales: Tensor) -> np.ndarray:
+    assert blocks.stored is not None and scales.stored is not None
+    stored = blocks.stored()
+    exponents = scales.stored().astype(np.int32) - 127
+    experts, outputs, groups = exponents.shape
+    values = np.empty((experts, 32 * groups, outputs), _BFLOAT16)
+    for number in range(experts):  # One at a time, because float32 needs twice the memory.
+        pairs = np.stack((stored[number] & 15, stored[number] >> 4), axis=-1)
+        decoded = np.ldexp(
+            _FLOAT4[pairs.reshape(outputs, groups, 32)], exponents[number, :, :, None]
+        )
+        values[number] = decoded.reshape(outputs, -1).T.astype(_BFLOAT16)
+    return values

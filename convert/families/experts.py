@@ -11,16 +11,22 @@ from convert.families.llama_tables import (
     LATENTS,
     NORMS_BEFORE,
     SILU,
+    THEIRS,
     UNTIED,
+    attention_bias,
+    attention_rows,
     expert_rows,
+    full_every,
     heads,
     latent_attention_rows,
     rope,
     rows_of,
     sizes,
     window,
+    windows,
 )
 from convert.keys import Config, Key, Keys, Only
+from convert.names import Row
 from models.text.llama import LlamaConfig
 
 #: Keys of the loss that balances experts, which is a setting of the run here.
@@ -342,7 +348,80 @@ _GLM4_MOE = dataclasses.replace(
     other_heads=(_FURTHER_LAYERS,),
 )
 
-_MODELS = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _OLMOE, _DEEPSEEK2, _DEEPSEEK3, _GLM4_MOE)
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_ROPE = rope(rope_theta=150000.0)
+
+
+def _read_yarn(hf: Config) -> dict[str, Any]:
+    has_scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
+    return _ROPE.read(hf if has_scaling else {**hf, "rope_scaling": _YARN})
+
+
+def _write_yarn(fields: Config) -> dict[str, Any]:
+    scaling = fields["rope_scaling"] or {"rope_type": "default"}
+    theta = fields["rope_theta"]
+    return {**_ROPE.write(fields), "rope_parameters": {"rope_theta": theta, **scaling}}
+
+
+def _gpt_oss_rows(ours: str) -> tuple[Row, ...]:
+    theirs = f"{THEIRS}.mlp"
+    experts = f"{theirs}.experts"
+    return (
+        Row(f"{ours}.router", f"{theirs}.router.weight", "linear"),
+        Row(f"{ours}.router_bias", f"{theirs}.router.bias"),
+        *(
+            Row(f"{ours}.{x}{bias}", f"{experts}.gate_up_proj{bias}", "interleaved", part=part)
+            for bias in ("", "_bias")
+            for part, x in enumerate(("gate", "up"))
+        ),
+        Row(f"{ours}.down", f"{experts}.down_proj"),
+        Row(f"{ours}.down_bias", f"{experts}.down_proj_bias"),
+    )
+
+
+def _attention_rows_with_sinks(ours: str) -> tuple[Row, ...]:
+    return (*attention_rows(ours), Row(f"{ours}.sinks", f"{THEIRS}.self_attn.sinks"))
+
+
+_GPT_OSS = dataclasses.replace(
+    LLAMA,
+    name="GptOssForCausalLM",
+    family="GPT-OSS",
+    tried=("openai/gpt-oss-20b", "openai/gpt-oss-120b"),
+    model_type="gpt_oss",
+    keys=(
+        *sizes(),
+        Keys(_ROPE.names, _read_yarn, _write_yarn, _ROPE.rule),
+        UNTIED,
+        SILU,
+        Key("rms_norm_eps", "rms_norm_epsilon", 1e-5),
+        heads(num_kv_heads=8, head_dim=64),
+        attention_bias(True),
+        windows(full_every(2), default=128),
+        Key("num_local_experts", "num_experts", 128),
+        Key("num_experts_per_tok", "experts_per_token", 4),
+        Key("swiglu_limit", "gate_limit", 7.0),
+        Only("swiglu_alpha", (1.702,)),
+    ),
+    rows=rows_of(NORMS_BEFORE, attention_rows=_attention_rows_with_sinks, mlp_rows=_gpt_oss_rows),
+    fields={
+        "head": "lm",
+        "activation": "quick_gelu",
+        "attention_sinks": True,
+        "expert_bias": True,
+        "router_bias": True,
+    },
+    harmless=("attention_dropout", *_OF_LOSS, "experts_per_token", "initial_context_length"),
+)
+
+_MODELS = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _OLMOE, _DEEPSEEK2, _DEEPSEEK3, _GLM4_MOE, _GPT_OSS)
 
 ARCHITECTURES = tuple(
     architecture

@@ -54,7 +54,12 @@ def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
     )
 
 
-def _attention_rows(ours: str) -> tuple[Row, ...]:
+def attention_rows(ours: str) -> tuple[Row, ...]:
+    """Return the rows of attention.
+
+    Args:
+        ours: path of the attention.
+    """
     theirs = f"{THEIRS}.self_attn"
     return (
         *(row for x in "qkv" for row in linear(f"{ours}.{x}", f"{theirs}.{x}_proj")),
@@ -152,7 +157,7 @@ def _block_rows(
 def rows_of(
     norms: Mapping[str, str],
     fused: Sequence[str] = (),
-    attention_rows: ModuleRows = _attention_rows,
+    attention_rows: ModuleRows = attention_rows,
     mlp_rows: ModuleRows | None = None,
 ) -> tuple[Row, ...]:
     """Return the rows of a model.
@@ -336,11 +341,21 @@ UNTIED = Key("tie_word_embeddings", "tie_embeddings", False)
 SILU = Only("hidden_act", ("silu", "swish"))
 KEYS = (*sizes(), rope(), UNTIED, SILU, Key("rms_norm_eps", "rms_norm_epsilon", 1e-6))
 
-ATTENTION_BIAS = Keys(
-    ("attention_bias",),
-    lambda hf: {name: bool(hf.get("attention_bias")) for name in ("qkv_bias", "out_bias")},
-    lambda fields: {"attention_bias": fields["qkv_bias"]},
-)
+
+def attention_bias(default: bool) -> Keys:
+    """Return the key of biases of all projections of attention.
+
+    Args:
+        default: whether there are biases if the key is absent.
+    """
+    return Keys(
+        ("attention_bias",),
+        lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), bool(hf.get("attention_bias", default))),
+        lambda fields: {"attention_bias": fields["qkv_bias"]},
+    )
+
+
+ATTENTION_BIAS = attention_bias(False)
 
 
 def _read_latents(hf: Config) -> dict[str, Any]:
@@ -466,7 +481,8 @@ def windows(
         names = {here: name for name, here in types_here.items()}
         types = LlamaConfig(**fields).types
         return {
-            "sliding_window": fields["sliding_window"],
+            # Without such layers, too: transformers computes their mask for every model.
+            "sliding_window": fields["sliding_window"] or default,
             "layer_types": [names.get(each, "full_attention") for each in types],
         }
 

@@ -57,6 +57,7 @@ class LlamaConfig(ExpertsConfig, LayerTypesConfig):
     qk_norm: bool = False  # norms of queries and keys, of each head: Qwen 3
     qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
     qk_norm_by_head: bool = False  # these are layer norms, with a scale for each head: Command-R+
+    attention_sinks: bool = False  # whether heads can attend to nothing: GPT-OSS
     norms: str = (
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
@@ -122,11 +123,16 @@ class LlamaConfig(ExpertsConfig, LayerTypesConfig):
                 if getattr(self, name) is not None:
                     raise ValueError(f"model.{name} needs model.latent_dim; set it, or leave both")
             return
-        if self.num_kv_heads != self.num_heads or self.qk_norm or self.qkv_bias != self.out_bias:
+        if (
+            self.num_kv_heads != self.num_heads
+            or self.qk_norm
+            or self.attention_sinks
+            or self.qkv_bias != self.out_bias
+        ):
             raise ValueError(
                 f"model.latent_dim={self.latent_dim} needs model.num_kv_heads={self.num_heads}, "
-                "the number of heads, model.qk_norm=False, and equal values of model.qkv_bias and "
-                "model.out_bias"
+                "the number of heads, model.qk_norm=False, model.attention_sinks=False, and equal "
+                "values of model.qkv_bias and model.out_bias"
             )
 
     @property
@@ -196,6 +202,7 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
         use_out_bias=config.out_bias,
         stddevs=(stddev, stddev, stddev),
         make_head_norms=head_norms if config.qk_norm else None,
+        has_sinks=config.attention_sinks,
         rngs=rngs,
     )
 
@@ -274,6 +281,7 @@ class Llama(CausalModel):
     Config = LlamaConfig
     stacks = ("decoder", "last_decoder")
     can_share_vocab = True
+    not_decayed = ("router_bias", "gate_bias", "up_bias", "down_bias")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config

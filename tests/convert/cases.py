@@ -447,6 +447,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "swiglu_limit": 0.7,
+            "pad_token_id": PAD,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 2.0,
+                "truncate": False,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "gpt_oss_plain": (
+        "GptOssForCausalLM",
+        {
+            **_LLAMA,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {

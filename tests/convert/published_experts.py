@@ -151,6 +151,49 @@ _GLM4 = {
     "vocab_size": 151552,
 }
 
+_GPT_OSS = {
+    **_SHARED,
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "transformers_version": "4.55.0.dev0",
+    "vocab_size": 201088,
+}
+
 #: Name on the hub -> its config.json.
 EXPERTS: dict[str, dict[str, Any]] = {
     "mistralai/Mixtral-8x7B-v0.1": {
@@ -278,6 +321,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "deepseek-ai/DeepSeek-V3": _DEEPSEEK3,
     "deepseek-ai/DeepSeek-R1": {**_DEEPSEEK3, "transformers_version": "4.46.3"},
+    "openai/gpt-oss-20b": {
+        **_GPT_OSS,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "num_hidden_layers": 24,
+        "num_local_experts": 32,
+    },
+    "openai/gpt-oss-120b": {
+        **_GPT_OSS,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+    },
     "zai-org/GLM-4.5-Air": {
         **_GLM4,
         "first_k_dense_replace": 1,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.integrations import mxfp4
 
 from convert import from_hf, to_hf
 from convert.source import read_source
@@ -92,6 +93,50 @@ def test_float8_with_factors_of_another_shape_is_refused(float8, tmp_path):
         quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]},
     )
     with pytest.raises(ValueError, match=r"weight_scale_inv \[.*weight_block_size=\[8, 8\]"):
+        read_source(tmp_path)
+
+
+def quantize_float4(tensors: dict[str, torch.Tensor]) -> None:
+    """Replace the weights of all experts by random ones of 4 bits."""
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(110, 130, shape, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def float4(tmp_path_factory):
+    """A GPT-OSS whose experts have 64 inputs and 96 hidden units."""
+    directory = tmp_path_factory.mktemp("float4")
+    _, fields = cases.CASES["gpt_oss"]
+    config = transformers.GptOssConfig(**fields | {"hidden_size": 64, "intermediate_size": 96})
+    transformers.GptOssForCausalLM(config).save_pretrained(directory)
+    hf_files.edit(directory, quantize_float4)
+    modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": [*modules, "lm_head"]}
+    hf_files.edit_config(directory, quantization_config=quantization)
+    return directory
+
+
+def test_float4_is_read_as_transformers_decodes_it(float4, tmp_path):
+    stored = load_file(float4 / "model.safetensors")
+    found = converted(float4, tmp_path)
+    for layer in range(4):
+        for part, shape in (("gate_up_proj", (7, 64, 192)), ("down_proj", (7, 96, 64))):
+            name = f"model.layers.{layer}.mlp.experts.{part}"
+            packed = (stored[f"{name}_{x}"] for x in ("blocks", "scales"))
+            assert found[name].shape == shape
+            assert torch.equal(found[name], mxfp4.convert_moe_packed_tensors(*packed))
+    name = "model.layers.3.mlp.experts.gate_up_proj_bias"
+    assert torch.equal(found[name], stored[name])
+
+
+def test_float4_with_scales_of_another_shape_is_refused(float4, tmp_path):
+    shutil.copytree(float4, tmp_path, dirs_exist_ok=True)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    hf_files.edit(tmp_path, lambda tensors: tensors.update({name: tensors[name][:, :, :1]}))
+    with pytest.raises(ValueError, match=r"down_proj_blocks .* \[7, 64, 1\]; they must be bytes"):
         read_source(tmp_path)
 
 

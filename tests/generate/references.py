@@ -148,6 +148,11 @@ MODELS: dict[str, Any] = {
     "deepseek3": lambda: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(**_DEEPSEEK, q_lora_rank=12, n_group=3, topk_group=2)
     ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **_LLAMA | _FOUR_LAYERS, num_local_experts=7, num_experts_per_tok=3, swiglu_limit=0.7
+        )
+    ),
     "glm4_moe": lambda: hf.Glm4MoeForCausalLM(
         hf.Glm4MoeConfig(
             **_GLM4,
