@@ -81,17 +81,39 @@ SIZES = {
     "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
     "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
 }
+#: The same of configs/mixtral.py.
+SIZES_OF_EXPERTS = {
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "glm4.5-air": "zai-org/GLM-4.5-Air",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+}
+#: Settings of training, which config.json does not have.
+_TRAINING = ("router_loss", "router_loss_over", "router_z_loss", "balancing_rate")
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes_of_configs_are_the_published_ones(size):
-    hf = CONFIGS[SIZES[size]]
+@pytest.mark.parametrize(
+    "file, size, name",
+    [
+        *(("llama", *item) for item in SIZES.items()),
+        *(("mixtral", *item) for item in SIZES_OF_EXPERTS.items()),
+    ],
+)
+def test_sizes_of_configs_are_the_published_ones(file, size, name):
+    hf = CONFIGS[name]
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=architecture.harmless)
     published = LlamaConfig(**fields | dict(architecture.fields))
-    config = load(str(ROOT / "configs" / f"llama.py:{size}"), ())
+    config = load(str(ROOT / "configs" / f"{file}.py:{size}"), ())
     ours = config.model.to_dict() | {"vocab_size": published.vocab_size}
-    ours = LlamaConfig(**{name: value for name, value in ours.items() if name != "name"})
+    for other in ("name", *_TRAINING):
+        ours.pop(other, None)
+    ours = LlamaConfig(**ours)
     assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
