@@ -158,7 +158,6 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.embed_dim = 128
     config.model.mlp_dim = 172
     config.model.num_experts = 8
-    config.model.experts_per_token = 2
     config.model.router_loss = 0.02  # factor of the loss that balances the experts' load
     config.model.head = "lm"  # "none" returns activations and cannot be trained
     config.model.loss = "cross_entropy"  # or package.module:function; see models/losses.py

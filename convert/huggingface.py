@@ -187,4 +187,8 @@ class _ConvertedArray(LazyArray):
 
     def _read(self, number: int, index: Index) -> np.ndarray:
         place, tensor = self._parts[number]
-        return place.read(tensor.map(), index).astype(self.dtype, copy=False)
+        if tensor.map_rows is None or place.kind not in ("same", "interleaved"):
+            return place.read(tensor.map(), index).astype(self.dtype, copy=False)
+        # The first dim of the parameter is the tensor's, so only these rows are needed.
+        rows = tensor.map_rows(index[0])
+        return place.read(rows, (slice(0, len(rows)), *index[1:])).astype(self.dtype, copy=False)

@@ -159,6 +159,8 @@ class TensorMapping:
             return theirs[..., self.part :: 2]
         if self.kind == "conv2d":
             return theirs.transpose(np.argsort(_CONV2D))
+        if self.kind == "same":
+            return theirs
         if self.kind != "linear":
             return theirs.reshape(self.shape)
         # linear: [prod(outputs), prod(inputs)] -> [*outputs, *inputs] -> [*inputs, *outputs].

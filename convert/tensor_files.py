@@ -67,6 +67,8 @@ class Tensor:
     # the same for the values of a quantized tensor; None for any other
     stored: Callable[[], np.ndarray] | None = None
     stored_dtype: np.dtype | None = None
+    # the same as `map` for some indices of the first dim, if decoding all of them takes long
+    map_rows: Callable[[slice], np.ndarray] | None = None
 
 
 def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict[str, Tensor]:

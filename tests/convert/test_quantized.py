@@ -128,6 +128,10 @@ def test_float4_is_read_as_transformers_decodes_it(float4, tmp_path):
             packed = (stored[f"{name}_{x}"] for x in ("blocks", "scales"))
             assert found[name].shape == shape
             assert torch.equal(found[name], mxfp4.convert_moe_packed_tensors(*packed))
+    part = (slice(1, 2), slice(2, 5), slice(7, 9), slice(0, 50))  # layers, experts, D, F
+    (array,) = read_source(float4).open({"decoder.layers.block_1.mlp.up": (2, 7, 64, 96)}).values()
+    up = found["model.layers.3.mlp.experts.gate_up_proj"][2:5, 7:9, 1:100:2].float()
+    np.testing.assert_array_equal(array.read(part)[0].astype(np.float32), up)
     name = "model.layers.3.mlp.experts.gate_up_proj_bias"
     assert torch.equal(found[name], stored[name])
 
