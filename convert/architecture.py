@@ -32,7 +32,7 @@ class Architecture:
         harmless: keys of config.json that do not affect the computation.
         buffers: regular expressions for tensors that are not weights.
         other_heads: regular expressions for weights of other models with the same base, which a
-            file may contain.
+            file may contain; {num_layers} in them stands for the model's number of layers.
         detect: function (tensors in the files, config.json) -> config fields that only the
             tensors reveal; None if there are none.
         detected_fields: names of the fields that `detect` returns.

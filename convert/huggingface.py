@@ -16,8 +16,10 @@ from convert.keys import read
 from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.names import TensorMapping, match
 from convert.options import ReadOptions
+from convert.quantized import dequantized
 from convert.registry import find
 from convert.tensor_files import Tensor, open_tensors, same_values
+from data.checks import first_names
 from data.text.tokenization.file_tokenizer import find_tokenizer
 from fields.types import check_types
 from models.vision.common import ImageInputConfig
@@ -38,6 +40,7 @@ def open_huggingface(path: Path, options: ReadOptions) -> Source:
     check_types(architecture.model_class.Config, fields, "config.json gives model")
     fields |= architecture.fields
     tensors = open_tensors(path, allow_pickle_weights=options.allow_pickle_weights)
+    tensors = dequantized(hf, tensors)
     if architecture.detect is not None:
         fields |= architecture.detect(tensors, hf)
     if issubclass(architecture.model_class.Config, ImageInputConfig):
@@ -59,7 +62,7 @@ def open_huggingface(path: Path, options: ReadOptions) -> Source:
     tensor_mappings = architecture.tensor_mappings(
         model_shapes, vocab_size=fields.get("vocab_size")
     )
-    by_name = _tensors_of(architecture, tensor_mappings, tensors)
+    by_name = _tensors_of(architecture, fields, tensor_mappings, tensors)
 
     def open_arrays(shapes: Shapes) -> Mapping[str, LazyArray]:
         check_known(path, shapes, model_shapes)
@@ -85,6 +88,7 @@ def _check_depth(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], path:
 
 def _tensors_of(
     architecture: Architecture,
+    fields: Mapping[str, Any],
     tensor_mappings: Sequence[TensorMapping],
     tensors: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
@@ -94,13 +98,16 @@ def _tensors_of(
         tensor_mappings,
         prefix=architecture.prefix,
         buffers=architecture.buffers,
-        other_heads=architecture.other_heads,
+        other_heads=[
+            pattern.replace("{num_layers}", str(fields.get("num_layers")))
+            for pattern in architecture.other_heads
+        ],
     )
     if left_out:
         _log.warning(
             "These weights are left out, because %s does not have them: %s.",
             architecture.name,
-            ", ".join(left_out),
+            first_names(left_out, most=8),
         )
     by_name = {name: tensors[theirs] for name, theirs in names.items()}
     return {place.theirs: _tensor_at(place, by_name) for place in tensor_mappings}
@@ -181,4 +188,9 @@ class _ConvertedArray(LazyArray):
 
     def _read(self, place: tuple[int, ...], index: Index) -> np.ndarray:
         mapping, tensor = self._parts[place]
-        return mapping.read(tensor.map(), index).astype(self.dtype, copy=False)
+        if tensor.map_rows is None or mapping.kind not in ("same", "interleaved"):
+            return mapping.read(tensor.map(), index).astype(self.dtype, copy=False)
+        # The first dim of the parameter is the tensor's, so only these rows are needed.
+        rows = tensor.map_rows(index[0])
+        part = mapping.read(rows, (slice(0, len(rows)), *index[1:]))
+        return part.astype(self.dtype, copy=False)

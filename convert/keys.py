@@ -13,12 +13,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from convert import quantized
 from convert.options import DEFAULTS, ReadOptions
 from fields.numbers import shown
 
 _log = logging.getLogger(__name__)
 
 REQUIRED = object()
+
+#: Key with the format of quantized weights.
+_QUANTIZATION = "quantization_config"
 
 Config = Mapping[str, Any]
 
@@ -155,11 +159,12 @@ def read(
         ValueError: A key is missing, unknown, or has a value that is not supported.
     """
     for name in ("quantization_config", "quantization"):  # the second one is MLX's
-        if hf.get(name):
+        if hf.get(name) and not (name == _QUANTIZATION and quantized.can_read(hf[name])):
             raise ValueError(
                 f"config.json has a {name}, but quantized weights cannot be converted; save the "
                 "model without quantization"
             )
+    hf = {name: value for name, value in hf.items() if name != _QUANTIZATION}
     hf = _with_sections(hf, keys)
     known = HARMLESS | {*harmless, *options.harmless} | {name for key in keys for name in key.names}
     ignored = [name for name in hf if name in WITHOUT_EFFECT and name not in known]
@@ -193,13 +198,15 @@ def write(fields: Config, keys: KeyMap, original: Config, *, harmless: Sequence[
     """Translate config fields to config.json.
 
     Keys of the original are changed only if the fields differ from the ones it implies, so that a
-    model that is imported and exported again gets the same config.json.
+    model that is imported and exported again gets the same config.json. Only that its weights were
+    quantized is left out, because they no longer are.
 
     Args:
         original: original config.json; empty to write all keys.
         harmless: as in `read`.
     """
     original_fields = read(original, keys, harmless=harmless) if original else {}
+    original = {name: value for name, value in original.items() if name != _QUANTIZATION}
     original = _with_sections(original, keys)
     hf = dict(original)
     for key in keys:

@@ -27,11 +27,12 @@ from models.stack import number_in_period
 #: linear: [prod(outputs), prod(inputs)] -> [*inputs, *outputs];
 #: conv1d: [prod(inputs), prod(outputs)] -> [*inputs, *outputs];
 #: conv2d: [outputs, channels, rows, columns] -> [rows, columns, channels, outputs];
+#: interleaved: [..., 2 * last] -> [..., last], every second element of the last dim, from `part`;
 #: flat: [prod(shape)] -> [*shape];
 #: vocab: [vocab, ...] -> [padded vocab, ...], whose additional rows are zeros;
 #: scalar: [] -> [1];
 #: same: unchanged.
-Kind = Literal["linear", "conv1d", "conv2d", "flat", "vocab", "scalar", "same"]
+Kind = Literal["linear", "conv1d", "conv2d", "interleaved", "flat", "vocab", "scalar", "same"]
 
 #: For conv2d: for each dimension of theirs, the number of the dimension of ours.
 _CONV2D = (3, 2, 0, 1)
@@ -54,7 +55,8 @@ class Row:
     step: int = 1  # difference in `theirs` between the numbers of successive layers
     without: str | None = None  # row applies only to models that do not have this parameter
     # number of this parameter among those whose tensors are stored as one, below each other:
-    # [q; k; v] or [gate; up], of which each has a row with the name of the whole in `theirs`
+    # [q; k; v] or [gate; up], of which each has a row with the name of the whole in `theirs`; or
+    # among two that are interleaved
     part: int = 0
 
 
@@ -115,6 +117,7 @@ class TensorMapping:
         return {
             "linear": (math.prod(outputs), math.prod(inputs)),
             "conv1d": (math.prod(inputs), math.prod(outputs)),
+            "interleaved": (*self.shape[:-1], 2 * self.shape[-1]),
             "flat": (math.prod(self.shape),),
             "scalar": (),
             "same": self.shape,
@@ -153,8 +156,12 @@ class TensorMapping:
             theirs = theirs[self.first_row : self.first_row + self.part_shape[0]]
         if self.kind == "vocab":
             return theirs
+        if self.kind == "interleaved":
+            return theirs[..., self.part :: 2]
         if self.kind == "conv2d":
             return theirs.transpose(np.argsort(_CONV2D))
+        if self.kind == "same":
+            return theirs
         if self.kind != "linear":
             return theirs.reshape(self.shape)
         # linear: [prod(outputs), prod(inputs)] -> [*outputs, *inputs] -> [*inputs, *outputs].
@@ -267,7 +274,7 @@ def _with_rows(mappings: Sequence[TensorMapping]) -> list[TensorMapping]:
     with_rows = []
     for mapping in mappings:
         together = parts[mapping.theirs]
-        if len(together) > 1:
+        if len(together) > 1 and mapping.kind != "interleaved":
             first = sum(m.part_shape[0] for m in together if m.part < mapping.part)
             num_rows = sum(m.part_shape[0] for m in together)
             mapping = dataclasses.replace(mapping, first_row=first, num_rows=num_rows)

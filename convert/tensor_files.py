@@ -12,6 +12,7 @@ counts as memory of this process. Its `save_file` needs all tensors of a file at
 tensor is read and written before the next one.
 """
 
+import dataclasses
 import json
 import math
 import struct
@@ -44,6 +45,8 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+#: The same for dtypes of quantized weights, which are only stored; see convert/quantized.py.
+_STORED_DTYPES = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "U8": np.dtype(np.uint8)}
 #: The largest header that is read; 200,000 tensors need about this much.
 _MAX_HEADER_BYTES = 32 * 2**20
 #: The largest size, and the most dimensions of an array; a product of more sizes takes minutes.
@@ -58,9 +61,14 @@ class Tensor:
 
     name: str
     file: Path
-    dtype: np.dtype
+    dtype: np.dtype  # void if it is none of DTYPES
     shape: tuple[int, ...]
     map: Callable[[], np.ndarray]  # returns the memory-mapped values, which are read on access
+    # the same for the values of a quantized tensor; None for any other
+    stored: Callable[[], np.ndarray] | None = None
+    stored_dtype: np.dtype | None = None
+    # the same as `map` for some indices of the first dim, if decoding all of them takes long
+    map_rows: Callable[[slice], np.ndarray] | None = None
 
 
 def open_tensors(directory: Path, *, allow_pickle_weights: bool = False) -> dict[str, Tensor]:
@@ -199,15 +207,19 @@ def open_safetensors(file: Path) -> Iterator[Tensor]:
     size = file.stat().st_size - start
     end = 0
     for name, dtype_name, shape, (begin, stop) in sorted(header, key=lambda entry: entry[3]):
-        dtype = DTYPES.get(dtype_name)
+        dtype = DTYPES.get(dtype_name) or _STORED_DTYPES.get(dtype_name)
         if begin != end or (dtype and stop - begin != _num_bytes(dtype, shape)):
             raise ValueError(f"{file} is damaged: the offsets of {name} are wrong")
         end = stop
+        opaque = _opaque(file, name, dtype_name, shape)
         if dtype is None:
-            yield _opaque(file, name, dtype_name, shape)
+            yield opaque
             continue
         read = _mapper(file, dtype, shape, start + begin)
-        yield Tensor(name=name, file=file, dtype=dtype, shape=shape, map=read)
+        if dtype_name in _STORED_DTYPES:
+            yield dataclasses.replace(opaque, stored=read, stored_dtype=dtype)
+        else:
+            yield Tensor(name=name, file=file, dtype=dtype, shape=shape, map=read)
     if end != size:
         raise ValueError(
             f"{file} is damaged: it has {size:,} bytes of tensors, but its header lists {end:,}"

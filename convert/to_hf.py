@@ -35,6 +35,10 @@ _WITHOUT_COUNTERPART = (
     "loss",
     "drop_path",
     "label_smoothing",
+    "router_loss",
+    "router_loss_over",
+    "router_z_loss",
+    "balancing_rate",
     "image_mean",
     "image_stddev",
     "positions",
@@ -44,7 +48,8 @@ _WITHOUT_COUNTERPART = (
 #: Model -> keys of tokens that it may lack. Some of its classes have such a token by default, which
 #: may be outside of a small vocabulary.
 _MAY_LACK = {
-    **dict.fromkeys(("gpt2", "opt", "llama"), ("pad",)),
+    **dict.fromkeys(("gpt2", "opt"), ("pad",)),
+    "llama": ("pad", "eos"),
     "modernbert": ("pad", "bos", "eos", "cls", "sep"),
 }
 

@@ -47,7 +47,11 @@ def save_model(directory: Path, name: str, **config: Any) -> transformers.PreTra
     model_class: Any = getattr(transformers, name)
     vocab_size = save_tokenizer(directory) + 3
     settings = model_class.config_class(
-        vocab_size=vocab_size, architectures=[name], attn_implementation="eager", **config
+        vocab_size=vocab_size,
+        architectures=[name],
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **config,
     )
     torch.manual_seed(0)
     model = model_class(settings).eval()

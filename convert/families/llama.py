@@ -5,10 +5,8 @@ import dataclasses
 from convert.architecture import Architecture
 from convert.families.llama_tables import (
     ATTENTION_BIAS,
-    DENSE,
     GEMMA_KEYS,
     KEYS,
-    LATENTS,
     NORMS_AFTER,
     NORMS_AROUND,
     NORMS_BEFORE,
@@ -19,7 +17,6 @@ from convert.families.llama_tables import (
     WITHOUT_POSITIONS,
     full_every,
     heads,
-    latent_attention_rows,
     rope,
     rope_by_type,
     rows_of,
@@ -31,7 +28,7 @@ from convert.keys import ACTIVATIONS, Key, Keys, Only
 from convert.names import Row
 from models.text.llama import Llama
 
-_LLAMA = Architecture(
+LLAMA = Architecture(
     name="LlamaForCausalLM",
     family="LLaMA 1 to 3",
     tried=(
@@ -63,7 +60,7 @@ _LLAMA = Architecture(
     buffers=(r"\.rotary_emb\.inv_freq$",),
 )
 _MISTRAL = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="MistralForCausalLM",
     family="Mistral",
     tried=(
@@ -79,7 +76,7 @@ _MISTRAL = dataclasses.replace(
     ),
 )
 _QWEN2 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="Qwen2ForCausalLM",
     family="Qwen 2 and 2.5",
     tried=(
@@ -91,7 +88,7 @@ _QWEN2 = dataclasses.replace(
     fields={"head": "lm", "qkv_bias": True},
 )
 _QWEN3 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="Qwen3ForCausalLM",
     family="Qwen 3",
     tried=(
@@ -104,7 +101,7 @@ _QWEN3 = dataclasses.replace(
 )
 
 _MINISTRAL = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="MinistralForCausalLM",
     family="Ministral",
     tried=(),
@@ -127,7 +124,7 @@ _MINISTRAL = dataclasses.replace(
 )
 
 _OLMO2 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="Olmo2ForCausalLM",
     family="OLMo 2",
     tried=("allenai/OLMo-2-1124-7B",),
@@ -162,7 +159,7 @@ _OLMO3 = dataclasses.replace(
     ),
 )
 _GRANITE = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="GraniteForCausalLM",
     family="Granite 3",
     tried=(
@@ -171,7 +168,7 @@ _GRANITE = dataclasses.replace(
     ),
     model_type="granite",
     keys=(
-        *_LLAMA.keys,
+        *LLAMA.keys,
         Key("embedding_multiplier", "embedding_scale", 1.0),
         Key("attention_multiplier", "attention_scale", 1.0),
         Key("residual_multiplier", "residual_scale", 1.0),
@@ -183,7 +180,7 @@ _GRANITE = dataclasses.replace(
     ),
 )
 _SEED_OSS = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="SeedOssForCausalLM",
     family="Seed-OSS",
     tried=("ByteDance-Seed/Seed-OSS-36B-Instruct",),
@@ -195,11 +192,11 @@ _SEED_OSS = dataclasses.replace(
         Key("attention_out_bias", "out_bias", False),
         Key("mlp_bias", "mlp_bias", False),
     ),
-    harmless=(*_LLAMA.harmless, "residual_dropout"),
+    harmless=(*LLAMA.harmless, "residual_dropout"),
 )
 
 _NEMOTRON = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="NemotronForCausalLM",
     family="Nemotron",
     tried=(
@@ -218,7 +215,7 @@ _NEMOTRON = dataclasses.replace(
         Key("hidden_act", "activation", "relu2", ACTIVATIONS),
     ),
     fields={"head": "lm", "norm": "layer_1p", "is_gated": False},
-    harmless=(*_LLAMA.harmless, "kv_channels"),  # which is head_dim in NeMo
+    harmless=(*LLAMA.harmless, "kv_channels"),  # which is head_dim in NeMo
 )
 
 
@@ -232,7 +229,7 @@ def _norms_by_head(key: str) -> Keys:
 
 
 _STABLELM = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="StableLmForCausalLM",
     family="StableLM",
     tried=(
@@ -261,7 +258,7 @@ _STABLELM = dataclasses.replace(
             )
             for x in "qk"
         ),
-        *_LLAMA.rows,
+        *LLAMA.rows,
     ),
     fields={"head": "lm", "norm": "layer"},
     harmless=("attention_dropout", "hidden_dropout"),
@@ -272,7 +269,7 @@ _NORMS_BY_HEAD = tuple(
     for x in "qk"
 )
 _COHERE = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="CohereForCausalLM",
     family="Command-R",
     tried=(
@@ -334,7 +331,7 @@ _COHERE2 = dataclasses.replace(
     harmless=(*_COHERE.harmless, "cache_implementation", "use_embedding_sharing"),
 )
 _SMOLLM3 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="SmolLM3ForCausalLM",
     family="SmolLM3",
     tried=("HuggingFaceTB/SmolLM3-3B",),
@@ -351,11 +348,11 @@ _SMOLLM3 = dataclasses.replace(
         Only("use_sliding_window", (False,)),
         WITHOUT_POSITIONS,
     ),
-    harmless=(*_LLAMA.harmless, "sliding_window", "max_window_layers"),
+    harmless=(*LLAMA.harmless, "sliding_window", "max_window_layers"),
 )
 
 _GEMMA2 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="Gemma2ForCausalLM",
     family="Gemma 2",
     tried=("google/gemma-2-2b",),
@@ -389,38 +386,8 @@ _GEMMA3 = dataclasses.replace(
     fields={**_GEMMA2.fields, "qk_norm": True},
 )
 
-#: Keys of DeepSeek's experts, which a model without experts does not read.
-_OF_EXPERTS = (
-    "aux_loss_alpha",
-    "ep_size",
-    "moe_intermediate_size",
-    "moe_layer_freq",
-    "n_group",
-    "n_routed_experts",
-    "n_shared_experts",
-    "norm_topk_prob",
-    "num_experts_per_tok",
-    "output_router_logits",
-    "routed_scaling_factor",
-    "scoring_func",
-    "seq_aux",
-    "topk_group",
-    "topk_method",
-)
-_DEEPSEEK2 = dataclasses.replace(
-    _LLAMA,
-    name="DeepseekV2ForCausalLM",
-    family="DeepSeek-V2 without experts",
-    tried=(),
-    model_type="deepseek_v2",
-    keys=(*KEYS, LATENTS, DENSE, ATTENTION_BIAS, Key("mlp_bias", "mlp_bias", False)),
-    rows=rows_of(NORMS_BEFORE, attention_rows=latent_attention_rows),
-    fields={"head": "lm", "rotary_pairs": "neighbours"},
-    harmless=(*_LLAMA.harmless, "head_dim", "qk_head_dim", *_OF_EXPERTS),
-)
-
 _PHI3 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="Phi3ForCausalLM",
     family="Phi-3 and Phi-4",
     tried=(
@@ -443,7 +410,7 @@ _PHI3 = dataclasses.replace(
     harmless=("attention_dropout", "embd_pdrop", "resid_pdrop"),
 )
 _GLM4 = dataclasses.replace(
-    _LLAMA,
+    LLAMA,
     name="Glm4ForCausalLM",
     family="GLM-4",
     tried=(
@@ -473,7 +440,7 @@ _GLM4 = dataclasses.replace(
 )
 
 _MODELS = (
-    _LLAMA,
+    LLAMA,
     _MISTRAL,
     _QWEN2,
     _QWEN3,
@@ -489,7 +456,6 @@ _MODELS = (
     _SMOLLM3,
     _GEMMA2,
     _GEMMA3,
-    _DEEPSEEK2,
     _PHI3,
     _GLM4,
 )

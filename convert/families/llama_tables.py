@@ -54,7 +54,12 @@ def _fused_rows(ours: str, *branches: str) -> tuple[Row, ...]:
     )
 
 
-def _attention_rows(ours: str) -> tuple[Row, ...]:
+def attention_rows(ours: str) -> tuple[Row, ...]:
+    """Return the rows of attention.
+
+    Args:
+        ours: path of the attention.
+    """
     theirs = f"{THEIRS}.self_attn"
     return (
         *(row for x in "qkv" for row in linear(f"{ours}.{x}", f"{theirs}.{x}_proj")),
@@ -83,11 +88,53 @@ def latent_attention_rows(ours: str) -> tuple[Row, ...]:
     )
 
 
-AttentionRows = Callable[[str], tuple[Row, ...]]
+#: Function from the path of a module to its rows.
+ModuleRows = Callable[[str], tuple[Row, ...]]
+
+
+def expert_rows(
+    block: str = "mlp", projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> ModuleRows:
+    """Return a function to the rows of a router, its experts and their shared MLP.
+
+    Args:
+        block: name of the module in the files.
+        projections: names of the gate, up and down projections of an expert.
+    """
+    theirs = f"{THEIRS}.{block}"
+
+    def rows(ours: str) -> tuple[Row, ...]:
+        return (
+            Row(f"{ours}.router", f"{theirs}.gate.weight", "linear"),
+            Row(f"{ours}.balance", f"{theirs}.gate.e_score_correction_bias"),
+            *(
+                Row(f"{ours}.{x}", f"{theirs}.experts.{{expert}}.{name}.weight", "linear")
+                for x, name in zip(("gate", "up", "down"), projections, strict=True)
+            ),
+            *(
+                Row(
+                    f"{ours}.shared.{x}.kernel",
+                    f"{theirs}.{shared}.{x}_proj.weight",
+                    without=without,
+                )
+                for shared, without in (
+                    ("shared_experts", f"{ours}.shared_gate.kernel"),
+                    ("shared_expert", None),
+                )
+                for x in ("gate", "up", "down")
+            ),
+            Row(f"{ours}.shared_gate.kernel", f"{theirs}.shared_expert_gate.weight"),
+        )
+
+    return rows
 
 
 def _block_rows(
-    ours: str, norms: Mapping[str, str], fused: Sequence[str], attention_rows: AttentionRows
+    ours: str,
+    norms: Mapping[str, str],
+    fused: Sequence[str],
+    attention_rows: ModuleRows,
+    mlp_rows: ModuleRows | None,
 ) -> tuple[Row, ...]:
     return (
         *_fused_rows(ours, *fused),  # instead of the rows of the same parameters below
@@ -103,13 +150,15 @@ def _block_rows(
             for x in ("gate", "up", "down")
             for row in linear(f"{ours}.mlp.{x}", f"{THEIRS}.mlp.{x}_proj")
         ),
+        *(() if mlp_rows is None else mlp_rows(f"{ours}.mlp")),
     )
 
 
 def rows_of(
     norms: Mapping[str, str],
     fused: Sequence[str] = (),
-    attention_rows: AttentionRows = _attention_rows,
+    attention_rows: ModuleRows = attention_rows,
+    mlp_rows: ModuleRows | None = None,
 ) -> tuple[Row, ...]:
     """Return the rows of a model.
 
@@ -117,11 +166,13 @@ def rows_of(
         norms: norm of a block -> its name in the files.
         fused: keys of _FUSED.
         attention_rows: path of an attention -> its rows.
+        mlp_rows: path of an MLP -> the rows of its experts; None for a model without any.
     """
+    blocks = (norms, fused, attention_rows, mlp_rows)
     return (
         Row("token_embedding", "model.embed_tokens.weight", "vocab", tied=("lm_head.weight",)),
-        *_block_rows("decoder.layers", norms, fused, attention_rows),
-        *_block_rows("last_decoder.layers", norms, fused, attention_rows),
+        *_block_rows("decoder.layers", *blocks),
+        *_block_rows("last_decoder.layers", *blocks),
         *norm_rows("final_norm", "model.norm"),
         Row("output_embedding", "lm_head.weight", "vocab"),
     )
@@ -290,11 +341,21 @@ UNTIED = Key("tie_word_embeddings", "tie_embeddings", False)
 SILU = Only("hidden_act", ("silu", "swish"))
 KEYS = (*sizes(), rope(), UNTIED, SILU, Key("rms_norm_eps", "rms_norm_epsilon", 1e-6))
 
-ATTENTION_BIAS = Keys(
-    ("attention_bias",),
-    lambda hf: {name: bool(hf.get("attention_bias")) for name in ("qkv_bias", "out_bias")},
-    lambda fields: {"attention_bias": fields["qkv_bias"]},
-)
+
+def attention_bias(default: bool) -> Keys:
+    """Return the key of biases of all projections of attention.
+
+    Args:
+        default: whether there are biases if the key is absent.
+    """
+    return Keys(
+        ("attention_bias",),
+        lambda hf: dict.fromkeys(("qkv_bias", "out_bias"), bool(hf.get("attention_bias", default))),
+        lambda fields: {"attention_bias": fields["qkv_bias"]},
+    )
+
+
+ATTENTION_BIAS = attention_bias(False)
 
 
 def _read_latents(hf: Config) -> dict[str, Any]:
@@ -329,17 +390,6 @@ def _write_latents(fields: Config) -> dict[str, Any]:
     }
 
 
-def _read_dense(hf: Config) -> dict[str, Any]:
-    dense = hf.get("first_k_dense_replace", 0)
-    num_layers = hf["num_hidden_layers"]
-    if dense < num_layers:
-        raise ValueError(
-            f"config.json has first_k_dense_replace={dense} with num_hidden_layers={num_layers}, "
-            "which is not supported: all later layers have experts"
-        )
-    return {}
-
-
 LATENTS = Keys(
     (
         "kv_lora_rank",
@@ -351,13 +401,6 @@ LATENTS = Keys(
     ),
     _read_latents,
     _write_latents,
-)
-#: Only layers without experts.
-DENSE = Keys(
-    ("first_k_dense_replace",),
-    _read_dense,
-    lambda fields: {"first_k_dense_replace": fields["num_layers"]},
-    "no layers with experts",
 )
 
 
@@ -438,7 +481,8 @@ def windows(
         names = {here: name for name, here in types_here.items()}
         types = LlamaConfig(**fields).types
         return {
-            "sliding_window": fields["sliding_window"],
+            # Without such layers, too: transformers computes their mask for every model.
+            "sliding_window": fields["sliding_window"] or default,
             "layer_types": [names.get(each, "full_attention") for each in types],
         }
 

@@ -48,9 +48,13 @@ class ExpertsConfig:
     num_experts: int | None = None  # experts of a layer; None for a model without any
     experts_per_token: int = 2  # experts that a token is sent to
     expert_dim: int | None = None  # inner size of an expert; mlp_dim if None
+    expert_bias: bool = False  # whether the projections of experts have biases: GPT-OSS
+    # L of activation(min(gate, L)) · (1 + max(-L, min(up, L))), GPT-OSS; None: no limit
+    gate_limit: float | None = None
     shared_expert_dim: int | None = None  # inner size of an MLP that all tokens go through, too
     shared_expert_gate: bool = False  # whether a sigmoid of x scales that MLP: Qwen 2
     dense_layers: int = 0  # first layers, which have an MLP of mlp_dim instead of experts
+    router_bias: bool = False  # whether a learned bias is added to the logits: GPT-OSS
     router_scores: str = "softmax"  # of the logits: softmax | sigmoid
     router_normalizes: bool = True  # whether the scores of a token's experts are scaled to sum to 1
     router_scale: float = 1.0  # factor of the scores after that
@@ -99,6 +103,11 @@ class ExpertsConfig:
                 f"model.router_groups={groups} must divide model.num_experts={experts}, and "
                 f"model.router_groups_per_token={self.router_groups_per_token} be from 1 to that"
             )
+        if not 1 <= self.router_group_scores <= experts // groups:
+            raise ValueError(
+                f"model.router_group_scores={self.router_group_scores} must be from 1 to the "
+                f"{experts // groups} experts of a group"
+            )
         if not 0 <= self.dense_layers < self.num_layers:  # type: ignore[attr-defined]
             raise ValueError(
                 f"model.dense_layers={self.dense_layers} must be at least 0 and less than "
@@ -118,6 +127,11 @@ class ExpertsConfig:
         if self.expert_capacity is not None and not self.expert_capacity > 0:
             raise ValueError(
                 f"model.expert_capacity={self.expert_capacity} must be positive, or None"
+            )
+        if self.gate_limit is not None and not (self.gate_limit > 0 and self.is_gated):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"model.gate_limit={self.gate_limit} must be positive, and needs "
+                "model.is_gated=True; correct both, or set it to None"
             )
         if self.shared_expert_gate and self.shared_expert_dim is None:
             raise ValueError(
@@ -257,6 +271,17 @@ def balance_changes(
     }
 
 
+#: Weights of experts -> their logical axes.
+_AXES = {
+    "gate": ("experts", "embed", "mlp"),
+    "up": ("experts", "embed", "mlp"),
+    "down": ("experts", "mlp", "embed"),
+    "gate_bias": ("experts", "mlp"),
+    "up_bias": ("experts", "mlp"),
+    "down_bias": ("experts", "embed"),
+}
+
+
 class Experts(nnx.Module):
     """A router, its experts, and the MLP that they may share.
 
@@ -292,14 +317,20 @@ class Experts(nnx.Module):
         router = (embed_dim, config.num_experts), ("embed", None)
         self.router = param(normal, rngs, *router)
         zeros = jax.nn.initializers.zeros
-        has_bias = config.balancing_bias
-        self.balance = param(zeros, rngs, router[0][1:], (None,)) if has_bias else None
+        of_router = router[0][1:], (None,)
+        self.router_bias = param(zeros, rngs, *of_router) if config.router_bias else None
+        self.balance = param(zeros, rngs, *of_router) if config.balancing_bias else None
         up = (config.num_experts, embed_dim, expert_dim), ("experts", "embed", "mlp")
         down = (config.num_experts, expert_dim, embed_dim), ("experts", "mlp", "embed")
         self.gate = param(normal, rngs, *up) if is_gated else None
         self.up = param(normal, rngs, *up)
         self.down = param(normal, rngs, *down)
-        self.expert = _Expert(activation)
+        has_bias = config.expert_bias
+        of_up, of_down = ((shape[::2], axes[::2]) for shape, axes in (up, down))
+        self.gate_bias = param(zeros, rngs, *of_up) if is_gated and has_bias else None
+        self.up_bias = param(zeros, rngs, *of_up) if has_bias else None
+        self.down_bias = param(zeros, rngs, *of_down) if has_bias else None
+        self.expert = _Expert(activation, config.gate_limit)
         self.routing: Routing | None = nnx.data(None)
         shared_dim = config.shared_expert_dim
         shared: dict[str, Any] = {"use_bias": False, "rngs": rngs}
@@ -327,11 +358,9 @@ class Experts(nnx.Module):
         choices_BTC = routing.choices_BTC
         if routing.fits_BTC is not None:
             choices_BTC = jnp.where(routing.fits_BTC, choices_BTC, self.num_experts)
-        leaves = {"gate": self.gate, "up": self.up, "down": self.down}
+        leaves = {name: getattr(self, name) for name in _AXES}
         weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
-        up = ("experts", "embed", "mlp")
-        axes = {"gate": up, "up": up, "down": ("experts", "mlp", "embed")}
-        of_mesh = {"axes": {name: axes[name] for name in weights}, "num_experts": self.num_experts}
+        of_mesh = {"axes": {name: _AXES[name] for name in weights}, "num_experts": self.num_experts}
         # Only the experts that tokens choose count, however unevenly they do.
         products = [leaf.shape[1:] for leaf in weights.values() if leaf.ndim == 3]
         flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
@@ -356,6 +385,8 @@ class Experts(nnx.Module):
             preferred_element_type=wide,
             precision=jax.lax.Precision.HIGHEST,
         )
+        if self.router_bias is not None:
+            logits_BTE += self.router_bias[...].astype(wide)
         if config.router_scores == "softmax":
             scores_BTE = jax.nn.softmax(logits_BTE, axis=-1)
             probabilities_BTE = scores_BTE
@@ -393,15 +424,30 @@ class _Expert:
     """The MLP of one expert, as sharding/ops/experts.py calls it."""
 
     activation: str
+    gate_limit: float | None
 
     def __call__(self, weights: Any, x_bD: jax.Array, factors_b: jax.Array) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
-        up_bF = x_bD @ weights["up"]
-        gate = weights.get("gate")
-        h_bF = activation(up_bF) if gate is None else activation(x_bD @ gate) * up_bF
+        up_bF = _with_bias(x_bD @ weights["up"], weights.get("up_bias"))
+        if "gate" not in weights:
+            h_bF = activation(up_bF)
+        else:
+            gate_bF = _with_bias(x_bD @ weights["gate"], weights.get("gate_bias"))
+            if (limit := self.gate_limit) is not None:
+                gate_bF = jnp.minimum(gate_bF, limit)
+                up_bF = jnp.clip(up_bF, -limit, limit) + 1
+            h_bF = activation(gate_bF) * up_bF
         # The factors come before the last product, so that their gradient does not need its result.
         scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b[:, None]).astype(x_bD.dtype)
-        return scaled_bF @ weights["down"]
+        y_bD = scaled_bF @ weights["down"]
+        if "down_bias" not in weights:
+            return y_bD
+        bias_bD = weights["down_bias"].astype(factors_b.dtype) * factors_b[:, None]
+        return y_bD + bias_bD.astype(x_bD.dtype)
+
+
+def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return x if bias is None else x + bias
 
 
 def _of_best_groups(ranks_BTE: jax.Array, config: ExpertsConfig) -> jax.Array:

@@ -49,11 +49,12 @@ class LatentConfig:
             return
         config: Any = self
         is_grouped = config.num_kv_heads != config.num_heads
-        if is_grouped or config.qk_norm or config.qkv_bias != config.out_bias:
+        has_others = is_grouped or config.qk_norm or config.attention_sinks
+        if has_others or config.qkv_bias != config.out_bias:
             raise ValueError(
                 f"model.latent_dim={self.latent_dim} needs model.num_kv_heads={config.num_heads}, "
-                "the number of heads, model.qk_norm=False, and equal values of model.qkv_bias and "
-                "model.out_bias"
+                "the number of heads, model.qk_norm=False, model.attention_sinks=False, and equal "
+                "values of model.qkv_bias and model.out_bias"
             )
 
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.layers.activations import ACTIVATIONS
 from models.layers.attention import attend
-from models.layers.basic import Linear, recomputed
+from models.layers.basic import Linear, param, recomputed
 from models.layers.masks import Segments
 from sharding.logical import constrain, gather_tokens, scatter_tokens
 
@@ -38,6 +38,7 @@ class Attention(nnx.Module):
         stddevs: standard deviations for initializing the kernels of (queries, keys and values,
             output).
         make_head_norms: returns norms for each head's (queries, keys); None for no norms.
+        has_sinks: whether heads have sinks; see `models.layers.attention.attend`.
         rngs: random keys for the initialization.
     """
 
@@ -55,6 +56,7 @@ class Attention(nnx.Module):
         use_out_bias: bool | None = None,
         stddevs: tuple[float, float, float],
         make_head_norms: Callable[[], tuple[nnx.Module, nnx.Module]] | None = None,
+        has_sinks: bool = False,
         rngs: nnx.Rngs,
     ):
         embed = {"embed": embed_dim}
@@ -70,6 +72,8 @@ class Attention(nnx.Module):
         use_out_bias = use_bias if use_out_bias is None else use_out_bias
         self.out = Linear(heads, embed, stddev=stddevs[2], use_bias=use_out_bias, rngs=rngs)
         self.q_norm, self.k_norm = make_head_norms() if make_head_norms else (None, None)
+        normal = jax.nn.initializers.normal(stddevs[0])
+        self.sinks = param(normal, rngs, (num_heads,), ("heads",)) if has_sinks else None
 
     def __call__(
         self,
@@ -104,7 +108,8 @@ class Attention(nnx.Module):
             constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
         )
         qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
-        y_BTNH = attend(*qkv, **mask_options)
+        sinks_N = None if self.sinks is None else self.sinks[...]
+        y_BTNH = attend(*qkv, sinks_N=sinks_N, **mask_options)
         out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
         return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
 

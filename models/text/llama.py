@@ -52,6 +52,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
     qk_norm: bool = False  # norms of queries and keys, of each head: Qwen 3
     qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
     qk_norm_by_head: bool = False  # these are layer norms, with a scale for each head: Command-R+
+    attention_sinks: bool = False  # whether heads can attend to nothing: GPT-OSS
     norms: str = (
         "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
     )
@@ -151,6 +152,7 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
         use_out_bias=config.out_bias,
         stddevs=(stddev, stddev, stddev),
         make_head_norms=head_norms if config.qk_norm else None,
+        has_sinks=config.attention_sinks,
         rngs=rngs,
     )
 
@@ -193,6 +195,7 @@ class Llama(MixtureModel):
     Config = LlamaConfig
     stacks = ("decoder", "last_decoder")
     can_share_vocab = True
+    not_decayed = ("router_bias", "gate_bias", "up_bias", "down_bias")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config

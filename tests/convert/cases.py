@@ -16,6 +16,9 @@ VOCAB = 211
 
 PAD = 1
 
+#: Implementations of transformers that have no rules for sizes.
+EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
 
 _GPT2 = {"vocab_size": VOCAB, "n_positions": 24, "n_layer": 3, "n_head": 3, "n_embd": 39}
 
@@ -64,6 +67,21 @@ _LATENTS = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 4,
     "v_head_dim": 7,
+}
+
+
+#: Sizes of experts, with the names that most families give them.
+_EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 22}
+
+
+_DEEPSEEK = {
+    **_LATENTS,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+    "q_lora_rank": None,
 }
 
 
@@ -380,6 +398,103 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek2_lite": ("DeepseekV2ForCausalLM", {**_LATENTS, "q_lora_rank": None}),
     "qwen3_base": ("Qwen3Model", {**_LLAMA, "attention_bias": True}),
+    "mixtral": ("MixtralForCausalLM", {**_LLAMA, "num_local_experts": 7, "sliding_window": 5}),
+    "mixtral_base": ("MixtralModel", {**_LLAMA, "num_local_experts": 3}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**_WITHOUT_HEAD_DIM, **_EXPERTS, "shared_expert_intermediate_size": 26},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {**_LLAMA, **_EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "olmoe": (
+        "OlmoeForCausalLM",
+        {**_WITHOUT_HEAD_DIM, "num_experts": 7, "num_experts_per_tok": 3, "eos_token_id": 2},
+    ),
+    "deepseek2_moe": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek2_groups": (
+        "DeepseekV2ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": 9,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 4.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.9,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "deepseek3_halves": (
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **_LLAMA,
+            "num_hidden_layers": 4,
+            "num_local_experts": 7,
+            "num_experts_per_tok": 3,
+            "sliding_window": 4,
+            "swiglu_limit": 0.7,
+            "pad_token_id": PAD,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "factor": 2.0,
+                "truncate": False,
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "gpt_oss_plain": (
+        "GptOssForCausalLM",
+        {
+            **_LLAMA,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {
+            **_LLAMA,
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "n_routed_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 22,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "bert_pretraining": ("BertForPreTraining", _BERT),
     "bert_mlm": ("BertForMaskedLM", {**_BERT, "hidden_act": "gelu_new"}),
     "bert_sequence": ("BertForSequenceClassification", {**_BERT, **_LABELS}),
@@ -516,7 +631,7 @@ def make(name: str) -> Any:
     """Return the Hugging Face model of a case with random weights, including biases and norms."""
     class_name, fields = {**CASES, **EVEN}[name]
     model_class = getattr(hf, class_name)
-    config = model_class.config_class(**fields, attn_implementation="eager")
+    config = model_class.config_class(**fields, **EAGER)
     torch.manual_seed(0)
     model = model_class(config).eval()
     if name in UNTIED_T5:
@@ -526,12 +641,18 @@ def make(name: str) -> Any:
 
 
 def set_random_weights(model: torch.nn.Module) -> None:
-    """Set all weights to random values, including biases and norms, and let them have gradients."""
+    """Set all weights to random values, including biases and norms, and let them have gradients.
+
+    The biases that balance experts are no parameters in transformers.
+    """
     with torch.no_grad():
         for key, weight in model.named_parameters():
             weight.requires_grad_()  # Fixed weights too, because all gradients are compared.
             is_scale = weight.ndim == 1 and key.endswith("weight")
             torch.nn.init.normal_(weight, mean=1.0 if is_scale else 0.0, std=0.2)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
 
 
 def save(name: str, directory: Path, dtype: torch.dtype | None = None) -> Path:

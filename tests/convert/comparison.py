@@ -141,6 +141,8 @@ def their_gradients(model: Any, directory: Path) -> dict[str, np.ndarray]:
         for name, weight in named.named_parameters():
             gradient = gradients[name]
             weight.copy_(torch.zeros_like(weight) if gradient is None else gradient)
+        for buffer in named.buffers():  # The biases that balance experts have no gradient.
+            buffer.zero_()
     named.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     rename_as_published(tensors)

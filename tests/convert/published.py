@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from tests.convert.published_experts import EXPERTS
+
 _SHARED: dict[str, Any] = {"initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 
 #: Of Phi-4-mini: for each pair of rotated features.
@@ -57,6 +59,7 @@ _LONG_FACTOR = [
 ]
 #: Name on the hub -> its config.json.
 CONFIGS: dict[str, dict[str, Any]] = {
+    **EXPERTS,
     "allenai/OLMo-2-1124-7B": {
         **_SHARED,
         "architectures": ["Olmo2ForCausalLM"],

@@ -186,7 +186,9 @@ def known_parameters() -> dict[type, set[str]]:
         config = cls.Config(**fields)
         model = nnx.eval_shape(lambda cls=cls, config=config: cls(config, rngs=nnx.Rngs(0)))
         paths = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
-        found.setdefault(cls, set()).update(re.sub(r"block_\d+\.", "", path) for path in paths)
+        found.setdefault(cls, set()).update(
+            re.sub(r"block_\d+\.", "", path).removeprefix("last_") for path in paths
+        )
     return found
 
 

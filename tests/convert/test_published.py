@@ -55,10 +55,12 @@ def test_published_config_gives_the_sizes_of_transformers(name):
         rope = rope["full_attention"]
     assert ours.rope_theta == rope["rope_theta"]
     assert ours.rotary_fraction == rope.get("partial_rotary_factor", 1.0)
-    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    # Qwen's config turns a window that is not used into 0.
+    assert ours.sliding_window == (getattr(theirs, "sliding_window", None) or None)
     assert ours.tie_embeddings == theirs.tie_word_embeddings
     size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    assert ours.head_dim == size
+    # With latents, their head_dim has only the features that are rotated.
+    assert ours.head_dim == getattr(theirs, "qk_nope_head_dim", size)
 
 
 #: Size of configs/llama.py -> the published model.
@@ -79,17 +81,39 @@ SIZES = {
     "command-r7b": "CohereLabs/c4ai-command-r7b-12-2024",
     "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Instruct",
 }
+#: The same of configs/mixtral.py.
+SIZES_OF_EXPERTS = {
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "glm4.5-air": "zai-org/GLM-4.5-Air",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "gpt-oss-120b": "openai/gpt-oss-120b",
+}
+#: Settings of training, which config.json does not have.
+_TRAINING = ("router_loss", "router_loss_over", "router_z_loss", "balancing_rate")
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes_of_configs_are_the_published_ones(size):
-    hf = CONFIGS[SIZES[size]]
+@pytest.mark.parametrize(
+    "file, size, name",
+    [
+        *(("llama", *item) for item in SIZES.items()),
+        *(("mixtral", *item) for item in SIZES_OF_EXPERTS.items()),
+    ],
+)
+def test_sizes_of_configs_are_the_published_ones(file, size, name):
+    hf = CONFIGS[name]
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=architecture.harmless)
     published = LlamaConfig(**fields | dict(architecture.fields))
-    config = load(str(ROOT / "configs" / f"llama.py:{size}"), ())
+    config = load(str(ROOT / "configs" / f"{file}.py:{size}"), ())
     ours = config.model.to_dict() | {"vocab_size": published.vocab_size}
-    ours = LlamaConfig(**{name: value for name, value in ours.items() if name != "name"})
+    for other in ("name", *_TRAINING):
+        ours.pop(other, None)
+    ours = LlamaConfig(**ours)
     assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
@@ -110,12 +134,24 @@ def reduced(hf: dict) -> dict:
         "kv_channels": 8,
         "hidden_size": 48,
         "intermediate_size": 44,
+        "num_experts": 16,
+        "num_local_experts": 16,
+        "n_routed_experts": 16,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26,
+        "kv_lora_rank": 14,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
         "pad_token_id": 1,
         "bos_token_id": 2,
         "eos_token_id": 3,
         "rope_scaling": rope,
     }
     reduced_sizes = {name: size for name, size in sizes.items() if hf.get(name) is not None}
+    hf = {name: value for name, value in hf.items() if name != "quantization_config"}
     return {**hf, **reduced_sizes, **by_layer}
 
 
@@ -125,7 +161,7 @@ def reduced(hf: dict) -> dict:
 def test_model_with_a_published_config_has_the_logits_of_transformers(name, tmp_path):
     hf = reduced(CONFIGS[name])
     model_class = getattr(transformers, hf["architectures"][0])
-    config = model_class.config_class(**hf, attn_implementation="eager")
+    config = model_class.config_class(**hf, **cases.EAGER)
     torch.manual_seed(0)
     theirs = model_class(config).eval().float()
     cases.set_random_weights(theirs)

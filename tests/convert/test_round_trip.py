@@ -61,7 +61,7 @@ def read_back(directory):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model, info = model_class.from_pretrained(
-                directory, attn_implementation="eager", output_loading_info=True
+                directory, **cases.EAGER, output_loading_info=True
             )
     finally:
         logger.removeHandler(heard)

@@ -57,6 +57,24 @@ _QWEN2: dict[str, Any] = {
     "max_window_layers": 1,
 }
 _LLAMA_OF_LATENTS: dict[str, Any] = {**_LLAMA, "num_key_value_heads": 6}
+#: PyTorch's products of experts need sizes that are multiples of 4.
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+_DEEPSEEK: dict[str, Any] = {
+    **{name: value for name, value in _LLAMA_OF_LATENTS.items() if name != "head_dim"},
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
 _FOUR_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 10}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 #: Name -> function that returns a model with random weights.
@@ -108,6 +126,40 @@ MODELS: dict[str, Any] = {
             qk_nope_head_dim=10,
             qk_rope_head_dim=4,
             v_head_dim=7,
+        )
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_LLAMA, num_local_experts=6)),
+    "qwen2_moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(
+            **{**_LLAMA, "hidden_size": 60}, **_EXPERTS, shared_expert_intermediate_size=28
+        )
+    ),
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**_LLAMA, **_EXPERTS, norm_topk_prob=True)
+    ),
+    "olmoe": lambda: hf.OlmoeForCausalLM(
+        hf.OlmoeConfig(
+            **{**_LLAMA, "hidden_size": 60}, num_experts=7, num_experts_per_tok=3, eos_token_id=2
+        )
+    ),
+    "deepseek2_moe": lambda: hf.DeepseekV2ForCausalLM(
+        hf.DeepseekV2Config(**_DEEPSEEK, q_lora_rank=None, routed_scaling_factor=1.5)
+    ),
+    "deepseek3": lambda: hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(**_DEEPSEEK, q_lora_rank=12, n_group=3, topk_group=2)
+    ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **_LLAMA | _FOUR_LAYERS, num_local_experts=7, num_experts_per_tok=3, swiglu_limit=0.7
+        )
+    ),
+    "glm4_moe": lambda: hf.Glm4MoeForCausalLM(
+        hf.Glm4MoeConfig(
+            **_GLM4,
+            n_routed_experts=9,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            use_qk_norm=True,
         )
     ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),

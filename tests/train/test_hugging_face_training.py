@@ -60,6 +60,39 @@ MODELS = {
         (),
     ),
 }
+_TINY = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+}
+_TINY_EXPERTS = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
+#: Models with experts, each with another kind of routing.
+EXPERTS = {
+    "mixtral": ("MixtralForCausalLM", {**_TINY, "num_local_experts": 5}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**_TINY, **_TINY_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 12},
+    ),
+    "deepseek3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_TINY,
+            **_TINY_EXPERTS,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 10,
+            "kv_lora_rank": 12,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+    ),
+}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
@@ -209,6 +242,19 @@ def test_losses_of_30_steps_equal_torch(name, tmp_path):
     class_name, settings, changes = MODELS[name]
     model = save_model(tmp_path / "model", class_name, **settings).train()
     ours, theirs = losses_of_both(name, model, tmp_path / "model", changes, write_corpus(tmp_path))
+    np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+    assert ours[-1] < ours[0] - 0.3
+
+
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_losses_of_30_steps_with_experts_equal_torch(name, tmp_path):
+    class_name, settings = EXPERTS[name]
+    model = save_model(tmp_path / "model", class_name, **settings).train()
+    ours, theirs = losses_of_both(
+        "mixtral", model, tmp_path / "model", ("model.router_loss=0.0",), write_corpus(tmp_path)
+    )
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
     assert ours[-1] < ours[0] - 0.3
 

@@ -46,6 +46,15 @@ ROUTINGS = {
     ),
     "one expert": ("model.experts_per_token=1", "model.balancing_bias=true"),
     "Qwen2-MoE": ("model.shared_expert_dim=16", "model.shared_expert_gate=true"),
+    "GPT-OSS": (
+        "model.activation=quick_gelu",
+        "model.gate_limit=0.7",
+        "model.expert_bias=true",
+        "model.router_bias=true",
+        "model.attention_sinks=true",
+        "model.qkv_bias=true",
+        "model.out_bias=true",
+    ),
     "capacity": ("model.expert_capacity=1.0", "model.router_loss=0.1"),
     "loss over the batch": (
         "model.router_loss=0.1",
