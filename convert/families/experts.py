@@ -53,6 +53,7 @@ _MIXTRAL = dataclasses.replace(
     ),
     rows=rows_of(NORMS_BEFORE, mlp_rows=expert_rows("block_sparse_moe", ("w1", "w3", "w2"))),
     harmless=("attention_dropout", *_OF_LOSS),
+    module_names=((r"\.block_sparse_moe\.", ".mlp."),),
 )
 
 
