@@ -103,7 +103,7 @@ def _rules_of(architecture: Architecture) -> Iterator[str]:
     for key in architecture.keys:
         if isinstance(key, Only | Keys) and key.rule:
             yield key.rule
-    if any(row.part for row in architecture.rows):
+    if any(row.part and row.kind != "interleaved" for row in architecture.rows):
         yield _FUSED
 
 

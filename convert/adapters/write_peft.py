@@ -78,7 +78,7 @@ def write_adapter(
 
     Raises:
         ValueError: PEFT cannot express it, because a convolution has an adapter, or only a part of
-            a module was trained, or a parameter that is used in two places.
+            a module was trained, or a parameter that is used in two places, or experts.
     """
     all_shapes = source.shapes()
     shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
@@ -93,6 +93,7 @@ def write_adapter(
         if m.ours not in known
         or any(fnmatchcase(m.ours, pattern) for pattern in source.lora.also_trained)
     ]
+    _check_no_experts(trained)
     _check_whole_modules(mappings, trained)
     check_untied(trained, "lora.also_trained", "write the whole model with --merge")
     places = {PREFIX + m.theirs: m for m in (*of_adapters, *trained)}
@@ -182,6 +183,16 @@ def _check_linear(mappings: Sequence[TensorMapping], shapes: Shapes) -> None:
                 f"{layer} has an adapter, but is a convolution in the Hugging Face model; write "
                 "the whole model with --merge, or leave it out of lora.targets"
             )
+
+
+def _check_no_experts(trained: Sequence[TensorMapping]) -> None:
+    """Check that no experts were trained, which are no modules of their own in transformers."""
+    experts = [m.ours for m in trained if ".experts." in m.theirs]
+    if experts:
+        raise ValueError(
+            f"lora.also_trained has {experts[0]}, but PEFT cannot store experts; write the whole "
+            "model with --merge"
+        )
 
 
 def _check_whole_modules(

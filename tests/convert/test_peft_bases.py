@@ -122,6 +122,16 @@ def test_peft_finds_the_modules_of_an_architecture(name, tmp_path):
     assert modules <= {name for name, _ in model.named_modules()}
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_trained_experts_are_refused(name, tmp_path):
+    source = read_source(save(name, tmp_path))
+    assert source.architecture is not None
+    lora = dataclasses.replace(source.lora, also_trained=("*.mlp.up", "*.mlp.up_bias"))
+    changed = dataclasses.replace(source, lora=lora)
+    with pytest.raises(ValueError, match=r"lora\.also_trained has decoder.*mlp.up"):
+        write_adapter(changed, source.architecture, tmp_path / "out", None, base=source)
+
+
 def test_a_base_that_is_no_hugging_face_model_is_warned_of(adapter, tmp_path, caplog):
     from_hf.convert(adapter / "base", tmp_path / "first")
     (tmp_path / "first" / "hf" / "config.json").unlink()
