@@ -172,7 +172,9 @@ class StageParts:
 
         def make_layers(params):
             specs = jax.tree.map(lambda _: PartitionSpec(), params)
-            param_sharding = ParamSharding(mesh=self._run.mesh, specs={}, gather_modes={})
+            param_sharding = ParamSharding(
+                mesh=self._run.mesh, specs={}, gather_modes={}, kept_axes={}
+            )
             gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs))
             return Layers(
                 block=self._run.functions.blocks[self._stack],

@@ -17,6 +17,7 @@ from pipeline.schedule import make_schedule
 from pipeline.stack_layout import cut
 from sharding.gather_modes import all_once
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.spec import is_spec
 
 WIDTH = 8
 BATCH = 2
@@ -107,7 +108,10 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
             "non_stack": jax.tree.map(lambda _: PartitionSpec(), params["non_stack"]),
             "stacks": jax.tree.map(lambda _: PartitionSpec("pipeline"), slots),
         }
-        param_sharding = ParamSharding(mesh=mesh, specs=specs, gather_modes=all_once(specs))
+        kept_axes = jax.tree.map(lambda _: frozenset(), specs, is_leaf=is_spec)
+        param_sharding = ParamSharding(
+            mesh=mesh, specs=specs, gather_modes=all_once(specs), kept_axes=kept_axes
+        )
         recomputes = remat == "stage"
         run = make_loss_and_grad(functions, table, layouts, param_sharding, recomputes=recomputes)
         with jax.set_mesh(mesh):

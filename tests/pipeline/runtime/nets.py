@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipeline.runtime.gather import ParamSharding
 from sharding.gather_modes import all_once, stack_gather_modes
 from sharding.memory import MemoryConfig
+from sharding.spec import is_spec
 from sharding.zero import split_over_replicas
 
 WIDTH = 8
@@ -240,6 +241,7 @@ def param_sharding_of(net: Net, params, mesh, zero: MemoryConfig = NO_ZERO) -> P
         mesh=mesh,
         specs=specs,
         gather_modes={"non_stack": all_once(specs["non_stack"]), "stacks": stacks},
+        kept_axes=jax.tree.map(lambda _: frozenset(), specs, is_leaf=is_spec),
         zero_stage=zero.zero_stage,
     )
 
