@@ -21,6 +21,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from sharding.labels import expected_trips_of
+
 #: A `JaxprEqn`. As jax declares it, the types of its variables have neither shape nor memory space.
 Equation = Any
 #: A variable of a jaxpr, or a `Literal`.
@@ -40,11 +42,18 @@ def walk(equations: Iterable[Equation], times: int = 1) -> Iterator[tuple[Equati
 
     Yields:
         (equation, number of executions). Every iteration of a scan counts, and every branch of a
-        conditional counts as if it were always taken. The body of a while loop counts once.
+        conditional counts as if it were always taken. The body of a while loop counts as often as
+        its scope says (labels.py), or else once.
     """
     for eqn in equations:
         yield eqn, times
-        inner_times = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        inner_times = times
+        if eqn.primitive.name == "scan":
+            inner_times *= eqn.params["length"]
+        elif eqn.primitive.name == "while":
+            scope = str(eqn.source_info.name_stack).rpartition("/")[2]
+            expected = expected_trips_of(scope.rpartition("(")[2].rstrip(")"))
+            inner_times *= 1 if expected is None else expected
         for jaxpr in inner_jaxprs(eqn):
             yield from walk(jaxpr.eqns, inner_times)
 

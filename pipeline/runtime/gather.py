@@ -75,7 +75,9 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
     mesh = param_sharding.mesh
     split = {axis for axis in ("data", "pipeline") if mesh.shape[axis] > 1}
     split -= {"data"} if param_sharding.zero_stage else set()
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    kept_axes = jax.tree.leaves(param_sharding.kept_axes)
+    for (path, spec), kept in zip(leaves, kept_axes, strict=True):
         name = ".".join(str(key.key) for key in path[1:])
         is_stack = path[0].key == "stacks"
         first = axes_of(spec[:1])
@@ -91,7 +93,7 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
             )
         other_axes = axes_of(spec[1:]) | (first - {"pipeline"} if is_stack else first)
         other_axes -= {"pipeline"} if shares_vocab and not is_stack else set()
-        for axis in sorted(split & other_axes):
+        for axis in sorted(split & (other_axes - kept)):
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but only layers can be split over "
                 f"'pipeline', and only the batch over 'data'; remove {axis!r} from the rule, and "

@@ -48,8 +48,9 @@ from sharding.logical import active_rules, automatic_axes, manual_mesh_axes
 from sharding.spec import axes_of, spec_of
 
 Tree = Any
-#: (weights of one expert, tokens [b, D], factors [b]) -> outputs [b, D], each times its factor. It
-#: is hashable, and a dim that the axes of "mlp" split may be summed over one device's part only.
+#: (weights of one expert, tokens [b, D], factors [b]) -> outputs [b, D], each times its factor: a
+#: factor of 0 makes the output and all gradients but its own 0. It is hashable, and a dim that the
+#: axes of "mlp" split may be summed over one device's part only.
 Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 #: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
@@ -198,7 +199,7 @@ def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices
     factors = _gather(factors_BTC, placement).reshape(-1)
 
     def output_of(expert, weights, rows: _Rows) -> jax.Array:
-        return expert(weights, _take(x_AD, rows.tokens), _take(factors, rows.entries))
+        return expert(weights, _tokens_at(x_AD, rows), _factors_at(factors, rows))
 
     def of_round(number, y_AD):
         rows = order.of_round(number)
@@ -228,8 +229,8 @@ def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choice
     once = {"mode": "drop", "unique_indices": True}
 
     def gradients_of(expert, weights, rows: _Rows) -> tuple:
-        inputs = (weights, _take(x_AD, rows.tokens), _take(factors, rows.entries))
-        return jax.vjp(expert, *inputs)[1](_take(dy_AD, rows.tokens))
+        inputs = (weights, _tokens_at(x_AD, rows), _factors_at(factors, rows))
+        return jax.vjp(expert, *inputs)[1](_tokens_at(dy_AD, rows))
 
     def of_round(number, carry):
         dx_AD, dfactors, dweights = carry
@@ -430,9 +431,14 @@ def _rounds(tokens_per_expert: float, num_experts: int) -> tuple[int, int]:
     return num_rounds, math.ceil(rows / num_rounds / multiple) * multiple
 
 
-def _take(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return rows of x, and zeros for indices beyond its end."""
-    return jnp.take(x, indices, axis=0, mode="fill", fill_value=0)
+def _tokens_at(x_AD: jax.Array, rows: _Rows) -> jax.Array:
+    """Return the tokens of rows; any token for rows that are not in use, whose factor is 0."""
+    return jnp.take(x_AD, rows.tokens, axis=0, mode="clip")
+
+
+def _factors_at(factors: jax.Array, rows: _Rows) -> jax.Array:
+    """Return the factors of rows, and 0 for rows that are not in use."""
+    return jnp.take(factors, rows.entries, axis=0, mode="fill", fill_value=0)
 
 
 def _add_rows(x_AD: jax.Array, rows: _Rows, values_EbD: jax.Array) -> jax.Array:

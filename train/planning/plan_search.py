@@ -17,6 +17,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from models.functions import can_share_vocab
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
@@ -226,6 +228,13 @@ class PlanSearch:
             ValueError: the model cannot be split as the fixed keys say.
         """
         base = self._layers.compiled(self._layers.base).run
+        if any(jax.tree.leaves(base.state_layout.kept_axes)):
+            raise ValueError(
+                f"{type(base.model).__name__} with model.num_experts="
+                f"{base.model.config.num_experts} cannot be planned: plans do not know the costs "
+                "of experts yet; choose mesh.expert and the other sizes yourself, and check them "
+                "with python -m train.compile"
+            )
         return PlanSpace(
             config=config,
             num_devices=num_devices,

@@ -243,7 +243,8 @@ class ModelTraces:
             self._tracing(sequence),
             use_mesh(self.mesh),
             # The microbatch belongs to one replica already: do not split its batch axis again.
-            axis_rules({**rules, "batch": ()}),
+            # Parameters are whole, so that all experts are here.
+            axis_rules({**rules, "batch": (), "experts": ()}),
         ):
             jax.eval_shape(run, self.functions.split(self.params), microbatch)
         for selected in kernels:

@@ -3,6 +3,8 @@
 Combinations are drawn from: kinds of routing × meshes.
 """
 
+import dataclasses
+import functools
 import itertools
 
 import jax
@@ -42,6 +44,7 @@ ROUTINGS = {
         "model.balancing_rate=0.05",
         "model.router_loss=0.01",
     ),
+    "one expert": ("model.experts_per_token=1", "model.balancing_bias=true"),
     "Qwen2-MoE": ("model.shared_expert_dim=16", "model.shared_expert_gate=true"),
     "GPT-OSS": (
         "model.activation=quick_gelu",
@@ -101,14 +104,26 @@ CASES = [
 ]
 
 
-def trained(overrides):
-    """Return (metrics of some steps, parameters after them), in float64."""
+def force_one_expert(path, param):
+    """Make the router choose expert 5 first, by its bias, for all tokens."""
+    name = jax.tree_util.keystr(path)
+    return param.at[..., 5].set(1e3) if "balance" in name else param
+
+
+def trained(overrides, change=None):
+    """Return (metrics of some steps, parameters after them), in float64.
+
+    `change(path, parameter)` returns a parameter before the first step.
+    """
     with jax.enable_x64(True):
         where = overrides_of_data("llama", overrides)
         run, corpus = make_run(
             (*SHARED, *where, *MODEL, *FLOAT64, *overrides), str(ROOT / "configs/llama.py")
         )
         state = run.state_layout.initial()
+        if change is not None:
+            params = jax.tree_util.tree_map_with_path(change, state.params)
+            state = dataclasses.replace(state, params=params)
         steps = []
         batches = train_batches(corpus, run.config.data, run.rows, seed=0)
         for _ in range(NUM_STEPS):
@@ -119,10 +134,14 @@ def trained(overrides):
         return steps, {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in named}
 
 
-def check(routing, mesh):
-    expected_steps, expected = EXPECTED.setdefault(routing, None) or trained(ROUTINGS[routing])
-    EXPECTED[routing] = expected_steps, expected
-    steps, params = trained((*ROUTINGS[routing], *MESHES[mesh]))
+@functools.cache
+def trained_on_one_device(routing, change=None):
+    return trained(ROUTINGS[routing], change)
+
+
+def check(routing, mesh, change=None):
+    expected_steps, expected = trained_on_one_device(routing, change)
+    steps, params = trained((*ROUTINGS[routing], *MESHES[mesh]), change)
     for actual_step, expected_step in zip(steps, expected_steps, strict=True):
         for name, value in expected_step.items():
             np.testing.assert_allclose(
@@ -132,9 +151,6 @@ def check(routing, mesh):
         np.testing.assert_allclose(
             params[name], values, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name
         )
-
-
-EXPECTED: dict = {}
 
 
 @pytest.mark.thorough(but=["Mixtral-expert=2, pipeline=2, data=2"])
@@ -153,6 +169,16 @@ def test_metrics_of_the_router_are_those_of_its_choices():
     assert any("router" in name for name in params)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", ["expert=4", "expert=2, pipeline=2, data=2"])
+def test_router_that_sends_all_tokens_to_one_expert_drops_none(mesh):
+    routing = "one expert"
+    check(routing, mesh, force_one_expert)
+    steps, _ = trained_on_one_device(routing, force_one_expert)
+    assert all(step["dropped_tokens"] == 0 for step in steps)
+    assert all(step["expert_load_max"] == 8 for step in steps)
+
+
 def test_capacity_drops_tokens_and_balancing_moves_the_bias():
     (first, *_), _ = trained(ROUTINGS["capacity"])
     assert 0 < first["dropped_tokens"] < 1
@@ -160,4 +186,4 @@ def test_capacity_drops_tokens_and_balancing_moves_the_bias():
     (bias,) = (values for name, values in params.items() if "balance" in name)
     steps = bias / 0.05
     np.testing.assert_allclose(steps, np.round(steps), atol=1e-6)
-    assert np.abs(steps).max() <= NUM_STEPS and np.abs(steps).min(axis=1).max() > 0
+    assert 1 <= np.abs(np.round(steps)).max() <= NUM_STEPS
