@@ -90,24 +90,7 @@ class ExpertsConfig:
                         f"or leave model.{name} out"
                     )
             return
-        experts = self.num_experts
-        groups = self.router_groups
-        of_groups = experts // max(1, groups) * self.router_groups_per_token
-        if not 1 <= self.experts_per_token <= min(experts, of_groups):
-            raise ValueError(
-                f"model.experts_per_token={self.experts_per_token} must be at least 1, and at most "
-                f"the {min(experts, of_groups)} experts that a token can choose from"
-            )
-        if groups < 1 or experts % groups or not 1 <= self.router_groups_per_token <= groups:
-            raise ValueError(
-                f"model.router_groups={groups} must divide model.num_experts={experts}, and "
-                f"model.router_groups_per_token={self.router_groups_per_token} be from 1 to that"
-            )
-        if not 1 <= self.router_group_scores <= experts // groups:
-            raise ValueError(
-                f"model.router_group_scores={self.router_group_scores} must be from 1 to the "
-                f"{experts // groups} experts of a group"
-            )
+        self._check_choice(self.num_experts)
         if not 0 <= self.dense_layers < self.num_layers:  # type: ignore[attr-defined]
             raise ValueError(
                 f"model.dense_layers={self.dense_layers} must be at least 0 and less than "
@@ -137,6 +120,25 @@ class ExpertsConfig:
             raise ValueError(
                 "model.shared_expert_gate=True needs model.shared_expert_dim; set it, or leave "
                 "both out"
+            )
+
+    def _check_choice(self, experts: int) -> None:
+        groups = self.router_groups
+        of_groups = experts // max(1, groups) * self.router_groups_per_token
+        if not 1 <= self.experts_per_token <= min(experts, of_groups):
+            raise ValueError(
+                f"model.experts_per_token={self.experts_per_token} must be at least 1, and at most "
+                f"the {min(experts, of_groups)} experts that a token can choose from"
+            )
+        if groups < 1 or experts % groups or not 1 <= self.router_groups_per_token <= groups:
+            raise ValueError(
+                f"model.router_groups={groups} must divide model.num_experts={experts}, and "
+                f"model.router_groups_per_token={self.router_groups_per_token} be from 1 to that"
+            )
+        if not 1 <= self.router_group_scores <= experts // groups:
+            raise ValueError(
+                f"model.router_group_scores={self.router_group_scores} must be from 1 to the "
+                f"{experts // groups} experts of a group"
             )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import numpy as np
@@ -110,7 +111,8 @@ def float4(tmp_path_factory):
     """A GPT-OSS whose experts have 64 inputs and 96 hidden units."""
     directory = tmp_path_factory.mktemp("float4")
     _, fields = cases.CASES["gpt_oss"]
-    config = transformers.GptOssConfig(**fields | {"hidden_size": 64, "intermediate_size": 96})
+    sizes: dict[str, Any] = fields | {"hidden_size": 64, "intermediate_size": 96}
+    config = transformers.GptOssConfig(**sizes)
     transformers.GptOssForCausalLM(config).save_pretrained(directory)
     hf_files.edit(directory, quantize_float4)
     modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]

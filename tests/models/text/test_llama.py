@@ -37,6 +37,16 @@ SIZES = {
         ({"layer_types": ("full",), "sliding_window": 4}, "model.sliding_window=4 must be set if"),
         ({"attention_softcap": 0.0}, "model.attention_softcap=0.0 must be positive, or None"),
         ({"num_kv_heads": 3}, "model.num_kv_heads=3 must divide model.num_heads=4"),
+        ({"expert_bias": True}, "model.expert_bias=True needs experts; set model.num_experts"),
+        ({"num_experts": 4, "gate_limit": 0.0}, "model.gate_limit=0.0 must be positive, and needs"),
+        (
+            {"num_experts": 4, "gate_limit": 7.0, "is_gated": False},
+            "model.gate_limit=7.0 must be positive, and needs model.is_gated=True",
+        ),
+        (
+            {"num_experts": 8, "router_groups": 4, "router_group_scores": 3},
+            "model.router_group_scores=3 must be from 1 to the 2 experts of a group",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message):
