@@ -8,15 +8,15 @@ A parameter carries a logical name per dimension. `partition_specs` translates t
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.logical import Rules, to_spec
-from sharding.mesh import AXES, BATCH_AXES, AnyMesh
-from sharding.spec import axes_by_dim, axes_of, is_spec
+from sharding.mesh import AXES, BATCH_AXES, REPLICA_AXES, AnyMesh
+from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of, without
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations can be sharded differently from other arrays.
@@ -91,7 +91,7 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
     def spec_of(path, leaf, axes):
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         try:
-            spec = to_spec(axes, rules)
+            spec = _split_experts_first(to_spec(axes, rules), leaf, axes, mesh)
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
         if len(axes) != len(leaf.shape):
@@ -106,6 +106,31 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
         return spec
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract, logical_axes)
+
+
+def _split_experts_first(
+    spec: PartitionSpec, leaf: Any, axes: Sequence[str | None], mesh: AnyMesh
+) -> PartitionSpec:
+    """Split experts, instead of another dim, over axes that only divide state at rest.
+
+    XLA would transpose an array that is gathered along a later dim, and its gradient.
+
+    Args:
+        spec: as the rules say.
+        leaf: parameter.
+        axes: its logical axes.
+        mesh: mesh that the spec is for.
+    """
+    if "experts" not in axes:
+        return spec
+    parts = axes_by_dim(spec, len(axes))
+    dim = axes.index("experts")
+    moved = tuple(a for i, part in enumerate(parts) for a in part if i != dim and a in REPLICA_AXES)
+    of_experts = (*parts[dim], *moved)
+    if leaf.shape[dim] % math.prod(mesh.shape[axis] for axis in of_experts):
+        return spec
+    others = without(parts, moved)
+    return spec_of(of_experts if i == dim else part for i, part in enumerate(others))
 
 
 def shardings(mesh: AnyMesh, specs: Any) -> Any:
