@@ -154,7 +154,7 @@ def _hf_weights(
     tensors = {}
     for mapping in architecture.tensor_mappings(shapes, vocab_size=vocab_size):
         array = arrays[mapping.ours]
-        part = array if mapping.layer is None else array[mapping.layer]
+        part = array[mapping.place]
         values = np.empty(mapping.their_shape, np.float32)
         mapping.write(values, tuple(slice(size) for size in part.shape), part)
         tensors[mapping.theirs] = torch.from_numpy(values)

@@ -27,7 +27,7 @@ def tensor(*shape: int) -> jax.ShapeDtypeStruct:
     [
         (("embed", "mlp"), PartitionSpec("fsdp", "model")),
         (("layers", "embed", None, "heads"), PartitionSpec("pipeline", "fsdp", None, "model")),
-        (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp"), "context", None)),
+        (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp", "expert"), "context", None)),
         (("head_dim",), PartitionSpec(None)),
         ((), PartitionSpec()),
     ],
