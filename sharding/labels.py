@@ -20,7 +20,7 @@ def counted_as(label: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, label), tree)
 
 
-def expected_trips(label: str, count: int) -> AbstractContextManager[None]:
+def expected_trips(label: str, count: int) -> AbstractContextManager[Any]:
     """Return a scope for a loop whose number of iterations the program does not know.
 
     Args:

@@ -78,7 +78,7 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
                 rank = {
                     dim: (dim in split, "fsdp" in parts[dim], sizes[dim], -dim) for dim in fitting
                 }
-                dim = max(fitting, key=rank.get)
+                dim = max(fitting, key=rank.__getitem__)
                 parts[dim] = (*parts[dim], *added)
                 return spec_of(parts)
         return spec

@@ -175,7 +175,8 @@ class StageParts:
             param_sharding = ParamSharding(
                 mesh=self._run.mesh, specs={}, gather_modes={}, kept_axes={}
             )
-            gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs))
+            kept_axes = jax.tree.map(lambda _: frozenset[str](), params)
+            gatherer = ParamGatherer(specs, param_sharding, (), all_once(specs), kept_axes)
             return Layers(
                 block=self._run.functions.blocks[self._stack],
                 params=params,

@@ -72,8 +72,8 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: Any, *, rngs: nnx.Rngs):
         embed = {"embed": config.embed_dim}
         options: dict[str, Any] = {"stddev": config.init_stddev, "rngs": rngs}
-        biased = options | {"use_bias": config.qkv_bias}
-        unbiased = options | {"use_bias": False}
+        biased: dict[str, Any] = options | {"use_bias": config.qkv_bias}
+        unbiased: dict[str, Any] = options | {"use_bias": False}
 
         def heads(size: int) -> dict[str, int]:
             return {"heads": config.num_heads, "head_dim": size}

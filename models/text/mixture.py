@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from models.layers.block import Block
-from models.layers.experts import Experts, ExpertsConfig, RouterReport, balance_changes
+from models.layers.experts import Experts, RouterReport, balance_changes
 from models.layers.transformer import MLP
 from models.stack import Stack, Sums
 from models.text.causal import CausalModel
@@ -25,7 +25,7 @@ from models.text.causal import CausalModel
 class MixtureBlock(Block):
     """A block whose MLP may be `Experts`; a subclass has a `config`."""
 
-    config: ExpertsConfig
+    config: Any
 
     def __call__(self, x: Any, batch: dict, keys: jax.Array | None) -> Any:
         """Apply the block to `x`; arguments as in models/stack.py."""
@@ -100,7 +100,7 @@ class MixtureModel(CausalModel):
             if stack is None:
                 continue
             for place, path in enumerate(stack.block_paths):
-                block = getattr(stack.layers, path[0]) if path else stack.layers
+                block: Any = getattr(stack.layers, path[0]) if path else stack.layers
                 if isinstance(block.mlp, Experts):
                     numbers = first + place + stack.layers_per_block * layer_of_slot[name]
                     layers[(name, "layers", *path, "mlp")] = numbers

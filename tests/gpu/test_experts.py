@@ -1,5 +1,7 @@
 """Experts on GPUs: memory, collectives, and the products of a compiled step."""
 
+from typing import Any
+
 import pytest
 
 from benchmarks.harness import gpu_estimates
@@ -65,8 +67,8 @@ def test_products_take_the_memory_of_the_tokens_that_are_routed():
             compiled_run(num_experts, num_rows, "model.num_layers=2").compile_train_step()
             for num_rows in (1, 2)
         )
-        sizes = [step.memory_analysis().temp_size_in_bytes for step in (one, two)]
-        return sizes[1] - sizes[0]
+        memories: list[Any] = [step.memory_analysis() for step in (one, two)]
+        return memories[1].temp_size_in_bytes - memories[0].temp_size_in_bytes
 
     routed = _TOKENS * _PER_TOKEN * (2 * _EMBED + 3 * _EXPERT_DIM) * 2
     assert abs(bytes_of_a_row(64) - bytes_of_a_row(16)) <= 0.3 * routed

@@ -230,10 +230,9 @@ class PlanSearch:
         base = self._layers.compiled(self._layers.base).run
         if any(jax.tree.leaves(base.state_layout.kept_axes)):
             raise ValueError(
-                f"{type(base.model).__name__} with model.num_experts="
-                f"{base.model.config.num_experts} cannot be planned: plans do not know the costs "
-                "of experts yet; choose mesh.expert and the other sizes yourself, and check them "
-                "with python -m train.compile"
+                f"{type(base.model).__name__} has experts, whose costs plans do not know yet; "
+                "choose mesh.expert and the other sizes yourself, and check them with python -m "
+                "train.compile"
             )
         return PlanSpace(
             config=config,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from sharding.rules import make_rules
 EXPERTS = 8
 DIM = 5
 #: Sums of float64 products in another order.
-TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-13}
 AXES = {
     "up": ("experts", "embed", "mlp"),
     "down": ("experts", "mlp", "embed"),
