@@ -8,7 +8,7 @@ A parameter carries a logical name per dimension. `partition_specs` translates t
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -91,7 +91,7 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
     def spec_of(path, leaf, axes):
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         try:
-            spec = _split_experts_first(to_spec(axes, rules), leaf, axes, mesh)
+            spec = to_spec(axes, rules)
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from None
         if len(axes) != len(leaf.shape):
@@ -108,29 +108,36 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
     return jax.tree_util.tree_map_with_path(spec_of, abstract, logical_axes)
 
 
-def _split_experts_first(
-    spec: PartitionSpec, leaf: Any, axes: Sequence[str | None], mesh: AnyMesh
-) -> PartitionSpec:
+def split_experts_first(specs: Any, abstract: Any, logical_axes: Any, mesh: AnyMesh) -> Any:
     """Split experts, instead of another dim, over axes that only divide state at rest.
 
     XLA would transpose an array that is gathered along a later dim, and its gradient.
 
     Args:
-        spec: as the rules say.
-        leaf: parameter.
-        axes: its logical axes.
-        mesh: mesh that the spec is for.
+        specs: PartitionSpec of every parameter, with those axes.
+        abstract: the same tree of arrays or ShapeDtypeStructs.
+        logical_axes: the same tree with a tuple of logical names per leaf.
+        mesh: mesh that the specs are for.
+
+    Returns:
+        The new tree of PartitionSpecs. A dim stays as it is if the axes do not divide the experts.
     """
-    if "experts" not in axes:
-        return spec
-    parts = axes_by_dim(spec, len(axes))
-    dim = axes.index("experts")
-    moved = tuple(a for i, part in enumerate(parts) for a in part if i != dim and a in REPLICA_AXES)
-    of_experts = (*parts[dim], *moved)
-    if leaf.shape[dim] % math.prod(mesh.shape[axis] for axis in of_experts):
-        return spec
-    others = without(parts, moved)
-    return spec_of(of_experts if i == dim else part for i, part in enumerate(others))
+
+    def spec_with_experts_first(spec: PartitionSpec, leaf: Any, axes: tuple) -> PartitionSpec:
+        if "experts" not in axes:
+            return spec
+        parts = axes_by_dim(spec, len(axes))
+        dim = axes.index("experts")
+        others = without(parts, REPLICA_AXES)
+        moved = tuple(
+            a for i, part in enumerate(parts) for a in part if i != dim and a in REPLICA_AXES
+        )
+        of_experts = (*parts[dim], *moved)
+        if leaf.shape[dim] % math.prod(mesh.shape[axis] for axis in of_experts):
+            return spec
+        return spec_of(of_experts if i == dim else part for i, part in enumerate(others))
+
+    return jax.tree.map(spec_with_experts_first, specs, abstract, logical_axes, is_leaf=is_spec)
 
 
 def shardings(mesh: AnyMesh, specs: Any) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.mesh import REPLICA_AXES, AnyMesh
+from sharding.mesh import AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of
 
 Tree = Any
@@ -39,9 +39,9 @@ ZERO_AXES = ("data", "context", "expert")
 def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
     """Add `data`, `context` and `expert` to the spec of all parameters that they divide evenly.
 
-    The dim to split is the one that `fsdp` or `expert` already splits, or else the largest dim that
-    is not split; for stacks, never the first dim, which counts layers. A parameter without such a
-    dim stays replicated: biases of dims that are split over `model`, and norms of odd sizes.
+    The dim to split is the one that `fsdp` already splits, or else the largest dim that is not
+    split; for stacks, never the first dim, which counts layers. A parameter without such a dim
+    stays replicated: biases of dims that are split over `model`, and norms of odd sizes.
 
     Args:
         specs: PartitionSpec of every parameter.
@@ -67,18 +67,12 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
             for dim in range(is_layers, len(parts))
         }
         # A dim that XLA splits automatically (over `model`) cannot also be split manually.
-        free = [d for d in sizes if all(a in REPLICA_AXES or mesh.shape[a] == 1 for a in parts[d])]
+        free = [d for d in sizes if all(a == "fsdp" or mesh.shape[a] == 1 for a in parts[d])]
         for added in (axes, *((axis,) for axis in axes)):
             count = math.prod(mesh.shape[axis] for axis in added)
             fitting = [dim for dim in free if sizes[dim] % count == 0]
             if fitting:
-                # Experts come first: XLA would transpose an array that is gathered along a later
-                # dim, and its gradient.
-                split = {d for d in fitting if any(mesh.shape[axis] > 1 for axis in parts[d])}
-                rank = {
-                    dim: (dim in split, "fsdp" in parts[dim], sizes[dim], -dim) for dim in fitting
-                }
-                dim = max(fitting, key=rank.__getitem__)
+                dim = max(fitting, key=lambda dim: ("fsdp" in parts[dim], sizes[dim], -dim))
                 parts[dim] = (*parts[dim], *added)
                 return spec_of(parts)
         return spec

@@ -27,7 +27,7 @@ from sharding.gather_modes import GatherMode, all_once, kept_axes, stack_gather_
 from sharding.logical import Rules
 from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
-from sharding.rules import partition_specs
+from sharding.rules import partition_specs, split_experts_first
 from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import split_over_replicas
 from train.state.amax_history import HISTORY_SPEC
@@ -88,6 +88,7 @@ class StateLayout:
                 lambda path, _: path[0].key in layouts, slots.params
             )
             param_specs = split_over_replicas(param_specs, slots.params, is_layers, mesh)
+        param_specs = split_experts_first(param_specs, slots.params, axes, mesh)
         self.param_specs = param_specs
         self.kept_axes = kept_axes(axes, rules)
         self.gather_modes = self._gather_modes(slots.params, param_specs, memory)
