@@ -167,19 +167,5 @@ def get_config(size: str = "tiny") -> ConfigDict:
         config.train.num_steps = 300
         return config
 
-    layers, heads, kv_heads, head_dim, embed, mlp, learning_rate, rest = SIZES[size]
-    config.model.num_layers = layers
-    config.model.num_heads = heads
-    config.model.num_kv_heads = kv_heads
-    config.model.head_dim = head_dim
-    config.model.embed_dim = embed
-    config.model.mlp_dim = mlp
-    config.model.update(rest)
-    positions = min(rest["max_positions"], 8192)
-    sizes.at_scale(
-        config,
-        sequence_length=positions,
-        vocab_size=rest["vocab_size"],
-        learning_rate=learning_rate,
-    )
+    sizes.decoder_at_scale(config, SIZES[size])
     return config

@@ -1,6 +1,7 @@
 """Settings that the config files share: small runs on digits, and runs of published sizes."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -23,6 +24,30 @@ def at_scale(
     config.checkpoint.every_steps = 1000
     config.precision.compute = "bfloat16"
     config.log.every_steps = 10
+
+
+def decoder_at_scale(
+    config: ConfigDict,
+    values: tuple[int, int, int, int, int, int, float, dict[str, Any]],
+) -> None:
+    """Set a published size of a decoder, and its training settings.
+
+    Args:
+        config: config of the small size.
+        values: layers, heads, key-value heads, head dim, embed dim, mlp dim, learning rate, and
+            other keys of `model`, which include `vocab_size` and `max_positions`.
+    """
+    layers, heads, kv_heads, head_dim, embed, mlp, learning_rate, rest = values
+    config.model.num_layers = layers
+    config.model.num_heads = heads
+    config.model.num_kv_heads = kv_heads
+    config.model.head_dim = head_dim
+    config.model.embed_dim = embed
+    config.model.mlp_dim = mlp
+    config.model.update(rest)
+    positions = min(rest["max_positions"], 8192)
+    vocab_size = rest["vocab_size"]
+    at_scale(config, sequence_length=positions, vocab_size=vocab_size, learning_rate=learning_rate)
 
 
 def of_images(model: str, objective: str) -> ConfigDict:

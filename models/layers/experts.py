@@ -36,9 +36,9 @@ from sharding.ops import sequence
 from sharding.ops.experts import apply_experts
 
 #: Values of `model.router_scores`.
-_SCORES = ("softmax", "sigmoid")
+ROUTER_SCORES = ("softmax", "sigmoid")
 #: Values of `model.router_loss_over`.
-_LOSS_OVER = ("row", "batch")
+ROUTER_LOSS_OVER = ("row", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,9 +96,6 @@ class ExpertsConfig:
                 f"model.dense_layers={self.dense_layers} must be at least 0 and less than "
                 f"model.num_layers={self.num_layers}"  # type: ignore[attr-defined]
             )
-        for name, choices in (("router_scores", _SCORES), ("router_loss_over", _LOSS_OVER)):
-            if (value := getattr(self, name)) not in choices:
-                raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(choices)}")
         for name in ("router_loss", "router_z_loss", "balancing_rate"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be 0 or positive")

@@ -20,7 +20,7 @@ from flax import nnx
 
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
-from models.layers.experts import ExpertsConfig
+from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
 from models.losses import make_token_loss
@@ -105,6 +105,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
         make_token_loss(self.loss)
         check_head(self.head)
         self.check_experts()
+        check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
 
     @property
     def rotary_dim(self) -> int:

@@ -54,8 +54,9 @@ class ParamSharding:
     def stack_gatherer(self, name: str) -> "ParamGatherer":
         """Return the gatherer of the parameters of the stack of this name."""
         modes = self.gather_modes["stacks"][name]
-        kept = self.kept_axes["stacks"][name]
-        return ParamGatherer(self.specs["stacks"][name], self, (), modes, kept, has_slots=True)
+        kept_axes = self.kept_axes["stacks"][name]
+        specs = self.specs["stacks"][name]
+        return ParamGatherer(specs, self, (), modes, kept_axes, has_slots=True)
 
 
 def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
