@@ -41,14 +41,14 @@ def moved_bytes(module: Module, instruction: Instruction) -> int:
 
 
 def _read_bytes(source: Instruction, readers: Mapping[str, list[Instruction]]) -> int:
-    """Return the bytes that a fusion reads from one of its parameters, or a bitcast of one."""
+    """Return the bytes that a fusion reads of a parameter, or of a slice or bitcast of one."""
     whole = sum(array.bytes for array in arrays_of(source.type))
     part = 0
-    for reader in readers.get(source.name, []):
-        if reader.opcode in _SLICES:
-            part += sum(array.bytes for array in arrays_of(reader.type))
-        elif reader.opcode == "bitcast":
-            part += _read_bytes(reader, readers)
+    if source.name not in readers:
+        return whole
+    for reader in readers[source.name]:
+        if reader.opcode in (*_SLICES, "bitcast"):
+            part += _read_bytes(reader, readers)  # perhaps a slice of a slice
         elif reader.opcode in _UPDATES and reader.operands[0] == source.name:
             part += 0  # updated in place, so the rest is not read
         else:

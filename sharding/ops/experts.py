@@ -23,6 +23,9 @@ So no token is ever dropped, and memory does not depend on how even the choice i
 within a loop, so devices may run different numbers of blocks. The backward pass does the same
 again, and keeps only its inputs from the forward pass.
 
+If there are many tokens, all of this is done for one *part* of them after the other, so that the
+network and the products of different parts are busy at the same time: see `_send_and_compute`.
+
 An all-gather moves `devices` copies of a token, an exchange of single tokens (all-to-all) as many
 as the token has experts: the gather is the better one unless there are more devices than experts
 per token.
@@ -55,6 +58,9 @@ Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 #: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
 _ROOM = 1.125
+#: Most parts of a device's tokens that are gathered one after another, and fewest rows of one.
+_MAX_PARTS = 4
+_MIN_PART_ROWS = 8192
 #: Most rows of all experts in a round: more rows need more memory, more rounds pass more often over
 #: the gradients of the weights.
 _ROWS_PER_ROUND = 32768
@@ -193,43 +199,79 @@ _apply.defvjp(_apply_forward, _apply_backward)
 
 
 def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
-    weights = _shares(weights, placement)
-    order = _sort_by_expert(placement, choices_BTC)
-    x_AD = _gather(x_BTD, placement)
-    factors = _gather(factors_BTC, placement).reshape(-1)
+    compute = partial(_forward_part, expert, _shares(weights, placement))
+    parts = _split(placement, factors_BTC, choices_BTC, x_BTD)
+    outputs, _ = _send_and_compute(placement, parts, compute, ())
+    return jnp.concatenate(outputs).reshape(x_BTD.shape)
+
+
+def _forward_part(expert, weights, part: "_Part", state: Tree) -> tuple[jax.Array, Tree]:
+    """Return (sums of the outputs of this device's experts [A, D], state)."""
+    order = part.order
+    (x_AD,) = part.tokens
 
     def output_of(expert, weights, rows: _Rows) -> jax.Array:
-        return expert(weights, _tokens_at(x_AD, rows), _factors_at(factors, rows))
+        return expert(weights, _tokens_at(x_AD, rows), _factors_at(part.factors, rows))
 
     def of_round(number, y_AD):
         rows = order.of_round(number)
         return _add_rows(y_AD, rows, output_of(jax.vmap(expert), weights, rows))
 
-    def of_expert(y_AD, inputs):
-        weights, span = inputs
+    def of_block(number, y_AD):
+        rows, expert_number = order.of_block(number)
+        output = output_of(expert, _weights_at(weights, expert_number), rows)
+        return y_AD.at[rows.tokens].add(output, mode="drop", unique_indices=True)
 
-        def of_block(number, y_AD):
-            rows = order.of_block(span, number)
-            output = output_of(expert, weights, rows)
-            return y_AD.at[rows.tokens].add(output, mode="drop", unique_indices=True)
-
-        return order.for_blocks(span, of_block, y_AD), None
-
-    y_AD = jax.lax.fori_loop(0, order.num_rounds, of_round, jnp.zeros_like(x_AD))
-    y_AD, _ = jax.lax.scan(of_expert, y_AD, (weights, order.spans))
-    return _scatter(y_AD, placement).reshape(x_BTD.shape)
+    y_AD = jax.lax.fori_loop(0, order.num_rounds, of_round, part.zeros_like(x_AD))
+    return order.for_blocks(of_block, y_AD), state
 
 
 def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC, dy_BTD):
     weights = _shares(weights, placement)
-    order = _sort_by_expert(placement, choices_BTC)
-    x_AD = _gather(x_BTD, placement)
-    dy_AD = _gather(dy_BTD, placement)
-    factors = _gather(factors_BTC, placement).reshape(-1)
+    compute = partial(_backward_part, expert, weights)
+    parts = _split(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
+    dx, gradients = _send_and_compute(placement, parts, compute, _Gradients())
+    dweights = jax.tree.map(
+        lambda w, *terms: sum(terms).astype(w.dtype),
+        weights,
+        gradients.of_blocks,
+        *gradients.of_rounds,
+    )
+    dfactors_PA = jnp.stack(gradients.of_factors)
+    dfactors_PAC = dfactors_PA.reshape(len(parts), -1, factors_BTC.shape[-1])
+    return (
+        _shares(_sum_repeated(dweights, placement), placement),
+        jnp.concatenate(dx).reshape(x_BTD.shape),
+        _scatter(dfactors_PAC, placement, dim=1).reshape(factors_BTC.shape),
+    )
+
+
+class _Gradients(NamedTuple):
+    """Gradients of the parts so far.
+
+    Attributes:
+        of_blocks: gradients of the weights, in the first part's rounds and in all blocks, float32
+            or wider; None before the first part.
+        of_rounds: the same in the rounds of each further part. They are added after the last part,
+            all at once: XLA does not add them within the products.
+        of_factors: [A · C] for each part.
+    """
+
+    of_blocks: Tree | None = None
+    of_rounds: tuple[Tree, ...] = ()
+    of_factors: tuple[jax.Array, ...] = ()
+
+
+def _backward_part(
+    expert, weights, part: "_Part", before: _Gradients
+) -> tuple[jax.Array, _Gradients]:
+    """Return (gradient of x [A, D], gradients including those of this part)."""
+    order = part.order
+    x_AD, dy_AD = part.tokens
     once = {"mode": "drop", "unique_indices": True}
 
     def gradients_of(expert, weights, rows: _Rows) -> tuple:
-        inputs = (weights, _tokens_at(x_AD, rows), _factors_at(factors, rows))
+        inputs = (weights, _tokens_at(x_AD, rows), _factors_at(part.factors, rows))
         return jax.vjp(expert, *inputs)[1](_tokens_at(dy_AD, rows))
 
     def of_round(number, carry):
@@ -240,45 +282,116 @@ def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choice
         dfactors = dfactors.at[rows.entries].set(of_factors, mode="drop")
         return dx_AD, dfactors, _add(dweights, of_weights)
 
-    def of_expert(carry, inputs):
-        weights, dweights, span = inputs
+    def of_block(number, carry):
+        dx_AD, dfactors, dweights = carry
+        rows, expert_number = order.of_block(number)
+        weights_of_block = _weights_at(weights, expert_number)
+        of_weights, of_x, of_factors = gradients_of(expert, weights_of_block, rows)
+        dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
+        dfactors = dfactors.at[rows.entries].set(of_factors, **once)
+        add = partial(_add_at, expert_number)
+        return dx_AD, dfactors, jax.tree.map(add, dweights, of_weights)
 
-        def of_block(number, carry):
-            dx_AD, dfactors, dweights = carry
-            rows = order.of_block(span, number)
-            of_weights, of_x, of_factors = gradients_of(expert, weights, rows)
-            dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
-            dfactors = dfactors.at[rows.entries].set(of_factors, **once)
-            return dx_AD, dfactors, _add(dweights, of_weights)
-
-        *carry, dweights = order.for_blocks(span, of_block, (*carry, _widened(dweights)))
-        return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), dweights, weights)
-
-    # Sums over rounds and blocks are wide, as the sums within a product are.
-    zeros = (
-        jnp.zeros_like(x_AD),
-        jnp.zeros_like(factors),
-        _widened(jax.tree.map(jnp.zeros_like, weights)),
-    )
+    zeros = part.zeros_like(x_AD), part.zeros_like(part.factors)
     if order.num_rounds == 1:
-        *carry, dweights = of_round(0, (*zeros[:2], None))
+        *carry, dweights = of_round(0, (*zeros, None))
     else:
-        *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, zeros)
-    (dx_AD, dfactors), dweights = jax.lax.scan(of_expert, carry, (weights, dweights, order.spans))
-    dfactors_AC = dfactors.reshape(-1, factors_BTC.shape[-1])
-    return (
-        _shares(_sum_repeated(dweights, placement), placement),
-        _scatter(dx_AD, placement).reshape(x_BTD.shape),
-        _scatter(dfactors_AC, placement).reshape(factors_BTC.shape),
-    )
+        none = jax.tree.map(lambda w: jnp.zeros(w.shape, _wide(w)), weights)
+        *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, (*zeros, none))
+    of_blocks, of_rounds = before.of_blocks, (*before.of_rounds, dweights)
+    if of_blocks is None:
+        of_blocks, of_rounds = jax.tree.map(lambda x: x.astype(_wide(x)), dweights), ()
+    dx_AD, dfactors, of_blocks = order.for_blocks(of_block, (*carry, of_blocks))
+    return dx_AD, _Gradients(of_blocks, of_rounds, (*before.of_factors, dfactors))
 
 
-def _add(totals: Tree | None, parts: Tree) -> Tree:
-    return parts if totals is None else jax.tree.map(jnp.add, totals, parts)
+def _add(totals: Tree | None, terms: Tree) -> Tree:
+    return terms if totals is None else jax.tree.map(jnp.add, totals, terms)
 
 
-def _widened(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+class _Part(NamedTuple):
+    """Some tokens of each device, which are sent and computed together.
+
+    Attributes:
+        order: choices of these tokens of all devices, sorted by expert.
+        factors: float[A · C], their factors.
+        tokens: arrays of the tokens, [b, D] of one device or, once they are gathered, [A, D].
+        zero: float32[], a 0 that XLA cannot know to be the same as that of another part.
+    """
+
+    order: "_Order"
+    factors: jax.Array
+    tokens: tuple[jax.Array, ...]
+    zero: jax.Array
+
+    def zeros_like(self, x: jax.Array) -> jax.Array:
+        """Return zeros. If several parts had the same ones, XLA would copy them for each."""
+        return jnp.broadcast_to(self.zero.astype(x.dtype), x.shape)
+
+
+def _split(
+    placement: _Placement, factors_BTC: jax.Array, choices_BTC: jax.Array, *tokens_BTD: jax.Array
+) -> list[_Part]:
+    """Return the parts of this device's tokens; each has enough rows for efficient products."""
+    num_tokens = math.prod(choices_BTC.shape[:2])
+    most = min(_MAX_PARTS, choices_BTC.size // _MIN_PART_ROWS) if placement.token_axes else 1
+    count = max(n for n in range(1, max(1, most) + 1) if num_tokens % n == 0)
+
+    def parts_of(x: jax.Array) -> jax.Array:
+        return x.reshape(count, -1, x.shape[-1])
+
+    choices_PAC = _gather(parts_of(choices_BTC), placement, dim=1)
+    factors_PAC = _gather(parts_of(factors_BTC), placement, dim=1).reshape(count, -1)
+    orders = jax.vmap(partial(_sort_by_expert, placement))(choices_PAC)
+    tokens_PbD = tuple(parts_of(x) for x in tokens_BTD)
+    every = (orders, factors_PAC, tokens_PbD)
+    return [
+        _Part(*jax.tree.map(lambda x: x[number], every), zero=jnp.zeros(()))  # noqa: B023
+        for number in range(count)
+    ]
+
+
+def _send_and_compute(
+    placement: _Placement,
+    parts: list[_Part],
+    compute: Callable[[_Part, Tree], tuple[jax.Array, Tree]],
+    state: Tree,
+) -> tuple[list[jax.Array], Tree]:
+    """Gather the tokens of each part, compute sums [A, D] for them, and scatter these.
+
+    While one part is computed, the sums of the part before are scattered and the tokens of the next
+    one are gathered. Barriers keep XLA from computing parts side by side, which would leave nothing
+    to hide communication behind, and from combining the scatters of all parts into one at the end.
+
+        computed:     0        1        2
+        sent:      0     1   0    2   1      2
+                   gather    scatter, gather
+
+    Returns:
+        (sums of each part for this device's tokens [b, D], the last state)
+    """
+    outputs: list[jax.Array] = []
+    sums = None
+    for part in parts:
+        tokens, outputs[-1:] = jax.lax.optimization_barrier((part.tokens, outputs[-1:]))
+        part = part._replace(tokens=tuple(_gather(x, placement) for x in tokens))
+        part, sums = jax.lax.optimization_barrier((part, sums))
+        if sums is not None:
+            outputs.append(_scatter(sums, placement))
+        sums, state = compute(part, state)
+    sums, outputs[-1:] = jax.lax.optimization_barrier((sums, outputs[-1:]))
+    return [*outputs, _scatter(sums, placement)], state
+
+
+def _weights_at(weights: Mapping[str, jax.Array], number: jax.Array) -> dict[str, jax.Array]:
+    """Return the weights of one expert."""
+    at = partial(jax.lax.dynamic_index_in_dim, index=number, keepdims=False)
+    return {name: at(leaf) for name, leaf in weights.items()}
+
+
+def _add_at(number: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
+    """Add a gradient of one expert."""
+    return total.at[number].add(part.astype(total.dtype), mode="promise_in_bounds")
 
 
 def _has_mlp(name: str, placement: _Placement) -> bool:
@@ -310,20 +423,19 @@ def _sum_repeated(grads: Mapping[str, jax.Array], placement: _Placement) -> dict
     }
 
 
-def _gather(x: jax.Array, placement: _Placement) -> jax.Array:
-    """Return an array [B, T, ·] of this device's tokens for all tokens, [A, ·]."""
-    x = x.reshape(-1, x.shape[-1])
+def _gather(x: jax.Array, placement: _Placement, dim: int = 0) -> jax.Array:
+    """Return an array of this device's tokens for all tokens; they are along one dim."""
     axes = placement.token_axes
-    return jax.lax.all_gather(x, axes, tiled=True) if axes else x
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
-def _scatter(x: jax.Array, placement: _Placement) -> jax.Array:
-    """Sum an array [A, ·] over all devices; return the part of this device's tokens."""
+def _scatter(x: jax.Array, placement: _Placement, dim: int = 0) -> jax.Array:
+    """Sum an array of all tokens over all devices; return the part of this device's tokens."""
     if axes := placement.token_axes:
         # See sharding/collectives.py about narrow floats on CPUs.
         is_narrow = hardware.current().runs_on_cpu and x.dtype.itemsize < 4
         wide = x.astype(jnp.float32) if is_narrow else x
-        x = jax.lax.psum_scatter(wide, axes, tiled=True).astype(x.dtype)
+        x = jax.lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
         return psum(x, placement.sum_axes)
     return psum(x, (*placement.expert_axes, *placement.sum_axes))
 
@@ -342,6 +454,7 @@ class _Rows(NamedTuple):
     tokens: jax.Array
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Order:
     """The choices of all tokens, sorted by expert.
@@ -356,9 +469,9 @@ class _Order:
 
     entries: jax.Array
     spans: jax.Array
-    per_token: int
-    num_rounds: int
-    round_size: int
+    per_token: int = dataclasses.field(metadata={"static": True})
+    num_rounds: int = dataclasses.field(metadata={"static": True})
+    round_size: int = dataclasses.field(metadata={"static": True})
 
     @property
     def block_size(self) -> int:
@@ -371,17 +484,26 @@ class _Order:
             self.spans
         )
 
-    def of_block(self, span: jax.Array, number: jax.Array) -> _Rows:
-        """Return a block of rows of one expert, which come after all rounds."""
-        first = self.num_rounds * self.round_size + number * self.block_size
-        return self._rows(span, first, self.block_size)
+    @property
+    def num_blocks_E(self) -> jax.Array:
+        """Numbers of blocks that the experts need after all rounds, int32[E]."""
+        left = self.spans[:, 1] - self.num_rounds * self.round_size
+        return -(-jnp.maximum(left, 0) // self.block_size)
 
-    def for_blocks(self, span: jax.Array, body: Callable, state: Tree) -> Tree:
-        """Run state = body(number, state) for all blocks of an expert."""
-        num_left = jnp.maximum(span[1] - self.num_rounds * self.round_size, 0)
-        num_blocks = -(-num_left // self.block_size)
-        with expected_trips("blocks", 0 if self.num_rounds else 1):
-            return jax.lax.fori_loop(0, num_blocks, body, state)
+    def of_block(self, number: jax.Array) -> tuple[_Rows, jax.Array]:
+        """Return the rows of a block, and the number of its expert on this device."""
+        ends_E = jnp.cumsum(self.num_blocks_E)
+        expert_number = jnp.sum(number >= ends_E)
+        of_expert = number - (ends_E - self.num_blocks_E)[expert_number]
+        first = self.num_rounds * self.round_size + of_expert * self.block_size
+        return self._rows(self.spans[expert_number], first, self.block_size), expert_number
+
+    def for_blocks(self, body: Callable, state: Tree) -> Tree:
+        """Run state = body(number, state) for the blocks of all experts."""
+        # With an even load, rounds are enough. Without rounds, an expert has a block at most.
+        expected = 0 if self.num_rounds else min(len(self.spans), self.entries.size)
+        with expected_trips("blocks", expected):
+            return jax.lax.fori_loop(0, jnp.sum(self.num_blocks_E), body, state)
 
     def _rows(self, span: jax.Array, first: jax.Array | int, count: int) -> _Rows:
         """Return rows of one expert, of which `first` is the first one."""
@@ -394,7 +516,7 @@ class _Order:
         return _Rows(jnp.where(is_used, entries, total + row), tokens)
 
 
-def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
+def _sort_by_expert(placement: _Placement, choices_AC: jax.Array) -> _Order:
     """Sort the choices of all tokens by counting: a token keeps its place among the others.
 
     XLA's sort on GPUs takes a pass per power of two of their number; this takes a running sum.
@@ -402,7 +524,7 @@ def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
     per_device = placement.num_experts // placement.num_parts
     axes = placement.expert_axes
     first = jax.lax.axis_index(axes) * per_device if axes else 0
-    choices = _gather(choices_BTC, placement).reshape(-1) - first
+    choices = choices_AC.reshape(-1) - first
     is_chosen = choices[:, None] == jnp.arange(per_device, dtype=jnp.int32)
     up_to = jnp.cumsum(is_chosen, axis=0, dtype=jnp.int32)
     sizes = up_to[-1]
@@ -415,7 +537,7 @@ def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
     return _Order(
         entries=entries,
         spans=jnp.stack([starts, sizes], axis=1),
-        per_token=choices_BTC.shape[-1],
+        per_token=choices_AC.shape[-1],
         num_rounds=num_rounds,
         round_size=round_size,
     )
@@ -451,7 +573,7 @@ def _add_rows(x_AD: jax.Array, rows: _Rows, values_EbD: jax.Array) -> jax.Array:
         tokens, values_bD = of_expert
         return x_AD.at[tokens].add(values_bD, mode="drop", unique_indices=True), None
 
-    return jax.lax.scan(add, x_AD, (rows.tokens, values_EbD))[0]
+    return jax.lax.scan(add, x_AD, (rows.tokens, values_EbD), unroll=4)[0]
 
 
 def _wide(x: jax.Array) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.ops import experts
 from sharding.ops.experts import apply_experts
 from sharding.ops.update_if import Condition, update_if
 from sharding.rules import make_rules
@@ -117,6 +118,16 @@ MESHES = {
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 @pytest.mark.parametrize("name", MESHES)
 def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
+    check_on_mesh(name, choose, is_manual)
+
+
+@pytest.mark.parametrize("choose", ["at random", "all to two"])
+def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
+    monkeypatch.setattr(experts, "_MIN_PART_ROWS", 12)  # three parts
+    check_on_mesh("expert=2 × data=2 × model=2", choose, is_manual=True)
+
+
+def check_on_mesh(name, choose, is_manual):
     sizes, of_experts = MESHES[name]
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
     rules = make_rules({"experts": of_experts} if of_experts else None)
