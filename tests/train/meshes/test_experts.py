@@ -110,7 +110,7 @@ def force_one_expert(path, param):
     return param.at[..., 5].set(1e3) if "balance" in name else param
 
 
-def trained(overrides, change=None):
+def trained(overrides, change=None, num_steps=NUM_STEPS):
     """Return (metrics of some steps, parameters after them), in float64.
 
     `change(path, parameter)` returns a parameter before the first step.
@@ -126,7 +126,7 @@ def trained(overrides, change=None):
             state = dataclasses.replace(state, params=params)
         steps = []
         batches = train_batches(corpus, run.config.data, run.rows, seed=0)
-        for _ in range(NUM_STEPS):
+        for _ in range(num_steps):
             state, metrics = run.compile_train_step()(state, run.place_batch(next(batches)))
             steps.append(jax.device_get(metrics))
         params = run.state_layout.to_portable(state).params
@@ -177,6 +177,19 @@ def test_router_that_sends_all_tokens_to_one_expert_drops_none(mesh):
     steps, _ = trained_on_one_device(routing, force_one_expert)
     assert all(step["dropped_tokens"] == 0 for step in steps)
     assert all(step["expert_load_max"] == 8 for step in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [None, force_one_expert], ids=["own choice", "one expert"])
+@pytest.mark.parametrize(
+    "mesh", ["expert=4", "expert=2, model=2", "expert=2, pipeline=2, data=2", "ZeRO 3"]
+)
+def test_no_token_is_dropped_in_200_steps(mesh, change):
+    steps, _ = trained((*ROUTINGS["one expert"], *MESHES[mesh]), change, num_steps=200)
+    assert all(step["dropped_tokens"] == 0 for step in steps)
+    assert all(np.isfinite(step["loss"]) for step in steps)
+    assert all(step["expert_load_max"] == 8 for step in steps) == (change is not None)
+    assert steps[-1]["loss"] < steps[0]["loss"]
 
 
 def test_capacity_drops_tokens_and_balancing_moves_the_bias():
