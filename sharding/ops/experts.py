@@ -58,9 +58,10 @@ Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 #: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
 _ROOM = 1.125
-#: Most parts of a device's tokens that are gathered one after another, and fewest rows of one.
+#: Most parts of a device's tokens that are gathered one after another, and fewest tokens of an
+#: expert in one, on average: with fewer, products are less efficient.
 _MAX_PARTS = 4
-_MIN_PART_ROWS = 8192
+_MIN_PART_ROWS = 1024
 #: Most rows of all experts in a round: more rows need more memory, more rounds pass more often over
 #: the gradients of the weights.
 _ROWS_PER_ROUND = 32768
@@ -334,7 +335,8 @@ def _split(
 ) -> list[_Part]:
     """Return the parts of this device's tokens; each has enough rows for efficient products."""
     num_tokens = math.prod(choices_BTC.shape[:2])
-    most = min(_MAX_PARTS, choices_BTC.size // _MIN_PART_ROWS) if placement.token_axes else 1
+    rows_of_expert = choices_BTC.size * placement.num_parts // placement.num_experts
+    most = min(_MAX_PARTS, rows_of_expert // _MIN_PART_ROWS) if placement.token_axes else 1
     count = max(n for n in range(1, max(1, most) + 1) if num_tokens % n == 0)
 
     def parts_of(x: jax.Array) -> jax.Array:

@@ -123,7 +123,7 @@ def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
 
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
-    monkeypatch.setattr(experts, "_MIN_PART_ROWS", 12)  # three parts
+    monkeypatch.setattr(experts, "_MIN_PART_ROWS", 3)  # three parts
     check_on_mesh("expert=2 × data=2 × model=2", choose, is_manual=True)
 
 
