@@ -4,8 +4,9 @@
     python -m benchmarks.published --docs
 
 The second command writes the tables and the plot of docs/published.md from the results. Each row is
-one call of `train.compile`, which takes less than a minute. Our figures are predictions for GPUs
-that are only described; the published ones were measured. This needs `jax[cuda12]`, but no GPU.
+one call of `train.compile`, which takes less than a minute, or a few for models with experts. Our
+figures are predictions for GPUs that are only described; the published ones were measured. This
+needs `jax[cuda12]`, but no GPU.
 """
 
 import json
@@ -23,7 +24,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 from benchmarks.harness import docs_page, report
-from benchmarks.published.jobs import HOST_MEMORY, JOBS, SCALING, Job
+from benchmarks.published.jobs import GROUPS, SCALING, Job
 from predict.machines.targets import parse_target
 from train.compile import compile_step
 
@@ -43,20 +44,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--docs", action="store_true", help="write docs/published.md from the results"
     )
+    parser.add_argument(
+        "--only", choices=GROUPS, help="compile these jobs only, and keep the figures of others"
+    )
     args = parser.parse_args(argv)
     if args.docs:
         results = report.read_json(_RESULTS)
         docs_page.write_tables(_DOCS, tables(results))
-        _draw(results["scaling"], _PLOT)
+        _draw(_by_model(results["scaling"]), _PLOT)
         return 0
     jax.config.update("jax_platforms", "cpu")  # only the compiler of CUDA's plugin is needed
-    whole = {
-        "command": command_line("benchmarks.published", argv),
-        "versions": report.versions(),
-        "jobs": [_measured(job) for job in JOBS],
-        "scaling": {model: [_measured(job) for job in jobs] for model, jobs in SCALING.items()},
-        "host_memory": [_measured(job) for job in HOST_MEMORY],
-    }
+    groups = [args.only] if args.only else list(GROUPS)
+    whole = report.read_json(args.out) if args.only else {}
+    whole["command"] = command_line("benchmarks.published", [])
+    whole["versions"] = report.versions()
+    for name in groups:
+        whole[name] = [_measured(job) for job in GROUPS[name]]
     report.write_json(args.out, whole)
     return 0
 
@@ -98,11 +101,12 @@ def _measured(job: Job) -> dict[str, Any]:
 
 def tables(results: dict[str, Any]) -> dict[str, str]:
     """Return the tables of the docs page, from figures as this command writes them."""
-    scaling = [job for jobs in results["scaling"].values() for job in jobs]
     return {
         "jobs": table(results["jobs"]),
         "commands": _commands(results["jobs"]),
-        "scaling": table(scaling),
+        "experts": table(results["experts"]),
+        "experts commands": _commands(results["experts"]),
+        "scaling": table(results["scaling"]),
         "host memory": memory_table(results["host_memory"]),
         "host memory commands": _commands(results["host_memory"]),
     }
@@ -156,6 +160,12 @@ def memory_table(jobs: list[dict[str, Any]]) -> str:
             ]
         )
     return docs_page.markdown(rows)
+
+
+def _by_model(scaling: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of weak scaling, model -> jobs."""
+    by_name = {job["name"]: job for job in scaling}
+    return {model: [by_name[job.name] for job in jobs] for model, jobs in SCALING.items()}
 
 
 def _draw(scaling: dict[str, list[dict[str, Any]]], path: Path) -> None:

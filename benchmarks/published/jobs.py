@@ -1,6 +1,7 @@
 """Training jobs with a published speed or memory, and jobs for the plot of weak scaling."""
 
 import dataclasses
+from typing import Any
 
 #: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
 _ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
@@ -208,6 +209,104 @@ JOBS = (
 )
 
 
+def _experts(name: str, size: str, target: str, *overrides: str, **published: Any) -> Job:
+    """Return a job of a model with experts, on sequences of 4,096 tokens."""
+    return Job(
+        name=name,
+        config=f"mixtral.py:{size}",
+        target=target,
+        overrides=("data.tokenizer=bytes", "data.sequence_length=4096", *overrides),
+        **published,
+    )
+
+
+#: Models with experts.
+EXPERTS = (
+    _experts(
+        "Qwen3-30B-A3B, 8 H100s",
+        "qwen3-30b-a3b",
+        "h100:1x8",
+        "mesh.expert=8",
+        "memory.zero_stage=3",
+        "data.global_batch_size=256",
+        "train.num_microbatches=16",
+        "train.remat=attention,attention_out",
+        # A loss over the whole batch needs one microbatch.
+        "model.router_loss_over=row",
+        published=12040,
+        source="NeMo Automodel",
+    ),
+    _experts(
+        "Qwen3-30B-A3B, 16 H100s",
+        "qwen3-30b-a3b",
+        "h100:2x8",
+        "mesh.pipeline=2",
+        "mesh.expert=8",
+        "memory.zero_stage=2",
+        "data.global_batch_size=512",
+        "train.remat=none",
+        "train.num_microbatches=32",
+        "model.router_loss_over=row",
+        published=9058,
+        source="Megatron-Bridge, in float8",
+    ),
+    _experts(
+        "Mixtral 8×7B, 8 H100s",
+        "mixtral-8x7b",
+        "h100:1x8",
+        "mesh.expert=8",
+        "memory.zero_stage=3",
+        "memory.placement=host",
+        "data.global_batch_size=64",
+        "train.num_microbatches=8",
+        "train.remat=full",
+    ),
+    _experts(
+        "GPT-OSS-120B, 64 H100s",
+        "gpt-oss-120b",
+        "h100:8x8",
+        "mesh.pipeline=4",
+        "mesh.expert=8",
+        "mesh.data=2",
+        "memory.zero_stage=2",
+        "data.global_batch_size=2048",
+        "train.num_microbatches=32",
+        "train.remat=full",
+        published=7626,
+        source="NeMo Automodel",
+    ),
+    _experts(
+        "DeepSeek-V3, 256 H100s",
+        "deepseek-v3",
+        "h100:32x8",
+        "mesh.pipeline=16",
+        "mesh.expert=16",
+        "memory.zero_stage=3",
+        "data.global_batch_size=4096",
+        "train.num_microbatches=256",
+        "train.remat=full",
+        "pipeline.share_vocab=true",
+        published=1002,
+        source="NeMo Automodel",
+    ),
+    _experts(
+        "DeepSeek-V3, 1,024 H100s",
+        "deepseek-v3",
+        "h100:128x8",
+        "mesh.pipeline=16",
+        "mesh.expert=16",
+        "mesh.data=4",
+        "memory.zero_stage=2",
+        "data.global_batch_size=8192",
+        "train.num_microbatches=128",
+        "train.remat=full",
+        "pipeline.share_vocab=true",
+        published=1297,
+        source="Megatron-Bridge, in float8",
+    ),
+)
+
+
 def _scaled(name: str, config: str, num_gpus: int, *overrides: str) -> Job:
     return Job(
         name=f"{name}, {num_gpus:,} H100s",
@@ -276,3 +375,11 @@ HOST_MEMORY = (
     _in_host_memory("GPT, 18 B parameters", 24, *_WIDE, "model.num_layers=40"),
     _in_host_memory("GPT, 24 B parameters", 32, *_WIDE, "model.num_layers=53"),
 )
+
+#: Name in the results -> jobs.
+GROUPS = {
+    "jobs": JOBS,
+    "experts": EXPERTS,
+    "scaling": [job for jobs in SCALING.values() for job in jobs],
+    "host_memory": HOST_MEMORY,
+}
