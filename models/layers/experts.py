@@ -30,6 +30,7 @@ from flax import nnx
 from models.layers.activations import ACTIVATIONS
 from models.layers.basic import Linear, param
 from models.layers.flops import declare_flops, dense_flops
+from models.layers.lora import Lora
 from models.layers.transformer import MLP
 from sharding.logical import gather_tokens, scatter_tokens, sum_over_batch
 from sharding.ops import sequence
@@ -278,7 +279,15 @@ _AXES = {
     "gate_bias": ("experts", "mlp"),
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", "embed"),
+    "gate_lora_a": ("experts", "embed", None),
+    "gate_lora_b": ("experts", None, "mlp"),
+    "up_lora_a": ("experts", "embed", None),
+    "up_lora_b": ("experts", None, "mlp"),
+    "down_lora_a": ("experts", "mlp", None),
+    "down_lora_b": ("experts", None, "embed"),
 }
+#: The products of an expert.
+_PRODUCTS = ("gate", "up", "down")
 
 
 class Experts(nnx.Module):
@@ -295,6 +304,8 @@ class Experts(nnx.Module):
 
     Attributes:
         routing: where the tokens of the last call went; None before it.
+        router_lora: adapter of the router, if it has one; `gate_lora`, `up_lora` and `down_lora`
+            are those of the experts' products. See models/layers/lora.py.
     """
 
     def __init__(
@@ -331,6 +342,10 @@ class Experts(nnx.Module):
         self.down_bias = param(zeros, rngs, *of_down) if has_bias else None
         self.expert = _Expert(activation, config.gate_limit)
         self.routing: Routing | None = nnx.data(None)
+        self.router_lora: Lora | None = nnx.data(None)
+        self.gate_lora: Lora | None = nnx.data(None)
+        self.up_lora: Lora | None = nnx.data(None)
+        self.down_lora: Lora | None = nnx.data(None)
         shared_dim = config.shared_expert_dim
         shared: dict[str, Any] = {"use_bias": False, "rngs": rngs}
         self.shared = (
@@ -357,11 +372,15 @@ class Experts(nnx.Module):
         choices_BTC = routing.choices_BTC
         if routing.fits_BTC is not None:
             choices_BTC = jnp.where(routing.fits_BTC, choices_BTC, self.num_experts)
-        leaves = {name: getattr(self, name) for name in _AXES}
-        weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
-        of_mesh = {"axes": {name: _AXES[name] for name in weights}, "num_experts": self.num_experts}
-        # Only the experts that tokens choose count, however unevenly they do.
-        products = [leaf.shape[1:] for leaf in weights.values() if leaf.ndim == 3]
+        weights = self._weights()
+        of_mesh = {
+            "axes": {name: _AXES[name] for name in weights},
+            "added": ("down_bias",),
+            "num_experts": self.num_experts,
+        }
+        # Only the experts that tokens choose count, however unevenly they do. Adapters are not the
+        # model's work; see models/flops.py.
+        products = [weights[name].shape[1:] for name in _PRODUCTS if name in weights]
         flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
         inputs = weights, whole_BTD, routing.factors_BTC, choices_BTC
         y_BTD = declare_flops(flops, partial(apply_experts, self.expert, **of_mesh), *inputs)
@@ -373,17 +392,26 @@ class Experts(nnx.Module):
             y_BTD = y_BTD + shared_BTD
         return y_BTD
 
+    def _weights(self) -> dict[str, jax.Array]:
+        """Return the weights of the experts and their adapters, by their names in `_AXES`."""
+        names = [name for name in _AXES if "_lora_" not in name]
+        leaves = {name: getattr(self, name) for name in names}
+        weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
+        for name in _PRODUCTS:
+            adapter: Lora | None = getattr(self, f"{name}_lora")
+            if adapter is not None:
+                weights[f"{name}_lora_a"] = adapter.a[...]
+                weights[f"{name}_lora_b"] = adapter.scale * adapter.b[...]
+        return weights
+
     def route(self, x_BTD: jax.Array) -> Routing:
         """Return where tokens go; all in float32 or wider."""
         config = self.config
         wide = _wide(x_BTD)
-        logits_BTE = jnp.einsum(
-            "BTD,DE->BTE",
-            x_BTD,
-            self.router[...].astype(x_BTD.dtype),
-            preferred_element_type=wide,
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        logits_BTE = _wide_product(x_BTD, self.router[...])
+        if (adapter := self.router_lora) is not None:
+            narrow_BTr = _wide_product(x_BTD, adapter.a[...])
+            logits_BTE += adapter.scale * _wide_product(narrow_BTr, adapter.b[...])
         if self.router_bias is not None:
             logits_BTE += self.router_bias[...].astype(wide)
         if config.router_scores == "softmax":
@@ -427,26 +455,47 @@ class _Expert:
 
     def __call__(self, weights: Any, x_bD: jax.Array, factors_b: jax.Array) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
-        up_bF = _with_bias(x_bD @ weights["up"], weights.get("up_bias"))
+        up_bF = _product(x_bD, weights, "up")
         if "gate" not in weights:
             h_bF = activation(up_bF)
         else:
-            gate_bF = _with_bias(x_bD @ weights["gate"], weights.get("gate_bias"))
+            gate_bF = _product(x_bD, weights, "gate")
             if (limit := self.gate_limit) is not None:
                 gate_bF = jnp.minimum(gate_bF, limit)
                 up_bF = jnp.clip(up_bF, -limit, limit) + 1
             h_bF = activation(gate_bF) * up_bF
         # The factors come before the last product, so that their gradient does not need its result.
         scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b[:, None]).astype(x_bD.dtype)
-        y_bD = scaled_bF @ weights["down"]
+        y_bD = _adapted(scaled_bF, weights, "down")
         if "down_bias" not in weights:
             return y_bD
         bias_bD = weights["down_bias"].astype(factors_b.dtype) * factors_b[:, None]
         return y_bD + bias_bD.astype(x_bD.dtype)
 
 
-def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return x if bias is None else x + bias
+def _product(x: jax.Array, weights: Mapping[str, jax.Array], name: str) -> jax.Array:
+    """Return x · W + bias, with the adapter of W and with the bias if they exist."""
+    y = _adapted(x, weights, name)
+    bias = weights.get(f"{name}_bias")
+    return y if bias is None else y + bias
+
+
+def _adapted(x: jax.Array, weights: Mapping[str, jax.Array], name: str) -> jax.Array:
+    """Return x · W, plus x · A · B if W has an adapter."""
+    y = x @ weights[name]
+    if f"{name}_lora_a" in weights:
+        y += (x @ weights[f"{name}_lora_a"]) @ weights[f"{name}_lora_b"]
+    return y
+
+
+def _wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return x · kernel, with operands in the dtype of x, in float32 or wider."""
+    return jnp.matmul(
+        x,
+        kernel.astype(x.dtype),
+        preferred_element_type=_wide(x),
+        precision=jax.lax.Precision.HIGHEST,
+    )
 
 
 def _of_best_groups(ranks_BTE: jax.Array, config: ExpertsConfig) -> jax.Array:

@@ -32,13 +32,14 @@ A tokens of all devices, D embed, E experts of one device, C experts per token.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from sharding import hardware
@@ -77,6 +78,7 @@ class _Placement:
         sum_axes: axes of more than one device that divide the inner dim of the experts.
         same_axes: automatic axes whose devices have the same experts and different tokens.
         weight_specs: names of weights, and their PartitionSpecs over the automatic axes.
+        added: names of weights that are added to the output.
         token_spec: PartitionSpec over the automatic axes of tokens [B, T, ...].
         map_axes: automatic axes of more than one device, over which a `shard_map` is needed.
     """
@@ -88,26 +90,31 @@ class _Placement:
     sum_axes: tuple[str, ...]
     same_axes: tuple[str, ...]
     weight_specs: tuple[tuple[str, PartitionSpec], ...]
+    added: frozenset[str]
     token_spec: PartitionSpec
     map_axes: frozenset[str]
 
-    def over_mesh(self, function: Callable, num_tokens: int, num_outputs: Any) -> Callable:
-        """Return function(weights, *tokens) with all axes manual.
+    def over_mesh(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        """Return function(*inputs) with all axes manual.
 
         Args:
             function: takes the parts of one device.
-            num_tokens: number of arrays of tokens, [B, T, ...].
-            num_outputs: like the result of the function, with True for weights and False for
-                arrays of tokens.
+            inputs: tuple with the names of weights in place of dicts of weights, and None in place
+                of arrays of tokens, [B, T, ...].
+            outputs: the same for the result of the function.
         """
         if not self.map_axes:
             return function
-        weights = dict(self.weight_specs)
+        specs = dict(self.weight_specs)
+
+        def spec(names: Iterable[str] | None) -> Any:
+            return self.token_spec if names is None else {name: specs[name] for name in names}
+
         return jax.shard_map(
             function,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(weights, *[self.token_spec] * num_tokens),
-            out_specs=jax.tree.map(lambda w: weights if w else self.token_spec, num_outputs),
+            in_specs=tuple(map(spec, inputs)),
+            out_specs=tuple(map(spec, outputs)) if isinstance(outputs, tuple) else spec(outputs),
             axis_names=set(self.map_axes),
             check_vma=False,
         )
@@ -121,11 +128,13 @@ def apply_experts(
     choices_BTC: jax.Array,
     *,
     axes: Mapping[str, tuple[str | None, ...]],
+    added: Collection[str] = (),
     num_experts: int,
 ) -> jax.Array:
     """Return for each token the sum of the outputs of the experts that it chose, `[B, T, D]`.
 
-    The gradient of `factors_BTC` is computed too; the choices have none.
+    The gradient of `factors_BTC` is computed too; the choices have none. Weights that are not
+    differentiated, such as frozen ones, get no gradients: these are neither computed nor stored.
 
     Args:
         expert: function of one expert.
@@ -134,16 +143,20 @@ def apply_experts(
         factors_BTC: factors of the outputs, float32 or wider.
         choices_BTC: int32, numbers of the experts, all of one token different. A choice outside
             `[0, num_experts)` is no expert.
-        axes: name -> logical axes of the weights; the first is "experts". Weights without the axis
-            "mlp" must be added to the output: each device of that axis adds its share.
+        axes: name -> logical axes of the weights; the first is "experts".
+        added: names of weights, without the axis "mlp", that are added to the output: each device
+            of that axis adds its share.
         num_experts: number of experts on all devices.
     """
-    placement = _place(axes, x_BTD, num_experts)
+    placement = _place(axes, frozenset(added), x_BTD, num_experts)
     return _apply(expert, placement, dict(weights), x_BTD, factors_BTC, choices_BTC)
 
 
 def _place(
-    axes: Mapping[str, tuple[str | None, ...]], x_BTD: jax.Array, num_experts: int
+    axes: Mapping[str, tuple[str | None, ...]],
+    added: frozenset[str],
+    x_BTD: jax.Array,
+    num_experts: int,
 ) -> _Placement:
     rules = active_rules()
     mesh = jax.sharding.get_abstract_mesh()
@@ -168,6 +181,7 @@ def _place(
         sum_axes=automatic["mlp"],
         same_axes=tuple(axis for axis in of_batch if axis not in of_experts),
         weight_specs=tuple((name, spec(names)) for name, names in axes.items()),
+        added=added,
         token_spec=spec_of([of_batch]),
         map_axes=frozenset(axis for group in automatic.values() for axis in group),
     )
@@ -175,21 +189,37 @@ def _place(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
-    forward = partial(_forward, expert, placement)
-    return placement.over_mesh(forward, 3, False)(weights, x_BTD, factors_BTC, choices_BTC)
+    forward = placement.over_mesh(
+        partial(_forward, expert, placement), (weights, None, None, None), None
+    )
+    return forward(weights, x_BTD, factors_BTC, choices_BTC)
 
 
-def _apply_forward(expert, placement, *inputs):
-    return _apply(expert, placement, *inputs), inputs
+def _apply_forward(expert, placement, weights, *tokens):
+    """Return the output, and the inputs; weights in two groups, with and without gradients."""
+    values = {name: weight.value for name, weight in weights.items()}
+    trained = {name: values[name] for name, weight in weights.items() if weight.perturbed}
+    frozen = {name: value for name, value in values.items() if name not in trained}
+    tokens = [x.value for x in tokens]
+    return _apply(expert, placement, values, *tokens), (trained, frozen, *tokens)
 
 
 def _apply_backward(expert, placement: _Placement, inputs, dy_BTD):
-    backward = partial(_backward, expert, placement)
-    gradients = placement.over_mesh(backward, 4, (True, False, False))(*inputs, dy_BTD)
-    return *gradients, np.zeros(inputs[-1].shape, jax.dtypes.float0)
+    trained, frozen, x_BTD, *_, choices_BTC = inputs
+    if isinstance(dy_BTD, SymbolicZero):
+        dy_BTD = jnp.zeros_like(x_BTD)
+    backward = placement.over_mesh(
+        partial(_backward, expert, placement),
+        (trained, frozen, None, None, None, None),
+        (trained, None, None),
+    )
+    dtrained, dx_BTD, dfactors_BTC = backward(*inputs, dy_BTD)
+    dweights = {**dtrained, **dict.fromkeys(frozen)}
+    return dweights, dx_BTD, dfactors_BTC, np.zeros(choices_BTC.shape, jax.dtypes.float0)
 
 
-_apply.defvjp(_apply_forward, _apply_backward)
+# With symbolic zeros, the forward pass is told which weights are differentiated.
+_apply.defvjp(_apply_forward, _apply_backward, symbolic_zeros=True)
 
 
 def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
@@ -220,51 +250,58 @@ def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices
     return _scatter(y_AD, placement).reshape(x_BTD.shape)
 
 
-def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC, dy_BTD):
-    weights = _shares(weights, placement)
+def _backward(
+    expert, placement: _Placement, trained, frozen, x_BTD, factors_BTC, choices_BTC, dy_BTD
+):
+    trained = _shares(trained, placement)
+    frozen = _shares(frozen, placement)
     order = _sort_by_expert(placement, choices_BTC)
     x_AD = _gather(x_BTD, placement)
     dy_AD = _gather(dy_BTD, placement)
     factors = _gather(factors_BTC, placement).reshape(-1)
     once = {"mode": "drop", "unique_indices": True}
 
-    def gradients_of(expert, weights, rows: _Rows) -> tuple:
-        inputs = (weights, _tokens_at(x_AD, rows), _factors_at(factors, rows))
-        return jax.vjp(expert, *inputs)[1](_tokens_at(dy_AD, rows))
+    def gradients_of(expert, trained, frozen, rows: _Rows) -> tuple:
+        def apply(trained, x, factors):
+            return expert({**trained, **frozen}, x, factors)
+
+        inputs = (trained, _tokens_at(x_AD, rows), _factors_at(factors, rows))
+        return jax.vjp(apply, *inputs)[1](_tokens_at(dy_AD, rows))
 
     def of_round(number, carry):
         dx_AD, dfactors, dweights = carry
         rows = order.of_round(number)
-        of_weights, of_x, of_factors = gradients_of(jax.vmap(expert), weights, rows)
+        of_weights, of_x, of_factors = gradients_of(jax.vmap(expert), trained, frozen, rows)
         dx_AD = _add_rows(dx_AD, rows, of_x)
         dfactors = dfactors.at[rows.entries].set(of_factors, mode="drop")
         return dx_AD, dfactors, _add(dweights, of_weights)
 
     def of_expert(carry, inputs):
-        weights, dweights, span = inputs
+        trained, frozen, dweights, span = inputs
 
         def of_block(number, carry):
             dx_AD, dfactors, dweights = carry
             rows = order.of_block(span, number)
-            of_weights, of_x, of_factors = gradients_of(expert, weights, rows)
+            of_weights, of_x, of_factors = gradients_of(expert, trained, frozen, rows)
             dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
             dfactors = dfactors.at[rows.entries].set(of_factors, **once)
             return dx_AD, dfactors, _add(dweights, of_weights)
 
         *carry, dweights = order.for_blocks(span, of_block, (*carry, _widened(dweights)))
-        return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), dweights, weights)
+        return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), dweights, trained)
 
     # Sums over rounds and blocks are wide, as the sums within a product are.
     zeros = (
         jnp.zeros_like(x_AD),
         jnp.zeros_like(factors),
-        _widened(jax.tree.map(jnp.zeros_like, weights)),
+        _widened(jax.tree.map(jnp.zeros_like, trained)),
     )
     if order.num_rounds == 1:
         *carry, dweights = of_round(0, (*zeros[:2], None))
     else:
         *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, zeros)
-    (dx_AD, dfactors), dweights = jax.lax.scan(of_expert, carry, (weights, dweights, order.spans))
+    per_expert = (trained, frozen, dweights, order.spans)
+    (dx_AD, dfactors), dweights = jax.lax.scan(of_expert, carry, per_expert)
     dfactors_AC = dfactors.reshape(-1, factors_BTC.shape[-1])
     return (
         _shares(_sum_repeated(dweights, placement), placement),
@@ -288,11 +325,11 @@ def _has_mlp(name: str, placement: _Placement) -> bool:
 
 
 def _shares(weights: Mapping[str, jax.Array], placement: _Placement) -> dict[str, jax.Array]:
-    """Return the weights, with an equal share of those that are not split by the sum's axes."""
+    """Return the weights, with an equal share of those that are added to the output."""
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in placement.sum_axes)
     return {
-        name: leaf if count == 1 or _has_mlp(name, placement) else leaf / count
+        name: leaf / count if count > 1 and name in placement.added else leaf
         for name, leaf in weights.items()
     }
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from sharding.jaxprs import walk
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.ops.experts import apply_experts
@@ -88,7 +89,7 @@ def check(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), actual, expected)
 
 
-apply = functools.partial(apply_experts, Expert(), axes=AXES, num_experts=EXPERTS)
+apply = functools.partial(apply_experts, Expert(), axes=AXES, added=("bias",), num_experts=EXPERTS)
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,25 @@ def float64():
 def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
     inputs = inputs_of(CHOICES[choose], **sizes)
     check(value_and_grads(apply, *inputs), value_and_grads(reference, *inputs))
+
+
+def test_frozen_weights_get_no_gradients():
+    weights, x, factors, choices = inputs_of(at_random, batch=9, length=16)
+
+    def grads(function, names):
+        def loss(trained, x):
+            return jnp.sum(jnp.sin(function({**weights, **trained}, x, factors, choices)))
+
+        return jax.grad(loss, (0, 1))({name: weights[name] for name in names}, x)
+
+    def shapes_of_results(names):
+        jaxpr = jax.make_jaxpr(functools.partial(grads, apply, names))().jaxpr
+        return {var.aval.shape for eqn, _ in walk(jaxpr.eqns) for var in eqn.outvars}
+
+    check(grads(apply, ["bias"]), grads(reference, ["bias"]))
+    large = {weights["up"].shape, weights["down"].shape}
+    assert large <= shapes_of_results(["up", "down"])
+    assert not large & shapes_of_results(["bias"])
 
 
 MESHES = {

@@ -62,6 +62,13 @@ ROUTINGS = {
         "train.num_microbatches=1",
     ),
     "documents apart": ("data.isolate_documents=true", "model.router_loss=0.1"),
+    "adapters": (
+        "lora.rank=4",
+        "optimizer.learning_rate=0.03",
+        "model.router_loss=0.1",
+        "model.shared_expert_dim=16",
+        "model.expert_bias=true",
+    ),
     "windows": ("model.layer_types=('window','full')", "model.sliding_window=5"),
 }
 EXPERTS = "mesh.expert=2"
@@ -158,6 +165,17 @@ def check(routing, mesh, change=None):
 @pytest.mark.parametrize(("routing", "mesh"), CASES)
 def test_training_equals_one_device(routing, mesh):
     check(routing, mesh)
+
+
+@pytest.mark.thorough(but=["expert=2, pipeline=2, data=2"])
+@pytest.mark.parametrize(
+    "mesh", ["expert=2", "expert=2, model=2", "expert=2, pipeline=2, data=2", "ZeRO 3"]
+)
+def test_training_adapters_of_experts_equals_one_device(mesh):
+    check("adapters", mesh)
+    steps, params = trained_on_one_device("adapters")
+    assert np.abs(params["['decoder']['layers']['mlp']['down_lora']['b']"]).min() > 0
+    assert steps[-1]["loss"] < steps[0]["loss"]
 
 
 def test_metrics_of_the_router_are_those_of_its_choices():
