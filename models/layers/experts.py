@@ -27,8 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.layers import float8
 from models.layers.activations import ACTIVATIONS
-from models.layers.basic import Linear, param
+from models.layers.basic import Linear, fits_float8, param
 from models.layers.flops import declare_flops, dense_flops
 from models.layers.lora import Lora
 from models.layers.transformer import MLP
@@ -285,6 +286,10 @@ _AXES = {
     "up_lora_b": ("experts", None, "mlp"),
     "down_lora_a": ("experts", "mlp", None),
     "down_lora_b": ("experts", None, "embed"),
+    # Scales are the same for all experts.
+    "gate_scaling": (),
+    "up_scaling": (),
+    "down_scaling": (),
 }
 #: The products of an expert.
 _PRODUCTS = ("gate", "up", "down")
@@ -304,9 +309,14 @@ class Experts(nnx.Module):
 
     Attributes:
         routing: where the tokens of the last call went; None before it.
+        float8_weights: names of the weights whose products can be in float8.
+        in_float8: whether these products are in float8. `gate_scaling`, `up_scaling` and
+            `down_scaling` are their scales; None: current scaling. See models/layers/float8.py.
         router_lora: adapter of the router, if it has one; `gate_lora`, `up_lora` and `down_lora`
             are those of the experts' products. See models/layers/lora.py.
     """
+
+    same_input = ("gate", "up")
 
     def __init__(
         self,
@@ -342,6 +352,12 @@ class Experts(nnx.Module):
         self.down_bias = param(zeros, rngs, *of_down) if has_bias else None
         self.expert = _Expert(activation, config.gate_limit)
         self.routing: Routing | None = nnx.data(None)
+        products = [name for name in _PRODUCTS if getattr(self, name) is not None]
+        self.float8_weights = tuple(products) if fits_float8(embed_dim, expert_dim) else ()
+        self.in_float8 = False
+        self.gate_scaling: float8.Scaling | None = nnx.data(None)
+        self.up_scaling: float8.Scaling | None = nnx.data(None)
+        self.down_scaling: float8.Scaling | None = nnx.data(None)
         self.router_lora: Lora | None = nnx.data(None)
         self.gate_lora: Lora | None = nnx.data(None)
         self.up_lora: Lora | None = nnx.data(None)
@@ -364,6 +380,11 @@ class Experts(nnx.Module):
         sizes = {"embed": embed_dim}, {"_gate": 1}
         self.shared_gate = Linear(*sizes, stddev=stddev, **shared) if has_gate else None
 
+    def use_float8(self, name: str, scaling: float8.Scaling | None) -> None:
+        """Compute the product with a weight in float8; see models/layers/basic.py."""
+        self.in_float8 = True
+        setattr(self, f"{name}_scaling", scaling)
+
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Return the output `[B, T, D]`; sets `routing`."""
         whole_BTD = gather_tokens(x_BTD)
@@ -383,7 +404,8 @@ class Experts(nnx.Module):
         products = [weights[name].shape[1:] for name in _PRODUCTS if name in weights]
         flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
         inputs = weights, whole_BTD, routing.factors_BTC, choices_BTC
-        y_BTD = declare_flops(flops, partial(apply_experts, self.expert, **of_mesh), *inputs)
+        expert = dataclasses.replace(self.expert, in_float8=self.in_float8)
+        y_BTD = declare_flops(flops, partial(apply_experts, expert, **of_mesh), *inputs)
         y_BTD = scatter_tokens(y_BTD)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
@@ -393,11 +415,15 @@ class Experts(nnx.Module):
         return y_BTD
 
     def _weights(self) -> dict[str, jax.Array]:
-        """Return the weights of the experts and their adapters, by their names in `_AXES`."""
-        names = [name for name in _AXES if "_lora_" not in name]
+        """Return weights, adapters and scales of the experts, by their names in `_AXES`."""
+        names = [*_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS)]
         leaves = {name: getattr(self, name) for name in names}
         weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
         for name in _PRODUCTS:
+            scaling: float8.Scaling | None = getattr(self, f"{name}_scaling")
+            if scaling is not None:
+                of_input, others = scaling
+                weights[f"{name}_scaling"] = jnp.concatenate([of_input[None], others])
             adapter: Lora | None = getattr(self, f"{name}_lora")
             if adapter is not None:
                 weights[f"{name}_lora_a"] = adapter.a[...]
@@ -448,44 +474,54 @@ class Experts(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class _Expert:
-    """The MLP of one expert, as sharding/ops/experts.py calls it."""
+    """The MLP of one expert, or of several, as sharding/ops/experts.py calls it.
+
+    With several, weights, x and factors have a first dim of experts.
+    """
 
     activation: str
     gate_limit: float | None
+    in_float8: bool = False
 
     def __call__(self, weights: Any, x_bD: jax.Array, factors_b: jax.Array) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
-        up_bF = _product(x_bD, weights, "up")
+        up_bF = self._product(x_bD, weights, "up")
         if "gate" not in weights:
             h_bF = activation(up_bF)
         else:
-            gate_bF = _product(x_bD, weights, "gate")
+            gate_bF = self._product(x_bD, weights, "gate")
             if (limit := self.gate_limit) is not None:
                 gate_bF = jnp.minimum(gate_bF, limit)
                 up_bF = jnp.clip(up_bF, -limit, limit) + 1
             h_bF = activation(gate_bF) * up_bF
         # The factors come before the last product, so that their gradient does not need its result.
-        scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b[:, None]).astype(x_bD.dtype)
-        y_bD = _adapted(scaled_bF, weights, "down")
-        if "down_bias" not in weights:
-            return y_bD
-        bias_bD = weights["down_bias"].astype(factors_b.dtype) * factors_b[:, None]
-        return y_bD + bias_bD.astype(x_bD.dtype)
+        factors_b1 = factors_b[..., None]
+        scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b1).astype(x_bD.dtype)
+        return self._product(scaled_bF, weights, "down", factors_b1)
 
-
-def _product(x: jax.Array, weights: Mapping[str, jax.Array], name: str) -> jax.Array:
-    """Return x · W + bias, with the adapter of W and with the bias if they exist."""
-    y = _adapted(x, weights, name)
-    bias = weights.get(f"{name}_bias")
-    return y if bias is None else y + bias
-
-
-def _adapted(x: jax.Array, weights: Mapping[str, jax.Array], name: str) -> jax.Array:
-    """Return x · W, plus x · A · B if W has an adapter."""
-    y = x @ weights[name]
-    if f"{name}_lora_a" in weights:
-        y += (x @ weights[f"{name}_lora_a"]) @ weights[f"{name}_lora_b"]
-    return y
+    def _product(
+        self,
+        x: jax.Array,
+        weights: Mapping[str, jax.Array],
+        name: str,
+        factors_b1: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return x · W, plus x · A · B if W has an adapter, plus factors · bias if it has one."""
+        kernel = weights[name]
+        if self.in_float8:
+            rows = weights.get(f"{name}_scaling")
+            scaling = None if rows is None else (rows[0], rows[1:])
+            y = float8.product(x, kernel, 1, scaling, num_batch=kernel.ndim - 2)
+        else:
+            y = x @ kernel
+        if f"{name}_lora_a" in weights:
+            y += (x @ weights[f"{name}_lora_a"]) @ weights[f"{name}_lora_b"]
+        if f"{name}_bias" not in weights:
+            return y
+        bias = weights[f"{name}_bias"][..., None, :]
+        if factors_b1 is not None:
+            bias = (bias.astype(factors_b1.dtype) * factors_b1).astype(x.dtype)
+        return y + bias
 
 
 def _wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:

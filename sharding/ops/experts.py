@@ -50,8 +50,9 @@ from sharding.spec import axes_of, spec_of
 
 Tree = Any
 #: (weights of one expert, tokens [b, D], factors [b]) -> outputs [b, D], each times its factor: a
-#: factor of 0 makes the output and all gradients but its own 0. It is hashable, and a dim that the
-#: axes of "mlp" split may be summed over one device's part only.
+#: factor of 0 makes the output and all gradients but its own 0. All of them may have a first dim of
+#: experts, except for the weights that experts share. It is hashable, and a dim that the axes of
+#: "mlp" split may be summed over one device's part only.
 Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 #: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
@@ -79,6 +80,7 @@ class _Placement:
         same_axes: automatic axes whose devices have the same experts and different tokens.
         weight_specs: names of weights, and their PartitionSpecs over the automatic axes.
         added: names of weights that are added to the output.
+        shared: names of weights that all experts share.
         token_spec: PartitionSpec over the automatic axes of tokens [B, T, ...].
         map_axes: automatic axes of more than one device, over which a `shard_map` is needed.
     """
@@ -91,6 +93,7 @@ class _Placement:
     same_axes: tuple[str, ...]
     weight_specs: tuple[tuple[str, PartitionSpec], ...]
     added: frozenset[str]
+    shared: frozenset[str]
     token_spec: PartitionSpec
     map_axes: frozenset[str]
 
@@ -143,7 +146,8 @@ def apply_experts(
         factors_BTC: factors of the outputs, float32 or wider.
         choices_BTC: int32, numbers of the experts, all of one token different. A choice outside
             `[0, num_experts)` is no expert.
-        axes: name -> logical axes of the weights; the first is "experts".
+        axes: name -> logical axes of the weights; the first is "experts". None at all: all experts
+            share this array, and it is the same on all devices.
         added: names of weights, without the axis "mlp", that are added to the output: each device
             of that axis adds its share.
         num_experts: number of experts on all devices.
@@ -182,6 +186,7 @@ def _place(
         same_axes=tuple(axis for axis in of_batch if axis not in of_experts),
         weight_specs=tuple((name, spec(names)) for name, names in axes.items()),
         added=added,
+        shared=frozenset(name for name, names in axes.items() if not names),
         token_spec=spec_of([of_batch]),
         map_axes=frozenset(axis for group in automatic.values() for axis in group),
     )
@@ -228,25 +233,27 @@ def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices
     x_AD = _gather(x_BTD, placement)
     factors = _gather(factors_BTC, placement).reshape(-1)
 
-    def output_of(expert, weights, rows: _Rows) -> jax.Array:
+    shared, stacked = _split(weights, placement)
+
+    def output_of(weights, rows: _Rows) -> jax.Array:
         return expert(weights, _tokens_at(x_AD, rows), _factors_at(factors, rows))
 
     def of_round(number, y_AD):
         rows = order.of_round(number)
-        return _add_rows(y_AD, rows, output_of(jax.vmap(expert), weights, rows))
+        return _add_rows(y_AD, rows, output_of(weights, rows))
 
     def of_expert(y_AD, inputs):
-        weights, span = inputs
+        of_expert, span = inputs
 
         def of_block(number, y_AD):
             rows = order.of_block(span, number)
-            output = output_of(expert, weights, rows)
+            output = output_of({**of_expert, **shared}, rows)
             return y_AD.at[rows.tokens].add(output, mode="drop", unique_indices=True)
 
         return order.for_blocks(span, of_block, y_AD), None
 
     y_AD = jax.lax.fori_loop(0, order.num_rounds, of_round, jnp.zeros_like(x_AD))
-    y_AD, _ = jax.lax.scan(of_expert, y_AD, (weights, order.spans))
+    y_AD, _ = jax.lax.scan(of_expert, y_AD, (stacked, order.spans))
     return _scatter(y_AD, placement).reshape(x_BTD.shape)
 
 
@@ -261,7 +268,10 @@ def _backward(
     factors = _gather(factors_BTC, placement).reshape(-1)
     once = {"mode": "drop", "unique_indices": True}
 
-    def gradients_of(expert, trained, frozen, rows: _Rows) -> tuple:
+    shared, stacked = _split(trained, placement)
+    frozen_shared, frozen_stacked = _split(frozen, placement)
+
+    def gradients_of(trained, frozen, rows: _Rows) -> tuple:
         def apply(trained, x, factors):
             return expert({**trained, **frozen}, x, factors)
 
@@ -271,24 +281,30 @@ def _backward(
     def of_round(number, carry):
         dx_AD, dfactors, dweights = carry
         rows = order.of_round(number)
-        of_weights, of_x, of_factors = gradients_of(jax.vmap(expert), trained, frozen, rows)
+        of_weights, of_x, of_factors = gradients_of(trained, frozen, rows)
         dx_AD = _add_rows(dx_AD, rows, of_x)
         dfactors = dfactors.at[rows.entries].set(of_factors, mode="drop")
         return dx_AD, dfactors, _add(dweights, of_weights)
 
     def of_expert(carry, inputs):
-        trained, frozen, dweights, span = inputs
+        trained, frozen, dtrained, span = inputs
+        (*tokens, dshared) = carry
 
         def of_block(number, carry):
             dx_AD, dfactors, dweights = carry
             rows = order.of_block(span, number)
-            of_weights, of_x, of_factors = gradients_of(expert, trained, frozen, rows)
+            of_weights, of_x, of_factors = gradients_of(
+                {**trained, **shared}, {**frozen, **frozen_shared}, rows
+            )
             dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
             dfactors = dfactors.at[rows.entries].set(of_factors, **once)
             return dx_AD, dfactors, _add(dweights, of_weights)
 
-        *carry, dweights = order.for_blocks(span, of_block, (*carry, _widened(dweights)))
-        return carry, jax.tree.map(lambda total, w: total.astype(w.dtype), dweights, trained)
+        start = (*tokens, _widened({**dtrained, **dshared}))
+        *tokens, dweights = order.for_blocks(span, of_block, start)
+        dshared, dtrained = _split(dweights, placement)
+        dtrained = jax.tree.map(lambda total, w: total.astype(w.dtype), dtrained, trained)
+        return (*tokens, dshared), dtrained
 
     # Sums over rounds and blocks are wide, as the sums within a product are.
     zeros = (
@@ -297,14 +313,17 @@ def _backward(
         _widened(jax.tree.map(jnp.zeros_like, trained)),
     )
     if order.num_rounds == 1:
-        *carry, dweights = of_round(0, (*zeros[:2], None))
+        *tokens, dweights = of_round(0, (*zeros[:2], None))
     else:
-        *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, zeros)
-    per_expert = (trained, frozen, dweights, order.spans)
-    (dx_AD, dfactors), dweights = jax.lax.scan(of_expert, carry, per_expert)
+        *tokens, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, zeros)
+    dshared, dstacked = _split(_widened(dweights), placement)
+    per_expert = (stacked, frozen_stacked, dstacked, order.spans)
+    carry = (*tokens, dshared)
+    (dx_AD, dfactors, dshared), dstacked = jax.lax.scan(of_expert, carry, per_expert)
+    dshared = jax.tree.map(lambda total, w: total.astype(w.dtype), dshared, shared)
     dfactors_AC = dfactors.reshape(-1, factors_BTC.shape[-1])
     return (
-        _shares(_sum_repeated(dweights, placement), placement),
+        _shares(_sum_repeated({**dstacked, **dshared}, placement), placement),
         _scatter(dx_AD, placement).reshape(x_BTD.shape),
         _scatter(dfactors_AC, placement).reshape(factors_BTC.shape),
     )
@@ -316,6 +335,14 @@ def _add(totals: Tree | None, parts: Tree) -> Tree:
 
 def _widened(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+
+
+def _split(
+    weights: Mapping[str, jax.Array], placement: _Placement
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the weights that all experts share, and those with a first dim of experts."""
+    shared = {name: leaf for name, leaf in weights.items() if name in placement.shared}
+    return shared, {name: leaf for name, leaf in weights.items() if name not in shared}
 
 
 def _has_mlp(name: str, placement: _Placement) -> bool:
@@ -336,15 +363,16 @@ def _shares(weights: Mapping[str, jax.Array], placement: _Placement) -> dict[str
 
 def _sum_repeated(grads: Mapping[str, jax.Array], placement: _Placement) -> dict[str, jax.Array]:
     """Sum the gradients of weights over the devices that have the same weights."""
-    return {
-        name: psum(
-            leaf,
-            placement.same_axes
-            if _has_mlp(name, placement)
-            else (*placement.same_axes, *placement.sum_axes),
-        )
-        for name, leaf in grads.items()
-    }
+
+    def axes(name: str) -> tuple[str, ...]:
+        axes = placement.same_axes
+        if not _has_mlp(name, placement):
+            axes = (*axes, *placement.sum_axes)
+        if name in placement.shared:
+            axes = (*axes, *(a for a in placement.expert_axes if a in placement.map_axes))
+        return axes
+
+    return {name: psum(leaf, axes(name)) for name, leaf in grads.items()}
 
 
 def _gather(x: jax.Array, placement: _Placement) -> jax.Array:
@@ -464,7 +492,8 @@ def _rounds(tokens_per_expert: float, num_experts: int) -> tuple[int, int]:
         return 0, 0
     rows = math.ceil(_ROOM * tokens_per_expert)
     num_rounds = math.ceil(rows * num_experts / _ROWS_PER_ROUND)
-    multiple = 128 if rows >= 1024 else 8
+    # Products in float8 contract multiples of 16.
+    multiple = 128 if rows >= 1024 else 16
     return num_rounds, math.ceil(rows / num_rounds / multiple) * multiple
 
 
