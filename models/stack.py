@@ -13,10 +13,11 @@ A model is an `nnx.Module` with
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`, which returns scalars: sums over the tokens
   of the batch. Sums of all microbatches, devices and batches are added up before they are divided:
   the loss and the metrics by the sum of weights. A metric with weights of its own is a pair
-  (sum, sum of its weights). If losses with different weights are added, `loss_sum` and `weight_sum`
-  are dicts with an entry per loss, which is also a metric of that name. The loss is then the sum of
-  the means. Each sum of weights is then the sum of one array of the batch, `weights` or
-  `*_weights`, because a training step scales these to the same sum.
+  (sum, sum of its weights); the first can be several sums, `Extremes` of models/metrics.py. If
+  losses with different weights are added, `loss_sum` and `weight_sum` are dicts with an entry per
+  loss, which is also a metric of that name. The loss is then the sum of the means. Each sum of
+  weights is then the sum of one array of the batch, `weights` or `*_weights`, because a training
+  step scales these to the same sum.
 
 `x` is an array or a tree of arrays, all of a floating dtype. It keeps its structure, shapes and
 dtypes within a stack. `batch` is a dict of arrays with a leading batch dim. During training,

@@ -33,6 +33,7 @@ from models.layers.basic import Linear, fits_float8, param
 from models.layers.flops import declare_flops, dense_flops
 from models.layers.lora import Lora
 from models.layers.transformer import MLP
+from models.metrics import Extremes
 from sharding.logical import gather_tokens, scatter_tokens, sum_over_batch
 from sharding.ops import sequence
 from sharding.ops.experts import apply_experts
@@ -246,7 +247,7 @@ class RouterReport:
             "router_entropy": (entropy, weight),
             "dropped_tokens": (dropped, weight),
             # All layers have as many choices, so a load of 1 is the mean.
-            "expert_load": (counts_LE, jnp.mean(counts_LE)),
+            "expert_load": (Extremes(counts_LE), jnp.mean(counts_LE)),
         }
 
 

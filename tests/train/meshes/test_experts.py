@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from data.batches import train_batches
+from models.metrics import Extremes
 from tests.runs import FLOAT64, ROOT, make_run
 from tests.train.meshes.models_on_meshes import SHARED, overrides_of_data
+from train.step.means import means_of
 
 #: Losses, loads, and parameters after Adam's division, in float64.
 TOLERANCE = 1e-9
@@ -185,6 +187,18 @@ def test_metrics_of_the_router_are_those_of_its_choices():
     assert 0 <= first["expert_load_min"] < 1 < first["expert_load_max"] <= 8 / 2
     assert 0 < first["router_entropy"] < np.log(8)
     assert any("router" in name for name in params)
+
+
+def test_best_metric_can_be_what_evaluations_report():
+    often = ("checkpoint.every_steps=1", "eval.every_steps=1", "data.validation_fraction=0.2")
+    keys = ("checkpoint.keep_best=1", "checkpoint.best_metric=eval_expert_load", *often)
+    overrides = (*SHARED, *overrides_of_data("llama", ()), *MODEL, *keys)
+    run, _ = make_run(overrides, str(ROOT / "configs/llama.py"))
+    with pytest.raises(ValueError, match="eval_expert_load_max, eval_expert_load_min, eval_loss"):
+        run.compile()
+    sums = {"loss": 6.0, "weight": 2.0, "load": (Extremes(np.array([[4.0, 1.0]])), 2.0)}
+    means = means_of(sums, lambda value, weight: value / weight)
+    assert means == {"loss": 3, "load_min": 0.5, "load_max": 2}
 
 
 @pytest.mark.thorough
