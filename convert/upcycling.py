@@ -98,7 +98,7 @@ def _dense_name(name: str, dense: Mapping[str, Any]) -> str | None:
 
 
 class _Copies(LazyArray):
-    """Weights of experts, `[layers, E, ...]`, which are all those of the MLP, `[layers, ...]`."""
+    """Weights of experts, `[layers, E, ...]`: the same MLP, `[layers, ...]`, for each expert."""
 
     def __init__(self, dense: LazyArray, num_experts: int):
         self._dense = dense

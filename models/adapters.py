@@ -104,7 +104,7 @@ def _check_variant(name: str, target: Target, config: LoraConfig) -> None:
 
 
 def matching_targets(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Target]:
-    """Return the layers whose names match one of the patterns: name -> what gets an adapter.
+    """Return the layers whose names match one of the patterns: name -> target.
 
     Args:
         patterns: names, or ends of names after a dot, such as "attention.*" for

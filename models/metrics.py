@@ -1,4 +1,4 @@
-"""Kinds of metrics that a model's head returns besides scalars; see models/stack.py."""
+"""Metrics of a model's head that are not scalars; see models/stack.py."""
 
 import dataclasses
 

@@ -103,7 +103,7 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
 def split_experts(
     tensors: Mapping[str, Tensor], mappings: Sequence[TensorMapping], targets: Sequence[str]
 ) -> dict[str, Tensor]:
-    """Replace the adapters of all experts of a layer by those of each expert.
+    """Split the adapters that cover all experts of a layer into one per expert.
 
     An adapter of gate and up, which are one parameter, has one A for both.
 
@@ -121,7 +121,7 @@ def split_experts(
     has_down = any(target.endswith("down_proj") for target in targets)
     for module, products in layers.items():
         gate_and_up = [products["gate"], products["up"]]
-        # If both parameters have adapters, that of `down` is around the other one.
+        # If both parameters have adapters, the wrapper for `down` is the outer one.
         inner = f"{module}.base_layer"
         if f"{inner}.{PARTS['a']}" in tensors:
             _split(result, inner, gate_and_up)
@@ -134,7 +134,7 @@ def split_experts(
 def _split(
     tensors: dict[str, Tensor], wrapper: str, products: Sequence[Sequence[TensorMapping]]
 ) -> None:
-    """Replace the adapter of a parameter, which may be several products, by those of each expert.
+    """Split the adapter of a parameter, which may be several products, into one per expert.
 
     Args:
         tensors: changed.

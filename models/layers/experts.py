@@ -314,7 +314,7 @@ class Experts(nnx.Module):
         in_float8: whether these products are in float8. `gate_scaling`, `up_scaling` and
             `down_scaling` are their scales; None: current scaling. See models/layers/float8.py.
         router_lora: adapter of the router, if it has one; `gate_lora`, `up_lora` and `down_lora`
-            are those of the experts' products. See models/layers/lora.py.
+            belong to the experts' products. See models/layers/lora.py.
     """
 
     same_input = ("gate", "up")

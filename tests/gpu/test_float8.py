@@ -40,8 +40,8 @@ def test_all_products_of_experts_are_in_float8(scaling):
     experts = ("model.num_experts=4", "model.num_kv_heads=4", "train.remat=full")
     run = steps.make_run("llama", (*_SIZES, *experts, f"precision.float8_scaling={scaling}"))
     # The forward pass runs twice: with four products of attention, and one of the router, which
-    # stays in bfloat16. Of the experts, a round and a block of rows each have three products
-    # forward; backward again gate and up, and two for each of the three.
+    # stays in bfloat16. A round and a block of rows of experts each have three products
+    # forward; backward, they have gate and up again, and two for each of the three.
     attention = 4 * (2 + 2)
     experts = 2 * (3 + 2 + 6)
     head, router = 3, 2 + 2

@@ -3,7 +3,7 @@
     sums     {"loss": s, "weight": w, "accuracy": a, "reward": (r, v)}
     means    {"loss": s / w, "accuracy": a / w, "reward": r / v}
 
-Of `Extremes`, such as how often each expert was chosen, the least and the largest mean remain:
+`Extremes`, such as how often each expert was chosen, become the least and the largest mean:
 `{"load": (Extremes([l, m]), u)}` gives `{"load_min": l / u, "load_max": m / u}`.
 
 A model with several losses has a dict of each: `{"loss": {"a": s, "b": t}, "weight": {"a": w,

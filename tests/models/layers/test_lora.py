@@ -93,6 +93,10 @@ def test_linear_with_an_adapter_equals_its_formula(use_rslora, use_dora):
     np.testing.assert_allclose(linear(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-5)
 
 
+def get_mlp(model: Any) -> Any:
+    return model.decoder.layers.mlp
+
+
 def test_experts_with_adapters_equal_merged_experts():
     """A router and experts compute as with W + scale · A · B, which numpy computes here."""
     config = dataclasses.replace(EXPERTS, router_loss=0.1)
@@ -101,7 +105,7 @@ def test_experts_with_adapters_equal_merged_experts():
     lora = LoraConfig(rank=3, alpha=6, targets=("mlp.*",))
     add_adapters(model, lora, seed=0)
     rng = np.random.default_rng(0)
-    mlp: Any = model.decoder.layers.mlp
+    mlp, merged_mlp = (get_mlp(each) for each in (model, merged))
     for name in ("router", "gate", "up", "down"):
         adapter, weight = getattr(mlp, f"{name}_lora"), getattr(mlp, name)
         assert adapter.a.shape == (*weight.shape[:-1], 3)
@@ -110,7 +114,7 @@ def test_experts_with_adapters_equal_merged_experts():
         adapter.b[...] = jnp.asarray(0.3 * rng.normal(size=adapter.b.shape), jnp.float32)
         a, b = (np.asarray(x[...], np.float64) for x in (adapter.a, adapter.b))
         merged_weight = np.asarray(weight[...], np.float64) + 2 * a @ b
-        getattr(merged.decoder.layers.mlp, name)[...] = jnp.asarray(merged_weight, jnp.float32)
+        getattr(merged_mlp, name)[...] = jnp.asarray(merged_weight, jnp.float32)
     plain = Llama(config, rngs=nnx.Rngs(0))(TOKENS)
     assert np.abs(model(TOKENS) - plain).max() > 0.1
     np.testing.assert_allclose(model(TOKENS), merged(TOKENS), atol=1e-4)
