@@ -143,7 +143,8 @@ def _split(
     """
     names = [f"{wrapper}.{PARTS[part]}" for part in ("a", "b")]
     a, b = (tensors.get(name) for name in names)
-    num_experts, num_products = len(products[0]), len(products)
+    num_experts = len(products[0])
+    num_products = len(products)
     if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
         return
     if a.shape[0] % num_experts or b.shape[1] % num_experts or b.shape[0] % num_products:

@@ -363,23 +363,14 @@ class Experts(nnx.Module):
         self.gate_lora: Lora | None = nnx.data(None)
         self.up_lora: Lora | None = nnx.data(None)
         self.down_lora: Lora | None = nnx.data(None)
-        shared_dim = config.shared_expert_dim
-        shared: dict[str, Any] = {"use_bias": False, "rngs": rngs}
-        self.shared = (
-            MLP(
-                embed_dim,
-                shared_dim,
-                activation=activation,
-                is_gated=is_gated,
-                stddevs=(stddev, stddev),
-                **shared,
-            )
-            if shared_dim
+        mlp = {"activation": activation, "is_gated": is_gated}
+        self.shared = _shared_mlp(config, embed_dim, stddev, mlp, rngs)
+        sizes = {"embed": embed_dim}, {"_gate": 1}
+        self.shared_gate = (
+            Linear(*sizes, stddev=stddev, use_bias=False, rngs=rngs)
+            if config.shared_expert_gate
             else None
         )
-        has_gate = config.shared_expert_gate
-        sizes = {"embed": embed_dim}, {"_gate": 1}
-        self.shared_gate = Linear(*sizes, stddev=stddev, **shared) if has_gate else None
 
     def use_float8(self, name: str, scaling: float8.Scaling | None) -> None:
         """Compute the product with a weight in float8; see models/layers/basic.py."""
@@ -471,6 +462,18 @@ class Experts(nnx.Module):
         up_to = jnp.cumsum(is_choice.any(axis=2), axis=1, dtype=jnp.int32)
         fits_BTC = jnp.sum(jnp.where(is_choice, up_to[:, :, None], 0), axis=-1) <= capacity
         return sequence.local_tokens(fits_BTC)
+
+
+def _shared_mlp(
+    config: ExpertsConfig, embed_dim: int, stddev: float, options: Mapping[str, Any], rngs: nnx.Rngs
+) -> MLP | None:
+    """Return the MLP for all tokens, if there is one."""
+    if not config.shared_expert_dim:
+        return None
+    stddevs = (stddev, stddev)
+    return MLP(
+        embed_dim, config.shared_expert_dim, use_bias=False, stddevs=stddevs, rngs=rngs, **options
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -260,73 +260,66 @@ def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices
 def _backward(
     expert, placement: _Placement, trained, frozen, x_BTD, factors_BTC, choices_BTC, dy_BTD
 ):
-    trained = _shares(trained, placement)
-    frozen = _shares(frozen, placement)
+    shared, stacked = _split(_shares(trained, placement), placement)
+    frozen_shared, frozen_stacked = _split(_shares(frozen, placement), placement)
     order = _sort_by_expert(placement, choices_BTC)
     x_AD = _gather(x_BTD, placement)
     dy_AD = _gather(dy_BTD, placement)
     factors = _gather(factors_BTC, placement).reshape(-1)
     once = {"mode": "drop", "unique_indices": True}
 
-    shared, stacked = _split(trained, placement)
-    frozen_shared, frozen_stacked = _split(frozen, placement)
-
     def gradients_of(trained, frozen, rows: _Rows) -> tuple:
-        def apply(trained, x, factors):
-            return expert({**trained, **frozen}, x, factors)
-
-        inputs = (trained, _tokens_at(x_AD, rows), _factors_at(factors, rows))
+        inputs = ({**trained, **shared}, _tokens_at(x_AD, rows), _factors_at(factors, rows))
+        apply = partial(_with_frozen, expert, {**frozen, **frozen_shared})
         return jax.vjp(apply, *inputs)[1](_tokens_at(dy_AD, rows))
 
     def of_round(number, carry):
         dx_AD, dfactors, dweights = carry
         rows = order.of_round(number)
-        of_weights, of_x, of_factors = gradients_of(trained, frozen, rows)
+        of_weights, of_x, of_factors = gradients_of(stacked, frozen_stacked, rows)
         dx_AD = _add_rows(dx_AD, rows, of_x)
         dfactors = dfactors.at[rows.entries].set(of_factors, mode="drop")
         return dx_AD, dfactors, _add(dweights, of_weights)
 
     def of_expert(carry, inputs):
+        *tokens, dshared = carry
         trained, frozen, dtrained, span = inputs
-        (*tokens, dshared) = carry
 
         def of_block(number, carry):
             dx_AD, dfactors, dweights = carry
             rows = order.of_block(span, number)
-            of_weights, of_x, of_factors = gradients_of(
-                {**trained, **shared}, {**frozen, **frozen_shared}, rows
-            )
+            of_weights, of_x, of_factors = gradients_of(trained, frozen, rows)
             dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
             dfactors = dfactors.at[rows.entries].set(of_factors, **once)
             return dx_AD, dfactors, _add(dweights, of_weights)
 
-        start = (*tokens, _widened({**dtrained, **dshared}))
+        start = (*tokens, {**_widened(dtrained), **dshared})
         *tokens, dweights = order.for_blocks(span, of_block, start)
         dshared, dtrained = _split(dweights, placement)
-        dtrained = jax.tree.map(lambda total, w: total.astype(w.dtype), dtrained, trained)
-        return (*tokens, dshared), dtrained
+        return (*tokens, dshared), _narrowed(dtrained, trained)
 
     # Sums over rounds and blocks are wide, as the sums within a product are.
-    zeros = (
-        jnp.zeros_like(x_AD),
-        jnp.zeros_like(factors),
-        _widened(jax.tree.map(jnp.zeros_like, trained)),
-    )
+    no_tokens = (jnp.zeros_like(x_AD), jnp.zeros_like(factors))
+    no_weights = _widened(jax.tree.map(jnp.zeros_like, {**stacked, **shared}))
     if order.num_rounds == 1:
-        *tokens, dweights = of_round(0, (*zeros[:2], None))
+        *tokens, dweights = of_round(0, (*no_tokens, None))
     else:
+        zeros = (*no_tokens, no_weights)
         *tokens, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, zeros)
-    dshared, dstacked = _split(_widened(dweights), placement)
+    dshared, dstacked = _split(dweights, placement)
     per_expert = (stacked, frozen_stacked, dstacked, order.spans)
-    carry = (*tokens, dshared)
+    carry = (*tokens, _widened(dshared))
     (dx_AD, dfactors, dshared), dstacked = jax.lax.scan(of_expert, carry, per_expert)
-    dshared = jax.tree.map(lambda total, w: total.astype(w.dtype), dshared, shared)
-    dfactors_AC = dfactors.reshape(-1, factors_BTC.shape[-1])
+    dweights = _sum_repeated({**dstacked, **_narrowed(dshared, shared)}, placement)
     return (
-        _shares(_sum_repeated({**dstacked, **dshared}, placement), placement),
+        _shares(dweights, placement),
         _scatter(dx_AD, placement).reshape(x_BTD.shape),
-        _scatter(dfactors_AC, placement).reshape(factors_BTC.shape),
+        _scatter(dfactors.reshape(-1, factors_BTC.shape[-1]), placement).reshape(factors_BTC.shape),
     )
+
+
+def _with_frozen(expert: Expert, frozen, trained, x: jax.Array, factors: jax.Array) -> jax.Array:
+    return expert({**trained, **frozen}, x, factors)
 
 
 def _add(totals: Tree | None, parts: Tree) -> Tree:
@@ -335,6 +328,10 @@ def _add(totals: Tree | None, parts: Tree) -> Tree:
 
 def _widened(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x.astype(_wide(x)), tree)
+
+
+def _narrowed(tree: Tree, like: Tree) -> Tree:
+    return jax.tree.map(lambda x, narrow: x.astype(narrow.dtype), tree, like)
 
 
 def _split(

@@ -107,7 +107,8 @@ def test_experts_with_adapters_equal_merged_experts():
     rng = np.random.default_rng(0)
     mlp, merged_mlp = (get_mlp(each) for each in (model, merged))
     for name in ("router", "gate", "up", "down"):
-        adapter, weight = getattr(mlp, f"{name}_lora"), getattr(mlp, name)
+        adapter = getattr(mlp, f"{name}_lora")
+        weight = getattr(mlp, name)
         assert adapter.a.shape == (*weight.shape[:-1], 3)
         experts = adapter.a[...].reshape(-1, *adapter.a.shape[-2:])
         assert not np.array_equal(experts[0], experts[1])
