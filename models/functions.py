@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers.basic import float8_linears
+from models.layers.basic import float8_kernels
 from models.stack import (
     Stack,
     Sums,
@@ -115,7 +115,8 @@ def functions_of(
             REMAT_POLICIES, or names of activations, separated by commas. None: the blocks have no
             backward pass.
         offload: names of activations that are saved as well, but in host memory.
-        in_float8: whether the stacks' linear layers compute in float8; see models/layers/float8.py.
+        in_float8: whether linear layers and experts of the stacks compute in float8; see
+            models/layers/float8.py.
 
     Raises:
         ValueError: if the model has no Stack, has several Stacks without an order, lacks `embed` or
@@ -151,9 +152,7 @@ def functions_of(
         num_layers={key: stack.num_layers for key, stack in stacks.items()},
         layers_per_block={key: stack.layers_per_block for key, stack in stacks.items()},
         float8_kernels={
-            key: tuple((*path, "kernel") for path in float8_linears(stack.layers))
-            if in_float8
-            else ()
+            key: tuple(float8_kernels(stack.layers)) if in_float8 else ()
             for key, stack in stacks.items()
         },
         teach=method("teach") if hasattr(model, "teach") else None,

@@ -13,10 +13,11 @@ A model is an `nnx.Module` with
 - `head(x, batch) -> (loss_sum, weight_sum, metrics)`, which returns scalars: sums over the tokens
   of the batch. Sums of all microbatches, devices and batches are added up before they are divided:
   the loss and the metrics by the sum of weights. A metric with weights of its own is a pair
-  (sum, sum of its weights). If losses with different weights are added, `loss_sum` and `weight_sum`
-  are dicts with an entry per loss, which is also a metric of that name. The loss is then the sum of
-  the means. Each sum of weights is then the sum of one array of the batch, `weights` or
-  `*_weights`, because a training step scales these to the same sum.
+  (sum, sum of its weights); the first can be several sums, `Extremes` of models/metrics.py. If
+  losses with different weights are added, `loss_sum` and `weight_sum` are dicts with an entry per
+  loss, which is also a metric of that name. The loss is then the sum of the means. Each sum of
+  weights is then the sum of one array of the batch, `weights` or `*_weights`, because a training
+  step scales these to the same sum.
 
 `x` is an array or a tree of arrays, all of a floating dtype. It keeps its structure, shapes and
 dtypes within a stack. `batch` is a dict of arrays with a leading batch dim. During training,
@@ -78,7 +79,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import MAX_LAYERS
-from models.layers.basic import float8_linears, use_float8
+from models.layers.basic import float8_kernels, use_float8
 from models.layers.lora import use_dropout
 from sharding.logical import constrain_residual
 
@@ -336,14 +337,14 @@ def block_function(
         policy: policy for `jax.checkpoint`; None saves everything that the backward pass reads.
         first_layer: number of the stack's first layer, counted from 0 over all stacks. Layer n of
             all stacks folds 1 + n into the dropout keys, so no two layers draw the same masks.
-        in_float8: whether the linear layers compute in float8; see models/layers/float8.py.
+        in_float8: whether linear layers and experts compute in float8; see models/layers/float8.py.
     """
     if not isinstance(blocks, Period):
         return _layer_function(
             nnx.split(blocks)[0], policy, first_layer=first_layer, in_float8=in_float8
         )
     names = blocks.names
-    linears = [path[0] for path in float8_linears(blocks)]
+    in_blocks = [path[0] for path in float8_kernels(blocks)]
     functions = [
         _layer_function(
             nnx.split(getattr(blocks, name))[0],
@@ -358,8 +359,8 @@ def block_function(
         for name, function in zip(names, functions, strict=True):
             of_block = scaling
             if scaling is not None:
-                start = linears.index(name)
-                of_block = scaling[start : start + linears.count(name)]
+                start = in_blocks.index(name)
+                of_block = scaling[start : start + in_blocks.count(name)]
             x = function(params[name], x, microbatch, len(names) * number, of_block)
         return x
 

@@ -1,6 +1,7 @@
 """Plots the training and evaluation loss of one or more runs over steps, and the plans of a run.
 
 python -m train.plot runs/a [runs/b ...] --out=loss.png [--title="..."]
+python -m train.plot runs/a --experts --out=load.png           the load of a run's experts
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,31 @@ def plot_losses(directories: list[Path], out: Path, title: str = "") -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    save(figure, out)
+
+
+def plot_experts(directory: Path, out: Path, title: str = "") -> None:
+    """Plot the load of the least and most chosen expert of a run, and the entropy of its routers.
+
+    Raises:
+        ValueError: the run has no experts, or `out` cannot be written as an image.
+    """
+    entries = [entry for entry in _read(directory) if "expert_load_max" in entry]
+    if not entries:
+        raise ValueError(f"{directory} has no loads of experts; give a run with model.num_experts")
+    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
+    of_load, of_entropy = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+    steps = [entry["step"] for entry in entries]
+    for key, color in (("expert_load_max", "#d55e00"), ("expert_load_min", "#0072b2")):
+        of_load.plot(steps, [entry[key] for entry in entries], color=color, label=key)
+    of_load.axhline(1, color="gray", lw=0.8, ls="--")
+    of_load.set(ylabel="load (1 is the mean)", title=title)
+    of_load.legend(frameon=False)
+    of_entropy.plot(steps, [entry["router_entropy"] for entry in entries], color="#009e73")
+    of_entropy.set(xlabel="step", ylabel="entropy (nats)")
+    for axes in (of_load, of_entropy):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
     save(figure, out)
 
 
@@ -140,8 +166,16 @@ def main(argv: list[str] | None = None) -> None:
         "--out", type=local_path, default=Path("loss.png"), help="image file to write"
     )
     parser.add_argument("--title", default="")
+    parser.add_argument(
+        "--experts", action="store_true", help="plot the load of a run's experts instead"
+    )
     args = parser.parse_args(argv)
-    plot_losses(args.rundirs, args.out, args.title)
+    if args.experts and len(args.rundirs) > 1:
+        raise ValueError(f"--experts plots one run, not {len(args.rundirs)}; give one workdir")
+    if args.experts:
+        plot_experts(args.rundirs[0], args.out, args.title)
+    else:
+        plot_losses(args.rundirs, args.out, args.title)
     print(f"wrote {args.out}")
 
 

@@ -33,7 +33,7 @@ class PrecisionConfig(Section, section="precision"):
     compute: str = field(
         "float32",
         "dtype of activations, and of the copy of the parameters that layers compute with. "
-        "float8: bfloat16, but the linear layers of the stacks multiply in float8.",
+        "float8: bfloat16, but linear layers and experts of the stacks multiply in float8.",
         choices=("bfloat16", "float16", "float32", "float64", "float8"),
         required=True,
     )
@@ -104,7 +104,7 @@ class PrecisionConfig(Section, section="precision"):
 
     @property
     def in_float8(self) -> bool:
-        """Whether the linear layers of the stacks multiply in float8."""
+        """Whether linear layers and experts of the stacks multiply in float8."""
         return self.compute == "float8"
 
     @property

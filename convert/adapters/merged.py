@@ -8,6 +8,7 @@ import numpy as np
 
 from checkpoint.lazy import Index, LazyArray
 from convert.model_on_disk import Shapes, Source
+from models.adapters import adapter_of
 from models.layers.lora import LoraConfig
 
 
@@ -31,15 +32,15 @@ def without_adapters(source: Source) -> Source:
     return dataclasses.replace(source, open=open_arrays, lora=LoraConfig())
 
 
-def adapter_parts(kernel: str, names: Mapping[str, object]) -> list[str]:
-    """Return the names of a kernel's adapter: A, B, and m with DoRA; empty if it has none."""
-    layer, _, word = kernel.rpartition(".")
-    parts = [f"{layer}.lora.{part}" for part in ("a", "b", "magnitude")]
-    return [part for part in parts if word == "kernel" and part in names]
+def adapter_parts(weight: str, names: Mapping[str, object]) -> list[str]:
+    """Return the names of a weight's adapter: A, B, and m with DoRA; empty if it has none."""
+    adapter = adapter_of(weight)
+    parts = [f"{adapter}.{part}" for part in ("a", "b", "magnitude")]
+    return [part for part in parts if part in names]
 
 
 class _MergedArray(LazyArray):
-    """A kernel with its adapter, `[*layers, *inputs, *outputs]`.
+    """A kernel with its adapter, `[*batch, *inputs, *outputs]`; batch dims: layers, and experts.
 
     Args:
         parts: A, B, and m with DoRA; see models/layers/lora.py.
@@ -52,12 +53,12 @@ class _MergedArray(LazyArray):
         self._scale = config.scale
         self.shape = kernel.shape
         self.dtype = kernel.dtype
-        # A is [*layers, *inputs, r], and B is [*layers, r, *outputs].
-        self._is_stacked = len(self._a.shape) + len(self._b.shape) > len(self.shape) + 2
-        self._sizes = kernel.shape[self._is_stacked :]
-        self._num_inputs = len(self._a.shape) - 1 - self._is_stacked
+        # A is [*batch, *inputs, r], and B is [*batch, r, *outputs].
+        self._num_batch = len(self._a.shape) + len(self._b.shape) - len(self.shape) - 2
+        self._sizes = kernel.shape[self._num_batch :]
+        self._num_inputs = len(self._a.shape) - 1 - self._num_batch
         self._wide = np.dtype(jnp.promote_types(kernel.dtype, np.float32))
-        self._factors: dict[int | None, np.ndarray] = {}  # for the layer read last
+        self._factors: dict[tuple[int, ...], np.ndarray] = {}  # for the layer read last
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
@@ -66,38 +67,38 @@ class _MergedArray(LazyArray):
 
     def read(self, index: Index) -> np.ndarray:
         """Read a part of the merged kernel."""
-        if not self._is_stacked:
-            return self._read(None, index)
         values = np.empty([part.stop - part.start for part in index], self.dtype)
-        for number in range(len(values)):
-            values[number] = self._read(index[0].start + number, index[1:])
+        batch = index[: self._num_batch]
+        for place in np.ndindex(*values.shape[: self._num_batch]):
+            numbers = tuple(part.start + i for part, i in zip(batch, place, strict=True))
+            values[place] = self._read(numbers, index[self._num_batch :])
         return values
 
-    def _read(self, layer: int | None, index: Index) -> np.ndarray:
-        values = self._sum(layer, index)
+    def _read(self, place: tuple[int, ...], index: Index) -> np.ndarray:
+        values = self._sum(place, index)
         if self._magnitude is not None:
-            values *= self._factor(layer)[index[self._num_inputs :]]
+            values *= self._factor(place)[index[self._num_inputs :]]
         return values.astype(self.dtype)
 
-    def _sum(self, layer: int | None, index: Index) -> np.ndarray:
-        """Return a part of W + scale · A·B of one layer, in float32 or wider."""
+    def _sum(self, place: tuple[int, ...], index: Index) -> np.ndarray:
+        """Return a part of W + scale · A·B of one layer or expert, in float32 or wider."""
         rank = slice(0, self._a.shape[-1])
-        a = self._wide_part(self._a, layer, (*index[: self._num_inputs], rank))
-        b = self._wide_part(self._b, layer, (rank, *index[self._num_inputs :]))
-        return self._wide_part(self._kernel, layer, index) + self._scale * np.tensordot(a, b, 1)
+        a = self._wide_part(self._a, place, (*index[: self._num_inputs], rank))
+        b = self._wide_part(self._b, place, (rank, *index[self._num_inputs :]))
+        return self._wide_part(self._kernel, place, index) + self._scale * np.tensordot(a, b, 1)
 
-    def _wide_part(self, array: LazyArray, layer: int | None, index: Index) -> np.ndarray:
-        if layer is None:
-            return array.read(index).astype(self._wide)
-        return array.read((slice(layer, layer + 1), *index))[0].astype(self._wide)
+    def _wide_part(self, array: LazyArray, place: tuple[int, ...], index: Index) -> np.ndarray:
+        first = tuple(slice(number, number + 1) for number in place)
+        part = array.read((*first, *index))
+        return part.reshape(part.shape[len(place) :]).astype(self._wide)
 
-    def _factor(self, layer: int | None) -> np.ndarray:
+    def _factor(self, place: tuple[int, ...]) -> np.ndarray:
         """Return m / ‖W + scale · A·B‖ of one layer, `[*outputs]`."""
         assert self._magnitude is not None
-        if layer not in self._factors:
+        if place not in self._factors:
             whole = tuple(slice(0, size) for size in self._sizes)
-            squares = np.square(self._sum(layer, whole))
+            squares = np.square(self._sum(place, whole))
             norm = np.sqrt(np.sum(squares, axis=tuple(range(self._num_inputs))))
-            magnitude = self._wide_part(self._magnitude, layer, whole[self._num_inputs :])
-            self._factors = {layer: magnitude / norm}
-        return self._factors[layer]
+            magnitude = self._wide_part(self._magnitude, place, whole[self._num_inputs :])
+            self._factors = {place: magnitude / norm}
+        return self._factors[place]

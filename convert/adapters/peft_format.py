@@ -9,15 +9,26 @@ also name the tensors of adapters:
 
 PEFT finds a layer by the name of its module. For a few architectures, `transformers` 5 renames the
 tensors of a file while it loads them, so these names differ.
+
+For `transformers` 5, the experts of a layer are two parameters instead of a module each. Adapters
+are written under the names of these modules, which PEFT converts. Adapters that PEFT trained there
+are stored for all experts of a layer together:
+
+    decoder.layers.mlp.up_lora.a    model.layers.0.mlp.experts.0.up_proj.lora_A.weight    [r, D]
+    decoder.layers.mlp.up_lora.a    model.layers.0.mlp.experts.base_layer.lora_A.weight   [E · r, D]
 """
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from convert.architecture import Architecture
 from convert.model_on_disk import Shapes
 from convert.names import TensorMapping
+from convert.tensor_files import Tensor
+from models.adapters import adapter_of
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -74,10 +85,9 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
         shapes: parameters of the model with adapters.
     """
     for kernel in mappings:
-        layer, _, word = kernel.ours.rpartition(".")
         for part in PARTS:
-            ours = f"{layer}.lora.{part}"
-            if word != "kernel" or ours not in shapes:
+            ours = f"{adapter_of(kernel.ours)}.{part}"
+            if ours not in shapes:
                 continue
             yield dataclasses.replace(
                 kernel,
@@ -88,6 +98,74 @@ def adapter_mappings(mappings: Sequence[TensorMapping], shapes: Shapes) -> Itera
                 kind="flat" if part == "magnitude" else "linear",
                 num_inputs=1 if part == "b" else kernel.num_inputs,
             )
+
+
+def split_experts(
+    tensors: Mapping[str, Tensor], mappings: Sequence[TensorMapping], targets: Sequence[str]
+) -> dict[str, Tensor]:
+    """Split the adapters that cover all experts of a layer into one per expert.
+
+    An adapter of gate and up, which are one parameter, has one A for both.
+
+    Args:
+        tensors: by the names of modules in `transformers` 5.
+        mappings: as from `module_mappings`.
+        targets: `target_parameters` of adapter_config.json.
+    """
+    result = dict(tensors)
+    layers: dict[str, dict[str, list[TensorMapping]]] = {}
+    for place in mappings:
+        if match := re.fullmatch(r"(.*\.experts)\.\d+\.\w+\.weight", place.theirs):
+            product = place.ours.rpartition(".")[2]
+            layers.setdefault(match[1], {}).setdefault(product, []).append(place)
+    has_down = any(target.endswith("down_proj") for target in targets)
+    for module, products in layers.items():
+        gate_and_up = [products["gate"], products["up"]]
+        # If both parameters have adapters, the wrapper for `down` is the outer one.
+        inner = f"{module}.base_layer"
+        if f"{inner}.{PARTS['a']}" in tensors:
+            _split(result, inner, gate_and_up)
+            _split(result, module, [products["down"]])
+        else:
+            _split(result, module, [products["down"]] if has_down else gate_and_up)
+    return result
+
+
+def _split(
+    tensors: dict[str, Tensor], wrapper: str, products: Sequence[Sequence[TensorMapping]]
+) -> None:
+    """Split the adapter of a parameter, which may be several products, into one per expert.
+
+    Args:
+        tensors: changed.
+        wrapper: name of the adapter's module.
+        products: mappings of the experts' weights, in order, for each product.
+    """
+    names = [f"{wrapper}.{PARTS[part]}" for part in ("a", "b")]
+    a, b = (tensors.get(name) for name in names)
+    num_experts = len(products[0])
+    num_products = len(products)
+    if a is None or b is None or len(a.shape) != 2 or len(b.shape) != 2:
+        return
+    if a.shape[0] % num_experts or b.shape[1] % num_experts or b.shape[0] % num_products:
+        return
+    for name in names:
+        del tensors[name]
+    rank, num_outputs = a.shape[0] // num_experts, b.shape[0] // num_products
+    for number, experts in enumerate(products):
+        for expert, place in enumerate(experts):
+
+            def of_a(a: Tensor = a, expert: int = expert) -> np.ndarray:
+                return a.map()[expert * rank : (expert + 1) * rank]
+
+            def of_b(b: Tensor = b, number: int = number, expert: int = expert) -> np.ndarray:
+                rows = b.map()[number * num_outputs : (number + 1) * num_outputs]
+                return rows[:, expert::num_experts]
+
+            shapes = {"a": (rank, a.shape[1]), "b": (num_outputs, b.shape[1] // num_experts)}
+            for part, tensor, read in (("a", a, of_a), ("b", b, of_b)):
+                name = name_of(place, part)
+                tensors[name] = dataclasses.replace(tensor, name=name, shape=shapes[part], map=read)
 
 
 def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> None:

@@ -17,6 +17,7 @@ from convert.adapters.peft_format import (
     module_name,
     module_of,
     name_of,
+    split_experts,
 )
 from convert.architecture import Architecture
 from convert.huggingface import check_shape, convert_arrays
@@ -24,6 +25,7 @@ from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, check_names
 from convert.tensor_files import Tensor, open_safetensors
 from data.text.tokenization.file_tokenizer import find_tokenizer
+from models.adapters import layer_of
 from models.layers.lora import LoraConfig
 from untrusted.documents import read_json
 from untrusted.messages import shortened
@@ -41,6 +43,7 @@ _CONFIG_TYPES = {
     "use_dora": bool | None,
     "bias": str | None,
     "init_lora_weights": bool | str | None,
+    "target_parameters": list[str] | None,
 }
 #: Keys that do not affect the computation, or whose effect the tensors show.
 _HARMLESS = frozenset(
@@ -69,6 +72,7 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     vocab_size = base.fields.get("vocab_size")
     mappings = module_mappings(architecture, base.shapes(), vocab_size=vocab_size)
     tensors = _tensors(path, architecture, mappings)
+    tensors = split_experts(tensors, mappings, config.get("target_parameters") or ())
     lora = _lora(config, mappings, tensors)
     _check_layers(lora, mappings, tensors, path)
     source = dataclasses.replace(
@@ -101,8 +105,8 @@ def _lora(
     config: Mapping[str, Any], mappings: Sequence[TensorMapping], tensors: Mapping[str, Tensor]
 ) -> LoraConfig:
     """Return the section `lora` that describes the adapters and parameters in the file."""
-    kernels = [m for m in mappings if m.ours.endswith(".kernel")]
-    targets = {m.ours.removesuffix(".kernel") for m in kernels if name_of(m, "a") in tensors}
+    layers = ((layer_of(m.ours), m) for m in mappings)
+    targets = {layer for layer, m in layers if layer and name_of(m, "a") in tensors}
     return LoraConfig(
         rank=config["r"],
         alpha=config["lora_alpha"],
@@ -123,12 +127,13 @@ def _check_layers(
         f"{path / CONFIG_FILE}: modules_to_save",
         "train it for a model with tie_word_embeddings=false, or without modules_to_save",
     )
-    targets = {f"{name}.kernel" for name in lora.targets}
-    without = [m for m in mappings if m.ours in targets and name_of(m, "a") not in tensors]
+    without = [
+        m for m in mappings if layer_of(m.ours) in lora.targets and name_of(m, "a") not in tensors
+    ]
     embeddings = [name for name in tensors if "lora_embedding_" in name]
     tied = {name.removesuffix(".weight") for m in mappings for name in m.tied}
     heads = [name for name in tensors if any(name.startswith(f"{module}.") for module in tied)]
-    linear = {module_of(m) for m in mappings if m.ours.endswith(".kernel") and m.kind != "conv2d"}
+    linear = {module_of(m) for m in mappings if layer_of(m.ours) and m.kind != "conv2d"}
     others = {module_of(m) for m in mappings} - linear
     not_linear = [name for name in tensors if _adapted_module(name) in others]
     problems = [

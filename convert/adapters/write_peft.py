@@ -23,6 +23,7 @@ from convert.architecture import Architecture
 from convert.model_on_disk import Shapes, Source
 from convert.names import TensorMapping, assemble
 from convert.tensor_files import ShardWriter
+from models.adapters import adapter_of, is_adapter, layer_of
 from untrusted.files import write_text
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _TASKS = {
 }
 #: Modules that PEFT stores whole for the task SEQ_CLS.
 _SAVED_BY_PEFT = {"classifier", "score"}
+#: Last words of the names of routers and of the products of experts that PEFT converts.
+_MODULES_OF_EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
 
 
 def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
@@ -81,10 +84,11 @@ def write_adapter(
             a module was trained, or a parameter that is used in two places, or experts.
     """
     all_shapes = source.shapes()
-    shapes = {name: shape for name, shape in all_shapes.items() if ".lora." not in name}
+    shapes = {name: shape for name, shape in all_shapes.items() if not is_adapter(name.split("."))}
     vocab_size = getattr(source.config, "vocab_size", None)
     mappings = module_mappings(architecture, shapes, vocab_size=vocab_size)
     _check_linear(mappings, all_shapes)
+    _check_convertible(mappings, all_shapes)
     of_adapters = [*adapter_mappings(mappings, all_shapes)]
     known = shapes if base is None else base.shapes()
     trained = [
@@ -177,11 +181,41 @@ def _short_names(modules: set[str], known: set[str]) -> list[str]:
 def _check_linear(mappings: Sequence[TensorMapping], shapes: Shapes) -> None:
     """Check that no layer that is a convolution in the Hugging Face model has an adapter."""
     for place in mappings:
-        layer = place.ours.removesuffix(".kernel")
-        if place.kind == "conv2d" and f"{layer}.lora.a" in shapes:
+        if place.kind == "conv2d" and f"{adapter_of(place.ours)}.a" in shapes:
             raise ValueError(
-                f"{layer} has an adapter, but is a convolution in the Hugging Face model; write "
-                "the whole model with --merge, or leave it out of lora.targets"
+                f"{layer_of(place.ours)} has an adapter, but is a convolution in the Hugging Face "
+                "model; write the whole model with --merge, or leave it out of lora.targets"
+            )
+
+
+def _check_convertible(mappings: Sequence[TensorMapping], shapes: Shapes) -> None:
+    """Check that PEFT converts the adapters of a model with experts for `transformers` 5.
+
+    It goes by the last words of names, so it takes a shared MLP for experts; and it expects that
+    `gate`, `up` and `down` have adapters, or `down` alone.
+    """
+    if not any(".experts" in m.theirs for m in mappings):
+        return
+    remedy = "write the whole model with --merge, or change lora.targets"
+    adapted = {m.ours: m for m in mappings if f"{adapter_of(m.ours)}.a" in shapes}
+    for ours, place in adapted.items():
+        is_of_experts = layer_of(ours) == ours
+        is_known = module_of(place).rpartition(".")[2] in _MODULES_OF_EXPERTS
+        if is_of_experts != is_known:
+            what = "has no adapters for" if is_of_experts else "takes for experts:"
+            raise ValueError(
+                f"{layer_of(ours)} has an adapter, which PEFT {what} {module_of(place)}; {remedy}"
+            )
+    layers: dict[str, set[str]] = {}
+    for ours, place in adapted.items():
+        if ".experts." in place.theirs:
+            layer, _, product = ours.rpartition(".")
+            layers.setdefault(layer, set()).add(product)
+    for layer, products in layers.items():
+        if products not in ({"down"}, {"gate", "up", "down"}):
+            raise ValueError(
+                f"{layer} has adapters of {', '.join(sorted(products))}, but PEFT converts those "
+                f"of gate, up and down together, or of down alone; {remedy}"
             )
 
 

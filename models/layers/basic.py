@@ -13,6 +13,7 @@ B batch, T seq, D embed, V vocab.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,11 @@ _FLOAT8_MULTIPLE = 16
 
 # The whole train state is sharded when it is built, rather than each parameter on creation.
 nnx.use_eager_sharding(False)
+
+
+def fits_float8(*sizes: int) -> bool:
+    """Return whether a product can be in float8 with these numbers of inputs and outputs."""
+    return all(size % _FLOAT8_MULTIPLE == 0 for size in sizes)
 
 
 def recomputed(
@@ -90,7 +96,7 @@ class Linear(nnx.Module):
         rngs: random keys for the initialization.
 
     Attributes:
-        can_use_float8: whether its product can be in float8.
+        float8_weights: name of the kernel, if its product can be in float8.
         in_float8: whether its product is in float8.
         scaling: its scales; None: current scaling. See models/layers/float8.py.
         lora: its adapter, if it has one: (x·kernel, x, kernel) -> the adapted output without bias.
@@ -116,10 +122,15 @@ class Linear(nnx.Module):
         self.num_inputs = len(inputs)
         self.outputs = tuple(axes[len(inputs) :])
         counts = (math.prod(inputs.values()), math.prod(outputs.values()))
-        self.can_use_float8 = can_use_float8 and all(n % _FLOAT8_MULTIPLE == 0 for n in counts)
+        self.float8_weights = ("kernel",) if can_use_float8 and fits_float8(*counts) else ()
         self.in_float8 = False
         self.scaling: float8.Scaling | None = nnx.data(None)
         self.lora: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] | None = nnx.data(None)
+
+    def use_float8(self, name: str, scaling: float8.Scaling | None) -> None:
+        """Compute in float8 from now on; see `use_float8` below."""
+        self.in_float8 = True
+        self.scaling = scaling
 
     def __call__(self, x: jax.Array, split: jax.Array | None = None) -> jax.Array:
         """Apply the layer.
@@ -159,36 +170,40 @@ class Linear(nnx.Module):
         return y.reshape(*batch, *outputs)
 
 
-def float8_linears(block: nnx.Module) -> dict[tuple, Linear]:
-    """Return the linear layers of a block whose products can be in float8: path -> layer.
+def float8_kernels(block: nnx.Module) -> dict[tuple, Any]:
+    """Return the kernels of a block whose products can be in float8: path -> their module.
 
-    The order is the same for every block of a stack.
+    A module names them in `float8_weights`. The order is the same for every block of a stack.
     """
-    modules = nnx.iter_modules(block)
-    return {path: m for path, m in modules if isinstance(m, Linear) and m.can_use_float8}
+    return {
+        (*path, name): module
+        for path, module in nnx.iter_modules(block)
+        for name in getattr(module, "float8_weights", ())
+    }
 
 
 def use_float8(block: nnx.Module, scaling: jax.Array | None) -> None:
-    """Make the linear layers of a block compute in float8.
+    """Make the products of a block with its `float8_kernels` compute in float8.
 
     Args:
         block: block; it is changed.
-        scaling: scales of its `float8_linears`, float[n, 3, NUM_BINS]; None: current
-            scaling. See models/layers/float8.py. Layers that read the same input, as a module says
-            in `same_input`, use the scale of the first of them for it.
+        scaling: scales of its `float8_kernels`, float[n, 3, NUM_BINS]; None: current
+            scaling. See models/layers/float8.py. Kernels of the same input, as a module says in
+            `same_input`, use the scale of the first of them for it.
     """
-    linears = list(float8_linears(block).values())
-    numbers = {id(linear): number for number, linear in enumerate(linears)}
+    kernels = float8_kernels(block)
+    numbers = {path: number for number, path in enumerate(kernels)}
     of_input = dict(numbers)
-    for _, module in nnx.iter_modules(block):
-        sharing = [id(getattr(module, name)) for name in getattr(module, "same_input", ())]
-        sharing = [key for key in sharing if key in numbers]
-        of_input |= {key: numbers[sharing[0]] for key in sharing}
-    for linear in linears:
-        linear.in_float8 = True
+    for path, module in nnx.iter_modules(block):
+        # They are weights of this module, or the kernels of linear layers.
+        names = ((*path, name) for name in getattr(module, "same_input", ()))
+        sharing = [each for name in names for each in (name, (*name, "kernel")) if each in numbers]
+        of_input |= {each: numbers[sharing[0]] for each in sharing}
+    for path, module in kernels.items():
+        rows = None
         if scaling is not None:
-            number = numbers[id(linear)]
-            linear.scaling = (scaling[of_input[id(linear)], 0], scaling[number, 1:])
+            rows = (scaling[of_input[path], 0], scaling[numbers[path], 1:])
+        module.use_float8(path[-1], rows)
 
 
 class LayerNorm(nnx.Module):

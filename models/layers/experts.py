@@ -27,10 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.layers import float8
 from models.layers.activations import ACTIVATIONS
-from models.layers.basic import Linear, param
+from models.layers.basic import Linear, fits_float8, param
 from models.layers.flops import declare_flops, dense_flops
+from models.layers.lora import Lora
 from models.layers.transformer import MLP
+from models.metrics import Extremes
 from sharding.logical import gather_tokens, scatter_tokens, sum_over_batch
 from sharding.ops import sequence
 from sharding.ops.experts import apply_experts
@@ -244,7 +247,7 @@ class RouterReport:
             "router_entropy": (entropy, weight),
             "dropped_tokens": (dropped, weight),
             # All layers have as many choices, so a load of 1 is the mean.
-            "expert_load": (counts_LE, jnp.mean(counts_LE)),
+            "expert_load": (Extremes(counts_LE), jnp.mean(counts_LE)),
         }
 
 
@@ -278,7 +281,19 @@ _AXES = {
     "gate_bias": ("experts", "mlp"),
     "up_bias": ("experts", "mlp"),
     "down_bias": ("experts", "embed"),
+    "gate_lora_a": ("experts", "embed", None),
+    "gate_lora_b": ("experts", None, "mlp"),
+    "up_lora_a": ("experts", "embed", None),
+    "up_lora_b": ("experts", None, "mlp"),
+    "down_lora_a": ("experts", "mlp", None),
+    "down_lora_b": ("experts", None, "embed"),
+    # Scales are the same for all experts.
+    "gate_scaling": (),
+    "up_scaling": (),
+    "down_scaling": (),
 }
+#: The products of an expert.
+_PRODUCTS = ("gate", "up", "down")
 
 
 class Experts(nnx.Module):
@@ -295,7 +310,14 @@ class Experts(nnx.Module):
 
     Attributes:
         routing: where the tokens of the last call went; None before it.
+        float8_weights: names of the weights whose products can be in float8.
+        in_float8: whether these products are in float8. `gate_scaling`, `up_scaling` and
+            `down_scaling` are their scales; None: current scaling. See models/layers/float8.py.
+        router_lora: adapter of the router, if it has one; `gate_lora`, `up_lora` and `down_lora`
+            belong to the experts' products. See models/layers/lora.py.
     """
+
+    same_input = ("gate", "up")
 
     def __init__(
         self,
@@ -331,23 +353,29 @@ class Experts(nnx.Module):
         self.down_bias = param(zeros, rngs, *of_down) if has_bias else None
         self.expert = _Expert(activation, config.gate_limit)
         self.routing: Routing | None = nnx.data(None)
-        shared_dim = config.shared_expert_dim
-        shared: dict[str, Any] = {"use_bias": False, "rngs": rngs}
-        self.shared = (
-            MLP(
-                embed_dim,
-                shared_dim,
-                activation=activation,
-                is_gated=is_gated,
-                stddevs=(stddev, stddev),
-                **shared,
-            )
-            if shared_dim
+        products = [name for name in _PRODUCTS if getattr(self, name) is not None]
+        self.float8_weights = tuple(products) if fits_float8(embed_dim, expert_dim) else ()
+        self.in_float8 = False
+        self.gate_scaling: float8.Scaling | None = nnx.data(None)
+        self.up_scaling: float8.Scaling | None = nnx.data(None)
+        self.down_scaling: float8.Scaling | None = nnx.data(None)
+        self.router_lora: Lora | None = nnx.data(None)
+        self.gate_lora: Lora | None = nnx.data(None)
+        self.up_lora: Lora | None = nnx.data(None)
+        self.down_lora: Lora | None = nnx.data(None)
+        mlp = {"activation": activation, "is_gated": is_gated}
+        self.shared = _shared_mlp(config, embed_dim, stddev, mlp, rngs)
+        sizes = {"embed": embed_dim}, {"_gate": 1}
+        self.shared_gate = (
+            Linear(*sizes, stddev=stddev, use_bias=False, rngs=rngs)
+            if config.shared_expert_gate
             else None
         )
-        has_gate = config.shared_expert_gate
-        sizes = {"embed": embed_dim}, {"_gate": 1}
-        self.shared_gate = Linear(*sizes, stddev=stddev, **shared) if has_gate else None
+
+    def use_float8(self, name: str, scaling: float8.Scaling | None) -> None:
+        """Compute the product with a weight in float8; see models/layers/basic.py."""
+        self.in_float8 = True
+        setattr(self, f"{name}_scaling", scaling)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Return the output `[B, T, D]`; sets `routing`."""
@@ -357,14 +385,19 @@ class Experts(nnx.Module):
         choices_BTC = routing.choices_BTC
         if routing.fits_BTC is not None:
             choices_BTC = jnp.where(routing.fits_BTC, choices_BTC, self.num_experts)
-        leaves = {name: getattr(self, name) for name in _AXES}
-        weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
-        of_mesh = {"axes": {name: _AXES[name] for name in weights}, "num_experts": self.num_experts}
-        # Only the experts that tokens choose count, however unevenly they do.
-        products = [leaf.shape[1:] for leaf in weights.values() if leaf.ndim == 3]
+        weights = self._weights()
+        of_mesh = {
+            "axes": {name: _AXES[name] for name in weights},
+            "added": ("down_bias",),
+            "num_experts": self.num_experts,
+        }
+        # Only the experts that tokens choose count, however unevenly they do. Adapters are not the
+        # model's work; see models/flops.py.
+        products = [weights[name].shape[1:] for name in _PRODUCTS if name in weights]
         flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
         inputs = weights, whole_BTD, routing.factors_BTC, choices_BTC
-        y_BTD = declare_flops(flops, partial(apply_experts, self.expert, **of_mesh), *inputs)
+        expert = dataclasses.replace(self.expert, in_float8=self.in_float8)
+        y_BTD = declare_flops(flops, partial(apply_experts, expert, **of_mesh), *inputs)
         y_BTD = scatter_tokens(y_BTD)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
@@ -373,17 +406,30 @@ class Experts(nnx.Module):
             y_BTD = y_BTD + shared_BTD
         return y_BTD
 
+    def _weights(self) -> dict[str, jax.Array]:
+        """Return weights, adapters and scales of the experts, by their names in `_AXES`."""
+        names = [*_PRODUCTS, *(f"{name}_bias" for name in _PRODUCTS)]
+        leaves = {name: getattr(self, name) for name in names}
+        weights = {name: leaf[...] for name, leaf in leaves.items() if leaf is not None}
+        for name in _PRODUCTS:
+            scaling: float8.Scaling | None = getattr(self, f"{name}_scaling")
+            if scaling is not None:
+                of_input, others = scaling
+                weights[f"{name}_scaling"] = jnp.concatenate([of_input[None], others])
+            adapter: Lora | None = getattr(self, f"{name}_lora")
+            if adapter is not None:
+                weights[f"{name}_lora_a"] = adapter.a[...]
+                weights[f"{name}_lora_b"] = adapter.scale * adapter.b[...]
+        return weights
+
     def route(self, x_BTD: jax.Array) -> Routing:
         """Return where tokens go; all in float32 or wider."""
         config = self.config
         wide = _wide(x_BTD)
-        logits_BTE = jnp.einsum(
-            "BTD,DE->BTE",
-            x_BTD,
-            self.router[...].astype(x_BTD.dtype),
-            preferred_element_type=wide,
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        logits_BTE = _wide_product(x_BTD, self.router[...])
+        if (adapter := self.router_lora) is not None:
+            narrow_BTr = _wide_product(x_BTD, adapter.a[...])
+            logits_BTE += adapter.scale * _wide_product(narrow_BTr, adapter.b[...])
         if self.router_bias is not None:
             logits_BTE += self.router_bias[...].astype(wide)
         if config.router_scores == "softmax":
@@ -418,35 +464,78 @@ class Experts(nnx.Module):
         return sequence.local_tokens(fits_BTC)
 
 
+def _shared_mlp(
+    config: ExpertsConfig, embed_dim: int, stddev: float, options: Mapping[str, Any], rngs: nnx.Rngs
+) -> MLP | None:
+    """Return the MLP for all tokens, if there is one."""
+    if not config.shared_expert_dim:
+        return None
+    stddevs = (stddev, stddev)
+    return MLP(
+        embed_dim, config.shared_expert_dim, use_bias=False, stddevs=stddevs, rngs=rngs, **options
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Expert:
-    """The MLP of one expert, as sharding/ops/experts.py calls it."""
+    """The MLP of one expert, or of several, as sharding/ops/experts.py calls it.
+
+    With several, weights, x and factors have a first dim of experts.
+    """
 
     activation: str
     gate_limit: float | None
+    in_float8: bool = False
 
     def __call__(self, weights: Any, x_bD: jax.Array, factors_b: jax.Array) -> jax.Array:
         activation = ACTIVATIONS[self.activation]
-        up_bF = _with_bias(x_bD @ weights["up"], weights.get("up_bias"))
+        up_bF = self._product(x_bD, weights, "up")
         if "gate" not in weights:
             h_bF = activation(up_bF)
         else:
-            gate_bF = _with_bias(x_bD @ weights["gate"], weights.get("gate_bias"))
+            gate_bF = self._product(x_bD, weights, "gate")
             if (limit := self.gate_limit) is not None:
                 gate_bF = jnp.minimum(gate_bF, limit)
                 up_bF = jnp.clip(up_bF, -limit, limit) + 1
             h_bF = activation(gate_bF) * up_bF
         # The factors come before the last product, so that their gradient does not need its result.
-        scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b[:, None]).astype(x_bD.dtype)
-        y_bD = scaled_bF @ weights["down"]
-        if "down_bias" not in weights:
-            return y_bD
-        bias_bD = weights["down_bias"].astype(factors_b.dtype) * factors_b[:, None]
-        return y_bD + bias_bD.astype(x_bD.dtype)
+        factors_b1 = factors_b[..., None]
+        scaled_bF = (h_bF.astype(factors_b.dtype) * factors_b1).astype(x_bD.dtype)
+        return self._product(scaled_bF, weights, "down", factors_b1)
+
+    def _product(
+        self,
+        x: jax.Array,
+        weights: Mapping[str, jax.Array],
+        name: str,
+        factors_b1: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return x · W, plus x · A · B if W has an adapter, plus factors · bias if it has one."""
+        kernel = weights[name]
+        if self.in_float8:
+            rows = weights.get(f"{name}_scaling")
+            scaling = None if rows is None else (rows[0], rows[1:])
+            y = float8.product(x, kernel, 1, scaling, num_batch=kernel.ndim - 2)
+        else:
+            y = x @ kernel
+        if f"{name}_lora_a" in weights:
+            y += (x @ weights[f"{name}_lora_a"]) @ weights[f"{name}_lora_b"]
+        if f"{name}_bias" not in weights:
+            return y
+        bias = weights[f"{name}_bias"][..., None, :]
+        if factors_b1 is not None:
+            bias = (bias.astype(factors_b1.dtype) * factors_b1).astype(x.dtype)
+        return y + bias
 
 
-def _with_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:
-    return x if bias is None else x + bias
+def _wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return x · kernel, with operands in the dtype of x, in float32 or wider."""
+    return jnp.matmul(
+        x,
+        kernel.astype(x.dtype),
+        preferred_element_type=_wide(x),
+        precision=jax.lax.Precision.HIGHEST,
+    )
 
 
 def _of_best_groups(ranks_BTE: jax.Array, config: ExpertsConfig) -> jax.Array:

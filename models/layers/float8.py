@@ -26,6 +26,8 @@ There are two ways to choose a scale:
   the next scale is twice as large. The scale of a kernel needs no history: it comes from the whole
   kernel, once per step (`kernel_scales`).
 
+The products of all experts of a layer share their scales.
+
 Source: Micikevicius et al. 2022 (arXiv:2209.05433) for the formats and the choice among them;
 NVIDIA's Transformer Engine for delayed scaling and the length of its history.
 """
@@ -66,37 +68,46 @@ _LARGEST_FRACTION = 0.875
 _NUM_EXPONENTS = {jnp.float8_e4m3fn: 15, jnp.float8_e5m2: 30}
 
 
-def product(x: jax.Array, kernel: jax.Array, num_inputs: int, scaling: Scaling | None) -> jax.Array:
+def product(
+    x: jax.Array,
+    kernel: jax.Array,
+    num_inputs: int,
+    scaling: Scaling | None,
+    *,
+    num_batch: int = 0,
+) -> jax.Array:
     """Return x · kernel with operands rounded to float8, differentiable in the same way.
 
     Args:
-        x: `[B, *inputs]`, of a floating dtype.
-        kernel: `[*inputs, *outputs]`, of the same dtype.
+        x: `[*batch, B, *inputs]`, of a floating dtype.
+        kernel: `[*batch, *inputs, *outputs]`, of the same dtype.
         num_inputs: number of dims that are contracted.
         scaling: scales for delayed scaling; each row of its gradient has a one in the bin of
             the scale that would have fitted. None: current scaling.
+        num_batch: number of dims of a batch of products, which share their scales.
 
     Returns:
-        `[B, *outputs]`, in the dtype of `x`.
+        `[*batch, B, *outputs]`, in the dtype of `x`.
     """
-    return _product(x, kernel, scaling, num_inputs)
+    return _product(x, kernel, scaling, num_inputs, num_batch)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x, kernel, scaling, num_inputs):
-    return _forward(x, kernel, scaling, num_inputs)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x, kernel, scaling, num_inputs, num_batch):
+    return _forward(x, kernel, scaling, num_inputs, num_batch)[0]
 
 
-def _forward(x, kernel, scaling, num_inputs):
+def _forward(x, kernel, scaling, num_inputs, num_batch):
     scales = _current_scales(x, kernel) if scaling is None else _given_scales(scaling)
-    inputs = tuple(range(num_inputs))
+    batch = tuple(range(num_batch))
+    inputs = tuple(range(num_batch, num_batch + num_inputs))
     dims = (tuple(i + 1 for i in inputs), inputs)
     x8 = _narrow(x, scales, "input")
     kernel8 = _narrow(kernel, scales, "kernel")
     y = jax.lax.dot_general(
         _dequantize(x8, scales, "input", x.dtype),
         _dequantize(kernel8, scales, "kernel", x.dtype),
-        (dims, ((), ())),
+        (dims, (batch, batch)),
     )
     # The backward rounds x and kernel again: they are mostly saved or recomputed for other reasons,
     # and so the float8 copies need not be saved.
@@ -104,7 +115,7 @@ def _forward(x, kernel, scaling, num_inputs):
     return y, (x, kernel, scaling, scales if scaling is None else None, bins)
 
 
-def _backward(num_inputs, residuals, dy):
+def _backward(num_inputs, num_batch, residuals, dy):
     (x, kernel, scaling, scales, of_input) = residuals
     if scaling is None:
         scales = scales | {"gradient": _scale_of(dy, "gradient")}
@@ -113,10 +124,12 @@ def _backward(num_inputs, residuals, dy):
     tensors = {"input": x, "kernel": kernel, "gradient": dy}
     narrow = {name: _narrow(tensor, scales, name) for name, tensor in tensors.items()}
     wide = {name: _dequantize(tensor, scales, name, dy.dtype) for name, tensor in narrow.items()}
-    outputs = tuple(range(num_inputs, kernel.ndim))
-    dims = (tuple(range(1, dy.ndim)), outputs)
-    dx = jax.lax.dot_general(wide["gradient"], wide["kernel"], (dims, ((), ())))
-    dkernel = jax.lax.dot_general(wide["input"], wide["gradient"], (((0,), (0,)), ((), ())))
+    batch = tuple(range(num_batch))
+    outputs = tuple(range(num_batch + num_inputs, kernel.ndim))
+    dims = (tuple(range(num_batch + 1, dy.ndim)), outputs)
+    dx = jax.lax.dot_general(wide["gradient"], wide["kernel"], (dims, (batch, batch)))
+    rows = ((num_batch,), (num_batch,))
+    dkernel = jax.lax.dot_general(wide["input"], wide["gradient"], (rows, (batch, batch)))
     if scaling is None:
         return dx, dkernel, None
     bins = {"input": of_input, "gradient": _needed_bin(narrow["gradient"], scales["gradient"])}

@@ -1,10 +1,10 @@
-"""Low-rank adapters of linear layers: LoRA, rank-stabilized LoRA and DoRA.
+"""Low-rank adapters of linear layers and experts: LoRA, rank-stabilized LoRA and DoRA.
 
     LoRA    y = x·W + scale · x·A·B
     DoRA    y = (x·W + scale · x·A·B) · m / ‖W + scale · A·B‖
 
 W is the layer's kernel, and only A, B and m are trained. The norm is over the inputs, for each
-output; it has no gradient.
+output; it has no gradient. Experts have plain LoRA, which models/layers/experts.py computes.
 
 r is the rank of an adapter.
 
@@ -46,8 +46,8 @@ class LoraConfig(Section, section="lora"):
     )
     targets: tuple = field(
         ("attention.*", "mlp.*"),
-        "Linear layers that get an adapter: names, or the ends of names, in which `*` matches "
-        "anything. `*`: all linear layers.",
+        "Linear layers, experts and routers that get an adapter: names, or the ends of names, in "
+        "which `*` matches anything. `*`: all of them.",
         nonempty=True,
         splits=True,
         remedy="write for example ('attention.*',)",
@@ -73,11 +73,13 @@ class LoraConfig(Section, section="lora"):
 class Lora(nnx.Module):
     """The adapter of one linear layer, or of that layer in all blocks of a stack.
 
+    All experts of a layer have one such module too, with the experts as a second dim of layers.
+
     Args:
         kernel: W, `[*inputs, *outputs]`, or `[layers, *inputs, *outputs]` in a stack.
         axes: logical axes of `kernel`.
         num_inputs: number of dims that are inputs.
-        keys: key[layers], or key[] outside of stacks.
+        keys: key[layers], key[layers, experts], or key[] outside of stacks.
         config: rank and variant.
 
     Attributes:

@@ -105,7 +105,7 @@ class MixtureModel(CausalModel):
                     numbers = first + place + stack.layers_per_block * layer_of_slot[name]
                     layers[(name, "layers", *path, "mlp")] = numbers
             first += stack.num_layers * stack.layers_per_block
-        return balance_changes(config, sums["expert_load"][0], layers)
+        return balance_changes(config, sums["expert_load"][0].sums, layers)
 
 
 def activations_of(x: Any) -> jax.Array:

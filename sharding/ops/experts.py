@@ -35,13 +35,14 @@ A tokens of all devices, D embed, E experts of one device, C experts per token.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from sharding import hardware
@@ -52,8 +53,9 @@ from sharding.spec import axes_of, spec_of
 
 Tree = Any
 #: (weights of one expert, tokens [b, D], factors [b]) -> outputs [b, D], each times its factor: a
-#: factor of 0 makes the output and all gradients but its own 0. It is hashable, and a dim that the
-#: axes of "mlp" split may be summed over one device's part only.
+#: factor of 0 makes the output and all gradients but its own 0. All of them may have a first dim of
+#: experts, except for the weights that experts share. It is hashable, and a dim that the axes of
+#: "mlp" split may be summed over one device's part only.
 Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 #: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
@@ -84,6 +86,8 @@ class _Placement:
         sum_axes: axes of more than one device that divide the inner dim of the experts.
         same_axes: automatic axes whose devices have the same experts and different tokens.
         weight_specs: names of weights, and their PartitionSpecs over the automatic axes.
+        added: names of weights that are added to the output.
+        shared: names of weights that all experts share.
         token_spec: PartitionSpec over the automatic axes of tokens [B, T, ...].
         map_axes: automatic axes of more than one device, over which a `shard_map` is needed.
     """
@@ -95,26 +99,32 @@ class _Placement:
     sum_axes: tuple[str, ...]
     same_axes: tuple[str, ...]
     weight_specs: tuple[tuple[str, PartitionSpec], ...]
+    added: frozenset[str]
+    shared: frozenset[str]
     token_spec: PartitionSpec
     map_axes: frozenset[str]
 
-    def over_mesh(self, function: Callable, num_tokens: int, num_outputs: Any) -> Callable:
-        """Return function(weights, *tokens) with all axes manual.
+    def over_mesh(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
+        """Return function(*inputs) with all axes manual.
 
         Args:
             function: takes the parts of one device.
-            num_tokens: number of arrays of tokens, [B, T, ...].
-            num_outputs: like the result of the function, with True for weights and False for
-                arrays of tokens.
+            inputs: tuple with the names of weights in place of dicts of weights, and None in place
+                of arrays of tokens, [B, T, ...].
+            outputs: the same for the result of the function.
         """
         if not self.map_axes:
             return function
-        weights = dict(self.weight_specs)
+        specs = dict(self.weight_specs)
+
+        def spec(names: Iterable[str] | None) -> Any:
+            return self.token_spec if names is None else {name: specs[name] for name in names}
+
         return jax.shard_map(
             function,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(weights, *[self.token_spec] * num_tokens),
-            out_specs=jax.tree.map(lambda w: weights if w else self.token_spec, num_outputs),
+            in_specs=tuple(map(spec, inputs)),
+            out_specs=tuple(map(spec, outputs)) if isinstance(outputs, tuple) else spec(outputs),
             axis_names=set(self.map_axes),
             check_vma=False,
         )
@@ -128,11 +138,13 @@ def apply_experts(
     choices_BTC: jax.Array,
     *,
     axes: Mapping[str, tuple[str | None, ...]],
+    added: Collection[str] = (),
     num_experts: int,
 ) -> jax.Array:
     """Return for each token the sum of the outputs of the experts that it chose, `[B, T, D]`.
 
-    The gradient of `factors_BTC` is computed too; the choices have none.
+    The gradient of `factors_BTC` is computed too; the choices have none. Weights that are not
+    differentiated, such as frozen ones, get no gradients: these are neither computed nor stored.
 
     Args:
         expert: function of one expert.
@@ -141,16 +153,21 @@ def apply_experts(
         factors_BTC: factors of the outputs, float32 or wider.
         choices_BTC: int32, numbers of the experts, all of one token different. A choice outside
             `[0, num_experts)` is no expert.
-        axes: name -> logical axes of the weights; the first is "experts". Weights without the axis
-            "mlp" must be added to the output: each device of that axis adds its share.
+        axes: name -> logical axes of the weights; the first is "experts". None at all: all experts
+            share this array, and it is the same on all devices.
+        added: names of weights, without the axis "mlp", that are added to the output: each device
+            of that axis adds its share.
         num_experts: number of experts on all devices.
     """
-    placement = _place(axes, x_BTD, num_experts)
+    placement = _place(axes, frozenset(added), x_BTD, num_experts)
     return _apply(expert, placement, dict(weights), x_BTD, factors_BTC, choices_BTC)
 
 
 def _place(
-    axes: Mapping[str, tuple[str | None, ...]], x_BTD: jax.Array, num_experts: int
+    axes: Mapping[str, tuple[str | None, ...]],
+    added: frozenset[str],
+    x_BTD: jax.Array,
+    num_experts: int,
 ) -> _Placement:
     rules = active_rules()
     mesh = jax.sharding.get_abstract_mesh()
@@ -175,6 +192,8 @@ def _place(
         sum_axes=automatic["mlp"],
         same_axes=tuple(axis for axis in of_batch if axis not in of_experts),
         weight_specs=tuple((name, spec(names)) for name, names in axes.items()),
+        added=added,
+        shared=frozenset(name for name, names in axes.items() if not names),
         token_spec=spec_of([of_batch]),
         map_axes=frozenset(axis for group in automatic.values() for axis in group),
     )
@@ -182,59 +201,82 @@ def _place(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
-    forward = partial(_forward, expert, placement)
-    return placement.over_mesh(forward, 3, False)(weights, x_BTD, factors_BTC, choices_BTC)
+    forward = placement.over_mesh(
+        partial(_forward, expert, placement), (weights, None, None, None), None
+    )
+    return forward(weights, x_BTD, factors_BTC, choices_BTC)
 
 
-def _apply_forward(expert, placement, *inputs):
-    return _apply(expert, placement, *inputs), inputs
+def _apply_forward(expert, placement, weights, *tokens):
+    """Return the output, and the inputs; weights in two groups, with and without gradients."""
+    values = {name: weight.value for name, weight in weights.items()}
+    trained = {name: values[name] for name, weight in weights.items() if weight.perturbed}
+    frozen = {name: value for name, value in values.items() if name not in trained}
+    tokens = [x.value for x in tokens]
+    return _apply(expert, placement, values, *tokens), (trained, frozen, *tokens)
 
 
 def _apply_backward(expert, placement: _Placement, inputs, dy_BTD):
-    backward = partial(_backward, expert, placement)
-    gradients = placement.over_mesh(backward, 4, (True, False, False))(*inputs, dy_BTD)
-    return *gradients, np.zeros(inputs[-1].shape, jax.dtypes.float0)
+    trained, frozen, x_BTD, *_, choices_BTC = inputs
+    if isinstance(dy_BTD, SymbolicZero):
+        dy_BTD = jnp.zeros_like(x_BTD)
+    backward = placement.over_mesh(
+        partial(_backward, expert, placement),
+        (trained, frozen, None, None, None, None),
+        (trained, None, None),
+    )
+    dtrained, dx_BTD, dfactors_BTC = backward(*inputs, dy_BTD)
+    dweights = {**dtrained, **dict.fromkeys(frozen)}
+    return dweights, dx_BTD, dfactors_BTC, np.zeros(choices_BTC.shape, jax.dtypes.float0)
 
 
-_apply.defvjp(_apply_forward, _apply_backward)
+# With symbolic zeros, the forward pass is told which weights are differentiated.
+_apply.defvjp(_apply_forward, _apply_backward, symbolic_zeros=True)
 
 
 def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
-    compute = partial(_forward_part, expert, _shares(weights, placement))
+    split = _split_shared(_shares(weights, placement), placement)
+    compute = partial(_forward_part, expert, *split)
     parts = _split(placement, factors_BTC, choices_BTC, x_BTD)
     outputs, _ = _send_and_compute(placement, parts, compute, ())
     return jnp.concatenate(outputs).reshape(x_BTD.shape)
 
 
-def _forward_part(expert, weights, part: "_Part", state: Tree) -> tuple[jax.Array, Tree]:
+def _forward_part(expert, shared, stacked, part: "_Part", state: Tree) -> tuple[jax.Array, Tree]:
     """Return (sums of the outputs of this device's experts [A, D], state)."""
     order = part.order
     (x_AD,) = part.tokens
 
-    def output_of(expert, weights, rows: _Rows) -> jax.Array:
-        return expert(weights, _tokens_at(x_AD, rows), _factors_at(part.factors, rows))
+    def output_of(weights, rows: _Rows) -> jax.Array:
+        inputs = _tokens_at(x_AD, rows), _factors_at(part.factors, rows)
+        return expert({**weights, **shared}, *inputs)
 
     def of_round(number, y_AD):
         rows = order.of_round(number)
-        return _add_rows(y_AD, rows, output_of(jax.vmap(expert), weights, rows))
+        return _add_rows(y_AD, rows, output_of(stacked, rows))
 
     def of_block(number, y_AD):
         rows, expert_number = order.of_block(number)
-        output = output_of(expert, _weights_at(weights, expert_number), rows)
+        output = output_of(_weights_at(stacked, expert_number), rows)
         return y_AD.at[rows.tokens].add(output, mode="drop", unique_indices=True)
 
     y_AD = jax.lax.fori_loop(0, order.num_rounds, of_round, part.zeros_like(x_AD))
     return order.for_blocks(of_block, y_AD), state
 
 
-def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC, dy_BTD):
-    weights = _shares(weights, placement)
+def _backward(
+    expert, placement: _Placement, trained, frozen, x_BTD, factors_BTC, choices_BTC, dy_BTD
+):
+    weights = _Weights(
+        *_split_shared(_shares(trained, placement), placement),
+        *_split_shared(_shares(frozen, placement), placement),
+    )
     compute = partial(_backward_part, expert, weights)
     parts = _split(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
     dx, gradients = _send_and_compute(placement, parts, compute, _Gradients())
     dweights = jax.tree.map(
         lambda w, *terms: sum(terms).astype(w.dtype),
-        weights,
+        trained,
         gradients.of_blocks,
         *gradients.of_rounds,
     )
@@ -245,6 +287,34 @@ def _backward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choice
         jnp.concatenate(dx).reshape(x_BTD.shape),
         _scatter(dfactors_PAC, placement, dim=1).reshape(factors_BTC.shape),
     )
+
+
+class _Weights(NamedTuple):
+    """Weights that are differentiated and others; those that all experts share, and stacked ones.
+
+    Attributes:
+        shared: name -> differentiated array of all experts.
+        stacked: name -> differentiated array with a first dim of experts.
+        frozen_shared: as `shared`, but not differentiated.
+        frozen_stacked: as `stacked`, but not differentiated.
+    """
+
+    shared: dict[str, jax.Array]
+    stacked: dict[str, jax.Array]
+    frozen_shared: dict[str, jax.Array]
+    frozen_stacked: dict[str, jax.Array]
+
+    @property
+    def trained(self) -> dict[str, jax.Array]:
+        """All differentiated weights."""
+        return {**self.shared, **self.stacked}
+
+    def at(self, number: jax.Array) -> "_Weights":
+        """Return the weights of one expert."""
+        return self._replace(
+            stacked=_weights_at(self.stacked, number),
+            frozen_stacked=_weights_at(self.frozen_stacked, number),
+        )
 
 
 class _Gradients(NamedTuple):
@@ -264,21 +334,23 @@ class _Gradients(NamedTuple):
 
 
 def _backward_part(
-    expert, weights, part: "_Part", before: _Gradients
+    expert, weights: _Weights, part: "_Part", before: _Gradients
 ) -> tuple[jax.Array, _Gradients]:
     """Return (gradient of x [A, D], gradients including those of this part)."""
     order = part.order
     x_AD, dy_AD = part.tokens
     once = {"mode": "drop", "unique_indices": True}
 
-    def gradients_of(expert, weights, rows: _Rows) -> tuple:
-        inputs = (weights, _tokens_at(x_AD, rows), _factors_at(part.factors, rows))
-        return jax.vjp(expert, *inputs)[1](_tokens_at(dy_AD, rows))
+    def gradients_of(weights: _Weights, rows: _Rows) -> tuple:
+        frozen = {**weights.frozen_stacked, **weights.frozen_shared}
+        inputs = (weights.trained, _tokens_at(x_AD, rows), _factors_at(part.factors, rows))
+        apply = partial(_with_frozen, expert, frozen)
+        return jax.vjp(apply, *inputs)[1](_tokens_at(dy_AD, rows))
 
     def of_round(number, carry):
         dx_AD, dfactors, dweights = carry
         rows = order.of_round(number)
-        of_weights, of_x, of_factors = gradients_of(jax.vmap(expert), weights, rows)
+        of_weights, of_x, of_factors = gradients_of(weights, rows)
         dx_AD = _add_rows(dx_AD, rows, of_x)
         dfactors = dfactors.at[rows.entries].set(of_factors, mode="drop")
         return dx_AD, dfactors, _add(dweights, of_weights)
@@ -286,18 +358,22 @@ def _backward_part(
     def of_block(number, carry):
         dx_AD, dfactors, dweights = carry
         rows, expert_number = order.of_block(number)
-        weights_of_block = _weights_at(weights, expert_number)
-        of_weights, of_x, of_factors = gradients_of(expert, weights_of_block, rows)
+        of_weights, of_x, of_factors = gradients_of(weights.at(expert_number), rows)
         dx_AD = dx_AD.at[rows.tokens].add(of_x, **once)
         dfactors = dfactors.at[rows.entries].set(of_factors, **once)
-        add = partial(_add_at, expert_number)
-        return dx_AD, dfactors, jax.tree.map(add, dweights, of_weights)
+        dweights = {
+            name: total + of_weights[name]
+            if name in weights.shared
+            else total.at[expert_number].add(of_weights[name].astype(total.dtype))
+            for name, total in dweights.items()
+        }
+        return dx_AD, dfactors, dweights
 
     zeros = part.zeros_like(x_AD), part.zeros_like(part.factors)
     if order.num_rounds == 1:
         *carry, dweights = of_round(0, (*zeros, None))
     else:
-        none = jax.tree.map(lambda w: jnp.zeros(w.shape, _wide(w)), weights)
+        none = jax.tree.map(lambda w: jnp.zeros(w.shape, _wide(w)), weights.trained)
         *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, (*zeros, none))
     of_blocks, of_rounds = before.of_blocks, (*before.of_rounds, dweights)
     if of_blocks is None:
@@ -391,9 +467,16 @@ def _weights_at(weights: Mapping[str, jax.Array], number: jax.Array) -> dict[str
     return {name: at(leaf) for name, leaf in weights.items()}
 
 
-def _add_at(number: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
-    """Add a gradient of one expert."""
-    return total.at[number].add(part.astype(total.dtype), mode="promise_in_bounds")
+def _with_frozen(expert: Expert, frozen, trained, x: jax.Array, factors: jax.Array) -> jax.Array:
+    return expert({**trained, **frozen}, x, factors)
+
+
+def _split_shared(
+    weights: Mapping[str, jax.Array], placement: _Placement
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the weights that all experts share, and those with a first dim of experts."""
+    shared = {name: leaf for name, leaf in weights.items() if name in placement.shared}
+    return shared, {name: leaf for name, leaf in weights.items() if name not in shared}
 
 
 def _has_mlp(name: str, placement: _Placement) -> bool:
@@ -403,26 +486,27 @@ def _has_mlp(name: str, placement: _Placement) -> bool:
 
 
 def _shares(weights: Mapping[str, jax.Array], placement: _Placement) -> dict[str, jax.Array]:
-    """Return the weights, with an equal share of those that are not split by the sum's axes."""
+    """Return the weights, with an equal share of those that are added to the output."""
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in placement.sum_axes)
     return {
-        name: leaf if count == 1 or _has_mlp(name, placement) else leaf / count
+        name: leaf / count if count > 1 and name in placement.added else leaf
         for name, leaf in weights.items()
     }
 
 
 def _sum_repeated(grads: Mapping[str, jax.Array], placement: _Placement) -> dict[str, jax.Array]:
     """Sum the gradients of weights over the devices that have the same weights."""
-    return {
-        name: psum(
-            leaf,
-            placement.same_axes
-            if _has_mlp(name, placement)
-            else (*placement.same_axes, *placement.sum_axes),
-        )
-        for name, leaf in grads.items()
-    }
+
+    def axes(name: str) -> tuple[str, ...]:
+        axes = placement.same_axes
+        if not _has_mlp(name, placement):
+            axes = (*axes, *placement.sum_axes)
+        if name in placement.shared:
+            axes = (*axes, *(a for a in placement.expert_axes if a in placement.map_axes))
+        return axes
+
+    return {name: psum(leaf, axes(name)) for name, leaf in grads.items()}
 
 
 def _gather(x: jax.Array, placement: _Placement, dim: int = 0) -> jax.Array:
@@ -551,7 +635,8 @@ def _rounds(tokens_per_expert: float, num_experts: int) -> tuple[int, int]:
         return 0, 0
     rows = math.ceil(_ROOM * tokens_per_expert)
     num_rounds = math.ceil(rows * num_experts / _ROWS_PER_ROUND)
-    multiple = 128 if rows >= 1024 else 8
+    # Products in float8 contract multiples of 16.
+    multiple = 128 if rows >= 1024 else 16
     return num_rounds, math.ceil(rows / num_rounds / multiple) * multiple
 
 

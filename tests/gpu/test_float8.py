@@ -35,6 +35,19 @@ def test_all_products_of_the_stacks_are_in_float8(config, num_linears, scaling):
     assert products(run) == {"float8": 3 * num_linears, "other": 3}
 
 
+@pytest.mark.parametrize("scaling", ["delayed", "current"])
+def test_all_products_of_experts_are_in_float8(scaling):
+    experts = ("model.num_experts=4", "model.num_kv_heads=4", "train.remat=full")
+    run = steps.make_run("llama", (*_SIZES, *experts, f"precision.float8_scaling={scaling}"))
+    # The forward pass runs twice: with four products of attention, and one of the router, which
+    # stays in bfloat16. A round and a block of rows of experts each have three products
+    # forward; backward, they have gate and up again, and two for each of the three.
+    attention = 4 * (2 + 2)
+    experts = 2 * (3 + 2 + 6)
+    head, router = 3, 2 + 2
+    assert products(run) == {"float8": attention + experts, "other": head + router}
+
+
 def test_weights_are_gathered_in_float8():
     def gathered(*overrides: str) -> int:
         sharded = (*_SIZES, "model.embed_dim=1024", "mesh.data=2", "memory.zero_stage=3")

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from models.layers import float8
-from models.layers.basic import Linear, float8_linears, use_float8
+from models.layers.basic import Linear, float8_kernels, use_float8
 from models.layers.transformer import MLP
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -97,6 +97,26 @@ def test_products_keep_bfloat16():
     x, kernel, dy = arrays(jnp.bfloat16)
     y, vjp = jax.vjp(lambda x, kernel: float8.product(x, kernel, 2, None), x, kernel)
     assert [a.dtype for a in (y, *vjp(dy.astype(y.dtype)))] == [jnp.bfloat16] * 3
+
+
+@pytest.mark.parametrize("is_delayed", [False, True])
+def test_products_of_a_batch_share_their_scales(is_delayed):
+    """Each is the product with given scales, of the largest values in all of them."""
+    x, kernel, dy = (jnp.stack([array, 8 * array[::-1]]) for array in arrays())
+    given = scaling((-3, -20, -11)) if is_delayed else None
+    y, vjp = jax.vjp(lambda x, kernel: float8.product(x, kernel, 2, given, num_batch=1), x, kernel)
+    scales = [
+        int(np.log2(fitting_scale(tensor, dtype)))
+        for tensor, dtype in ((x, E4M3), (dy, E5M2), (kernel, E4M3))
+    ]
+    fixed = given or scaling(scales)
+    for number in range(2):
+        one, one_vjp = jax.vjp(
+            lambda x, kernel: float8.product(x, kernel, 2, fixed), x[number], kernel[number]
+        )
+        expected = (one, *one_vjp(dy[number]))
+        for found, each in zip((y, *vjp(dy)), expected, strict=True):
+            np.testing.assert_allclose(found[number], each, rtol=1e-5, atol=1e-30)
 
 
 def needed(x, kernel, dy, exponents):
@@ -188,15 +208,15 @@ def test_only_layers_with_suitable_sizes_are_in_float8():
 
     rngs = nnx.Rngs(0)
     sizes = {(16, 32): True, (8, 32): False, (16, 24): False}
-    assert {size: linear(*size).can_use_float8 for size in sizes} == sizes
-    assert not linear(16, 32, can_use_float8=False).can_use_float8
+    assert {size: bool(linear(*size).float8_weights) for size in sizes} == sizes
+    assert not linear(16, 32, can_use_float8=False).float8_weights
 
 
 def test_layers_of_one_input_share_its_scale():
     mlp: Any = MLP(
         16, 32, activation="silu", is_gated=True, use_bias=False, stddevs=(1, 1), rngs=nnx.Rngs(0)
     )
-    paths = [path for (path,) in float8_linears(mlp)]
+    paths = [path for (path, _) in float8_kernels(mlp)]
     assert sorted(paths) == ["down", "gate", "up"]
     rows = jnp.arange(3.0)[:, None, None] * jnp.ones((3, 3, float8.NUM_BINS))
     use_float8(mlp, rows)

@@ -1,5 +1,7 @@
 """Runs in float8: near bfloat16, with the same scales on every mesh, and bit-equal after a stop."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,13 @@ import pytest
 
 from checkpoint.lazy import stored_arrays
 from models.layers import float8
-from tests.runs import TINY, arguments, losses, make_run, placed_batch, write_corpus
+from tests.runs import ROOT, TINY, arguments, losses, make_run, placed_batch, write_corpus
 from tests.train.refusals import refusal
 from train.main import main
 from train.reporting.metrics import read_metrics
 
 FLOAT8 = (*TINY, "precision.compute=float8")
+LLAMA = str(ROOT / "configs/llama.py")
 BFLOAT16 = (*TINY, "precision.compute=bfloat16")
 MESHES = {
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
@@ -84,6 +87,45 @@ def test_losses_and_scales_are_the_same_on_every_mesh(mesh, corpus, one_device):
     # A largest value just below a power of two may be rounded to the other side of it.
     assert np.abs(found_exponents - exponents).max() <= 1
     assert np.mean(found_exponents == exponents) > 0.9
+
+
+EXPERTS = (
+    *(o for o in FLOAT8 if not o.startswith(("model.num_layers", "model.dropout"))),
+    "model.num_layers=2",
+    "model.num_kv_heads=2",
+    "model.mlp_dim=48",
+    "model.num_experts=4",
+    "model.init_stddev=0.2",
+)
+
+
+@functools.cache
+def experts_on_one_device(corpus):
+    return trained(*make_run((*EXPERTS, *corpus), LLAMA), 4)
+
+
+@pytest.mark.thorough(but=["expert=2, pipeline=2"])
+@pytest.mark.parametrize("mesh", ["expert=2, pipeline=2", "expert=2, model=2", "data=2"])
+def test_experts_have_the_same_losses_and_scales_on_every_mesh(mesh, corpus):
+    expected, exponents = experts_on_one_device(corpus)
+    axes = tuple(f"mesh.{axis}" for axis in mesh.split(", "))
+    found, found_exponents = trained(*make_run((*EXPERTS, *corpus, *axes), LLAMA), 4)
+    # A token near a tie can go to another expert in bfloat16.
+    np.testing.assert_allclose(found, expected, rtol=1e-2)
+    # Four linear layers of attention, and the three products of the experts.
+    assert exponents.shape == (2, 7, 2)
+    assert np.abs(found_exponents - exponents).max() <= 1
+    first = [float8.FIRST_EXPONENTS[name] for name in float8.WITH_HISTORY]
+    assert not (exponents == first).all(axis=(0, 1)).any()
+
+
+@pytest.mark.thorough
+def test_losses_of_experts_are_near_those_of_bfloat16(corpus):
+    overrides = (*EXPERTS, *corpus, "precision.float8_scaling=current")
+    found = losses(*make_run(overrides, LLAMA), 20)
+    expected = losses(*make_run((*overrides, "precision.compute=bfloat16"), LLAMA), 20)
+    np.testing.assert_allclose(found, expected, rtol=0.02)
+    assert found != expected
 
 
 def test_scales_adapt_from_their_first_values(one_device):

@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from convert.files import preprocessor
 from convert.options import DEFAULTS, ReadOptions
 from convert.source import Source, read_source
+from convert.upcycling import FIELDS, check_fields, upcycles
 from data.config import IMAGE_OBJECTIVES
 from fields.paths import check_local
 from models.registry import find_model
@@ -103,6 +104,10 @@ def _take_model(config: Any, source: Source, overridden: Collection[str]) -> Non
     model = config.model
     name, theirs = _counterpart(config, source)
     checkpoint_values = {"name": name, **dataclasses.asdict(theirs)}
+    # Experts that the checkpoint lacks are the run's: they start as copies of its MLPs.
+    are_copied = upcycles(model.get("num_experts"), theirs)
+    if are_copied:
+        checkpoint_values = {k: v for k, v in checkpoint_values.items() if k not in FIELDS}
     has_other_head = model.get("head") not in (None, checkpoint_values.get("head"))
     if has_other_head or config.train.get("init_labels") == "new":
         checkpoint_values = {k: v for k, v in checkpoint_values.items() if k not in _OF_A_HEAD}
@@ -122,6 +127,8 @@ def _take_model(config: Any, source: Source, overridden: Collection[str]) -> Non
             )
         with config.unlocked(), config.ignore_type():
             model[key] = value
+    if are_copied:
+        check_fields(model, config.init_from)
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 Each parameter of the run is loaded unchanged, loaded and adapted (position embeddings of another
 resolution, classifiers with labels in another order), or newly initialized (heads that the
-checkpoint lacks or has for another task).
+checkpoint lacks or has for another task). Experts can start as copies of dense MLPs.
 """
 
 import logging
@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.adapters.merged import without_adapters
 from convert.source import Source, load_params
+from convert.upcycling import NEW as NEW_WITH_EXPERTS
+from convert.upcycling import upcycles, with_experts
 from distributed.messages import LONGEST_START_S, Exchange
 from models.adapters import is_adapter
 from models.layers.lora import norms
@@ -54,8 +56,12 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
         ValueError: the checkpoint has other parameters, shapes, patches, windows or labels.
         OSError: a file of it cannot be read.
     """
-    if run.config.lora.rank is None:
+    are_copied = upcycles(getattr(run.model_config, "num_experts", None), source.config)
+    if run.config.lora.rank is None or are_copied:
         source = without_adapters(source)
+    if are_copied:
+        _log.info("init_from: each expert starts as a copy of the MLP of its layer")
+        source = with_experts(source, run.model_config)
     _check_windows(run, source)
     wanted = _flat(run.state_layout.portable.params)
     stored = _flat(nnx.to_pure_dict(nnx.split(source.abstract())[1]))
@@ -63,7 +69,10 @@ def start_params(run: Run, source: Source, labels: Sequence[object] = ()) -> Tre
     keeps_head = _keeps_head(run, source, wanted)
     order = _label_order(wanted, stored, labels, run, source) if keeps_head else None
     origins = {
-        path: _origin(path, wanted, stored, keeps_head=keeps_head, order=order) for path in wanted
+        path: _NEW
+        if are_copied and path[-1] in NEW_WITH_EXPERTS
+        else _origin(path, wanted, stored, keeps_head=keeps_head, order=order)
+        for path in wanted
     }
     _check_patches(run, source, [p for p in _paths_with(_LOADED, origins) if p in stored], stored)
     _report({**origins, **{path: "left out" for path in stored.keys() - wanted.keys()}})

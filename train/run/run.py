@@ -286,7 +286,8 @@ class Run:
     def _check_best_metric(self, eval_step: Any) -> None:
         tree = eval_step.out_tree
         checkpoint = self.config.checkpoint
-        sums = jax.tree.unflatten(tree, range(tree.num_leaves))
+        # The names need no values.
+        sums = jax.tree.unflatten(tree, [np.zeros(())] * tree.num_leaves)
         names = [f"eval_{name}" for name in means_of(sums, lambda value, weight: 0)]
         if self.config.data.has_perplexity:
             names.append("eval_perplexity")

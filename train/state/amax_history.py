@@ -6,9 +6,9 @@
       -> without_scaling              their "gradient" says which scales this step would have needed
       -> updated                      TrainState.amax_history
 
-A stack with n linear layers per block has a history for 2·n tensors per layer: the input and the
-gradient of each. The bins of microbatches and devices are summed like gradients, by the same code,
-so all meshes have the same scales.
+A stack with n kernels in float8 per block has a history for 2·n tensors per layer: the input and
+the gradient of each. The bins of microbatches and devices are summed like gradients, by the same
+code, so all meshes have the same scales.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ History = dict[str, jax.Array]
 def empty_history(functions: ModelFunctions) -> History:
     """Return the history of a new run, float32[layers, n, 2, NUM_BINS] per stack.
 
-    Stacks without linear layers in float8 are left out.
+    Stacks without kernels in float8 are left out.
     """
     return {
         stack: jnp.zeros(

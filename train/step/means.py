@@ -3,8 +3,8 @@
     sums     {"loss": s, "weight": w, "accuracy": a, "reward": (r, v)}
     means    {"loss": s / w, "accuracy": a / w, "reward": r / v}
 
-An array of sums, such as how often each expert was chosen, becomes the least and the largest mean:
-`{"load": ([l, m], u)}` gives `{"load_min": l / u, "load_max": m / u}`.
+`Extremes`, such as how often each expert was chosen, become the least and the largest mean:
+`{"load": (Extremes([l, m]), u)}` gives `{"load_min": l / u, "load_max": m / u}`.
 
 A model with several losses has a dict of each: `{"loss": {"a": s, "b": t}, "weight": {"a": w,
 "b": v}}` gives `{"loss": s / w + t / v, "a": s / w, "b": t / v}`.
@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from models.metrics import Extremes
 
 
 def means_of(sums: Mapping[str, Any], divided: Callable[[Any, Any], Any]) -> dict[str, Any]:
@@ -37,9 +39,9 @@ def means_of(sums: Mapping[str, Any], divided: Callable[[Any, Any], Any]) -> dic
         means = {"loss": divided(loss, weight)}
     for name, value in metrics.items():
         pair = value if isinstance(value, tuple) else (value, weight)
-        if getattr(pair[0], "ndim", 0):
-            means[f"{name}_min"] = divided(pair[0].min(), pair[1])
-            means[f"{name}_max"] = divided(pair[0].max(), pair[1])
+        if isinstance(pair[0], Extremes):
+            means[f"{name}_min"] = divided(pair[0].sums.min(), pair[1])
+            means[f"{name}_max"] = divided(pair[0].sums.max(), pair[1])
         else:
             means[name] = divided(*pair)
     return means

@@ -1,5 +1,6 @@
 """Adapters equal their formulas, start without an effect, and are found by patterns."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -13,8 +14,21 @@ from models.adapters import add_adapters, is_adapter
 from models.layers.basic import Linear
 from models.layers.lora import LoraConfig, use_dropout
 from models.text.gpt2 import GPT2
+from models.text.llama import Llama
 
 CONFIG = GPT2.Config(vocab_size=64, max_positions=16, num_layers=2, num_heads=2, embed_dim=16)
+EXPERTS = Llama.Config(
+    vocab_size=64,
+    max_positions=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    embed_dim=16,
+    mlp_dim=24,
+    num_experts=4,
+    init_stddev=0.3,
+)
 TOKENS = jnp.arange(8)[None]
 
 
@@ -77,6 +91,41 @@ def test_linear_with_an_adapter_equals_its_formula(use_rslora, use_dora):
         adapted *= np.asarray(lora.magnitude[...], np.float64) / np.linalg.norm(adapted, axis=0)
     expected = x.reshape(7, 6) @ adapted + np.asarray(linear.bias[...], np.float64)
     np.testing.assert_allclose(linear(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=1e-5)
+
+
+def get_mlp(model: Any) -> Any:
+    return model.decoder.layers.mlp
+
+
+def test_experts_with_adapters_equal_merged_experts():
+    """A router and experts compute as with W + scale · A · B, which numpy computes here."""
+    config = dataclasses.replace(EXPERTS, router_loss=0.1)
+    model = Llama(config, rngs=nnx.Rngs(0))
+    merged = Llama(config, rngs=nnx.Rngs(0))
+    lora = LoraConfig(rank=3, alpha=6, targets=("mlp.*",))
+    add_adapters(model, lora, seed=0)
+    rng = np.random.default_rng(0)
+    mlp, merged_mlp = (get_mlp(each) for each in (model, merged))
+    for name in ("router", "gate", "up", "down"):
+        adapter = getattr(mlp, f"{name}_lora")
+        weight = getattr(mlp, name)
+        assert adapter.a.shape == (*weight.shape[:-1], 3)
+        experts = adapter.a[...].reshape(-1, *adapter.a.shape[-2:])
+        assert not np.array_equal(experts[0], experts[1])
+        adapter.b[...] = jnp.asarray(0.3 * rng.normal(size=adapter.b.shape), jnp.float32)
+        a, b = (np.asarray(x[...], np.float64) for x in (adapter.a, adapter.b))
+        merged_weight = np.asarray(weight[...], np.float64) + 2 * a @ b
+        getattr(merged_mlp, name)[...] = jnp.asarray(merged_weight, jnp.float32)
+    plain = Llama(config, rngs=nnx.Rngs(0))(TOKENS)
+    assert np.abs(model(TOKENS) - plain).max() > 0.1
+    np.testing.assert_allclose(model(TOKENS), merged(TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", [{"use_dora": True}, {"dropout": 0.1}])
+def test_experts_have_plain_adapters_only(variant):
+    message = "mlp.down belongs to experts, whose adapters are plain LoRA without dropout"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        add_adapters(Llama(EXPERTS, rngs=nnx.Rngs(0)), LoraConfig(rank=2, **variant), seed=0)
 
 
 def test_dropout_is_drawn_per_example_and_per_adapter():

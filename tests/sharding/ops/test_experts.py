@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from sharding.jaxprs import walk
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.ops import experts
@@ -25,14 +26,15 @@ AXES = {
     "up": ("experts", "embed", "mlp"),
     "down": ("experts", "mlp", "embed"),
     "bias": ("experts", "embed"),
+    "scale": (),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Expert:
     def __call__(self, weights, x, factors):
-        h = jnp.tanh(x @ weights["up"]) * factors[:, None]
-        return h @ weights["down"] + factors[:, None] * weights["bias"]
+        h = jnp.tanh(x @ weights["up"] * weights["scale"]) * factors[..., None]
+        return h @ weights["down"] + factors[..., None] * weights["bias"][..., None, :]
 
 
 def inputs_of(choose, *, batch=8, length=9, per_token=2, mlp=6):
@@ -42,6 +44,7 @@ def inputs_of(choose, *, batch=8, length=9, per_token=2, mlp=6):
         "up": jax.random.normal(keys[0], (EXPERTS, DIM, mlp), jnp.float64),
         "down": jax.random.normal(keys[1], (EXPERTS, mlp, DIM), jnp.float64),
         "bias": jax.random.normal(keys[2], (EXPERTS, DIM), jnp.float64),
+        "scale": jnp.float64(0.7),
     }
     x = jax.random.normal(keys[3], (batch, length, DIM), jnp.float64)
     factors = jax.random.uniform(keys[4], (batch, length, per_token), jnp.float64)
@@ -69,7 +72,7 @@ CHOICES = {"at random": at_random, "all to two": all_to_two, "some to none": som
 def reference(weights, x, factors, choices):
     total = jnp.zeros_like(x)
     for number in range(EXPERTS):
-        of_expert = jax.tree.map(lambda leaf: leaf[number], weights)  # noqa: B023
+        of_expert = {name: leaf[number] if AXES[name] else leaf for name, leaf in weights.items()}
         factor = jnp.sum(jnp.where(choices == number, factors, 0), axis=-1)
         flat = Expert()(of_expert, x.reshape(-1, DIM), factor.reshape(-1))
         total += flat.reshape(x.shape)
@@ -89,7 +92,7 @@ def check(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **TOLERANCE), actual, expected)
 
 
-apply = functools.partial(apply_experts, Expert(), axes=AXES, num_experts=EXPERTS)
+apply = functools.partial(apply_experts, Expert(), axes=AXES, added=("bias",), num_experts=EXPERTS)
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +106,25 @@ def float64():
 def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
     inputs = inputs_of(CHOICES[choose], **sizes)
     check(value_and_grads(apply, *inputs), value_and_grads(reference, *inputs))
+
+
+def test_frozen_weights_get_no_gradients():
+    weights, x, factors, choices = inputs_of(at_random, batch=9, length=16)
+
+    def grads(function, names):
+        def loss(trained, x):
+            return jnp.sum(jnp.sin(function({**weights, **trained}, x, factors, choices)))
+
+        return jax.grad(loss, (0, 1))({name: weights[name] for name in names}, x)
+
+    def shapes_of_results(names):
+        jaxpr = jax.make_jaxpr(functools.partial(grads, apply, names))().jaxpr
+        return {var.aval.shape for eqn, _ in walk(jaxpr.eqns) for var in eqn.outvars}
+
+    check(grads(apply, ["bias"]), grads(reference, ["bias"]))
+    large = {weights["up"].shape, weights["down"].shape}
+    assert large <= shapes_of_results(["up", "down"])
+    assert not large & shapes_of_results(["bias"])
 
 
 MESHES = {
@@ -128,9 +150,9 @@ def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
 
 
 def check_on_mesh(name, choose, is_manual):
-    sizes, of_experts = MESHES[name]
+    sizes, over = MESHES[name]
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
-    rules = make_rules({"experts": of_experts} if of_experts else None)
+    rules = make_rules({"experts": over} if over else None)
     weights, x, factors, choices = inputs = inputs_of(CHOICES[choose])
     expected = value_and_grads(reference, *inputs)
     manual = ("pipeline", "data", "fsdp", "context", "expert")
@@ -139,7 +161,8 @@ def check_on_mesh(name, choose, is_manual):
         if not is_manual:
             return apply(weights, x, factors, choices)
         tokens = PartitionSpec(("data", "fsdp", "expert"))
-        of_weights = jax.tree.map(lambda _: PartitionSpec(rules["experts"]), weights)
+        of_experts = PartitionSpec(rules["experts"])
+        of_weights = {n: of_experts if axes else PartitionSpec() for n, axes in AXES.items()}
         return jax.shard_map(
             apply,
             in_specs=(of_weights, tokens, tokens, tokens),
@@ -173,7 +196,12 @@ def test_some_stages_may_compute_experts_while_others_do_not():
     step = jax.shard_map(
         on_second_stage,
         mesh=mesh,
-        in_specs=({name: tokens for name in AXES}, tokens, tokens, tokens),
+        in_specs=(
+            {n: tokens if axes else PartitionSpec() for n, axes in AXES.items()},
+            tokens,
+            tokens,
+            tokens,
+        ),
         out_specs=tokens,
         axis_names={"pipeline", "data", "fsdp", "context", "expert"},
         check_vma=False,

@@ -8,12 +8,15 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from data.batches import train_batches
+from models.metrics import Extremes
 from tests.runs import FLOAT64, ROOT, make_run
 from tests.train.meshes.models_on_meshes import SHARED, overrides_of_data
+from train.step.means import means_of
 
 #: Losses, loads, and parameters after Adam's division, in float64.
 TOLERANCE = 1e-9
@@ -62,6 +65,13 @@ ROUTINGS = {
         "train.num_microbatches=1",
     ),
     "documents apart": ("data.isolate_documents=true", "model.router_loss=0.1"),
+    "adapters": (
+        "lora.rank=4",
+        "optimizer.learning_rate=0.03",
+        "model.router_loss=0.1",
+        "model.shared_expert_dim=16",
+        "model.expert_bias=true",
+    ),
     "windows": ("model.layer_types=('window','full')", "model.sliding_window=5"),
 }
 EXPERTS = "mesh.expert=2"
@@ -160,6 +170,17 @@ def test_training_equals_one_device(routing, mesh):
     check(routing, mesh)
 
 
+@pytest.mark.thorough(but=["expert=2, pipeline=2, data=2"])
+@pytest.mark.parametrize(
+    "mesh", ["expert=2", "expert=2, model=2", "expert=2, pipeline=2, data=2", "ZeRO 3"]
+)
+def test_training_adapters_of_experts_equals_one_device(mesh):
+    check("adapters", mesh)
+    steps, params = trained_on_one_device("adapters")
+    assert np.abs(params["['decoder']['layers']['mlp']['down_lora']['b']"]).min() > 0
+    assert steps[-1]["loss"] < steps[0]["loss"]
+
+
 def test_metrics_of_the_router_are_those_of_its_choices():
     (first, *_), params = trained(ROUTINGS["Mixtral"])
     assert first["loss"] == pytest.approx(first["lm_loss"] + first["router_loss"], rel=1e-12)
@@ -167,6 +188,18 @@ def test_metrics_of_the_router_are_those_of_its_choices():
     assert 0 <= first["expert_load_min"] < 1 < first["expert_load_max"] <= 8 / 2
     assert 0 < first["router_entropy"] < np.log(8)
     assert any("router" in name for name in params)
+
+
+def test_best_metric_can_be_what_evaluations_report():
+    often = ("checkpoint.every_steps=1", "eval.every_steps=1", "data.validation_fraction=0.2")
+    keys = ("checkpoint.keep_best=1", "checkpoint.best_metric=eval_expert_load", *often)
+    overrides = (*SHARED, *overrides_of_data("llama", ()), *MODEL, *keys)
+    run, _ = make_run(overrides, str(ROOT / "configs/llama.py"))
+    with pytest.raises(ValueError, match="eval_expert_load_max, eval_expert_load_min, eval_loss"):
+        run.compile()
+    sums = {"loss": 6.0, "weight": 2.0, "load": (Extremes(jnp.array([[4.0, 1.0]])), 2.0)}
+    means = means_of(sums, lambda value, weight: value / weight)
+    assert means == {"loss": 3, "load_min": 0.5, "load_max": 2}
 
 
 @pytest.mark.thorough

@@ -263,3 +263,25 @@ def test_plot_draws_runs_and_reports_missing_metrics(tmp_path, capsys):
     assert "nothing/metrics.jsonl does not exist; give" in capsys.readouterr().err
     assert plot_main([str(tmp_path / "a"), f"--out={tmp_path / 'loss.xyz'}"]) == 2
     assert "loss.xyz cannot be written" in capsys.readouterr().err
+
+
+def test_loads_of_experts_are_plotted(tmp_path, capsys, monkeypatch):
+    loads = {2: (1.5, 0.5, 2.0), 4: (1.25, 0.75, 1.9)}
+    writer = MetricsWriter(tmp_path / "run", resume_step=0)
+    for step, (largest, least, entropy) in loads.items():
+        of_experts = {"expert_load_max": largest, "expert_load_min": least}
+        writer.write(step, {"loss": 1.0, **of_experts, "router_entropy": entropy})
+    writer.write(4, {"eval_loss": 2.0})
+    writer.close()
+    figures = []
+    monkeypatch.setattr("train.plot.save", lambda figure, out: figures.append(figure))
+    assert not plot_main([str(tmp_path / "run"), "--experts"])
+    lines = [
+        line for axes in figures[0].axes for line in axes.get_lines() if len(line.get_xdata()) > 1
+    ]
+    drawn = [[*line.get_ydata()] for line in lines if [*line.get_xdata()] == [*loads]]
+    assert drawn == [[*values] for values in zip(*loads.values(), strict=True)]
+
+    log_steps(tmp_path / "dense", range(1, 3), resume_step=0)
+    assert plot_main([str(tmp_path / "dense"), "--experts"]) == 2
+    assert "dense has no loads of experts; give a run with" in capsys.readouterr().err
