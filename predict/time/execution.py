@@ -41,14 +41,14 @@ class Repeat:
         label: label of the loop; "" if it is not a loop.
         name: name of the loop's instruction; "" if it is not a loop.
         start_s: start, relative to the start of the execution that contains it.
-        count: number of repetitions.
+        count: number of repetitions, which may be a mean.
         run: one repetition.
     """
 
     label: str
     name: str
     start_s: float
-    count: int
+    count: float
     run: "Execution"
 
 
@@ -84,7 +84,7 @@ class Totals:
     exposed_host_s: float = 0.0
     collectives: dict[str, CollectiveUse] = dataclasses.field(default_factory=dict)
 
-    def add(self, other: "Totals", times: int = 1) -> None:
+    def add(self, other: "Totals", times: float = 1) -> None:
         """Add `times` times the totals of `other` to these."""
         for category, seconds in other.by_category.items():
             self.by_category[category] += times * seconds

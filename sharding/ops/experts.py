@@ -352,6 +352,8 @@ class _Order:
         per_token: C.
         num_rounds: number of rounds.
         round_size: rows of an expert in a round.
+        tokens_per_expert: mean number of tokens of an expert.
+        num_parts: number of parts into which the experts are divided.
     """
 
     entries: jax.Array
@@ -359,6 +361,8 @@ class _Order:
     per_token: int
     num_rounds: int
     round_size: int
+    tokens_per_expert: float
+    num_parts: int
 
     @property
     def block_size(self) -> int:
@@ -380,7 +384,14 @@ class _Order:
         """Run state = body(number, state) for all blocks of an expert."""
         num_left = jnp.maximum(span[1] - self.num_rounds * self.round_size, 0)
         num_blocks = -(-num_left // self.block_size)
-        with expected_trips("blocks", 0 if self.num_rounds else 1):
+        blocks = expected_trips(
+            "blocks",
+            mean=math.ceil(self.tokens_per_expert),
+            first=self.num_rounds * self.round_size,
+            size=self.block_size,
+            parts=self.num_parts,
+        )
+        with blocks:
             return jax.lax.fori_loop(0, num_blocks, body, state)
 
     def _rows(self, span: jax.Array, first: jax.Array | int, count: int) -> _Rows:
@@ -411,13 +422,16 @@ def _sort_by_expert(placement: _Placement, choices_BTC: jax.Array) -> _Order:
     place = jnp.where(is_chosen.any(axis=1), place, choices.size)
     numbers = jnp.arange(choices.size, dtype=jnp.int32)
     entries = jnp.zeros_like(choices).at[place].set(numbers, mode="drop")
-    num_rounds, round_size = _rounds(choices.size / placement.num_experts, per_device)
+    tokens_per_expert = choices.size / placement.num_experts
+    num_rounds, round_size = _rounds(tokens_per_expert, per_device)
     return _Order(
         entries=entries,
         spans=jnp.stack([starts, sizes], axis=1),
         per_token=choices_BTC.shape[-1],
         num_rounds=num_rounds,
         round_size=round_size,
+        tokens_per_expert=tokens_per_expert,
+        num_parts=placement.num_parts,
     )
 
 

@@ -22,7 +22,7 @@ from train.planning.layer_times import ReplicaMemory, ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
 from train.planning.plan_cost import Costed, PlanCosts
-from train.planning.scaled_times import LayerTimes
+from train.planning.scaled_times import LayerTimes, ParamCount
 
 MACHINE = machine_of(parse_target("h100:1x8"))
 PARAMS = 1_000_000_000
@@ -31,9 +31,8 @@ PARAMS = 1_000_000_000
 class GivenLayers:
     """Layers that take 8 s forward and 16 s backward for 16 examples, and a head of 2 s."""
 
-    num_params = PARAMS
+    params: tuple[ParamCount, ...] = (ParamCount(count=PARAMS, num_trained=PARAMS),)
     num_outer_params = 0
-    trained_fraction = 1.0
     work = types.SimpleNamespace(layers=(1,) * 8)
     layer_times: tuple[float, ...] = (1,) * 8
 
@@ -51,8 +50,8 @@ class GivenLayers:
     def head_input_bytes(self, part: ReplicaStep) -> float:
         return 1e9 * part.batch / 16
 
-    def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
-        return 1 / split / (replicas if zero_stage else 1)
+    def update_s(self, num_params: float, replicas: int, zero_stage: int) -> float:
+        return num_params / PARAMS / (replicas if zero_stage else 1)
 
     def memory(self, part: ReplicaStep) -> ReplicaMemory:
         kept = 1600e9 * part.batch / 16 / (4 if part.remat == "full" else 1)
@@ -66,7 +65,8 @@ COSTS = PlanCosts(config_of(), MACHINE, GivenLayers())  # pyright: ignore[report
 
 
 def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> ParallelPlan:
-    mesh = {axis: values.pop(axis) for axis in ("pipeline", "data", "model") if axis in values}
+    axes = ("pipeline", "data", "expert", "model")
+    mesh = {axis: values.pop(axis) for axis in axes if axis in values}
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
     whole = {"schedule": "1f1b", "chunks": 1, "remat": Remat.parse("none")}
@@ -264,7 +264,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments(zero_stage, per_pa
     costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     found = plan(1, data=8, zero_stage=zero_stage)
     whole = costs.cost(found)
-    layers.trained_fraction = 0.25
+    layers.params = (ParamCount(count=PARAMS, num_trained=PARAMS // 4),)
     costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     frozen = costs.cost(found)
     of_trained = {0: 16, 1: 9, 3: 2}[zero_stage]

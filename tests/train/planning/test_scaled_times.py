@@ -6,10 +6,10 @@ import pytest
 
 from predict.machines.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
-from train.planning.layer_times import ReplicaMemory, ReplicaStep, ReplicaTimes
+from train.planning.layer_times import ReplicaMemory, ReplicaStep, ReplicaTimes, Split
 from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices
-from train.planning.scaled_times import ScaledTimes
+from train.planning.scaled_times import ParamCount, ScaledTimes
 from train.planning.state_bytes import UPDATE
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
@@ -40,21 +40,19 @@ class GivenTimes(ScaledTimes):
         super().__init__(
             config_of(f"data.sequence_length={sequence_length}"),
             described_devices(TARGET, target_budget(config_of().memory, TARGET), not_built),
-            context=1,
-            model=1,
+            split=Split(1, 1, 1),
             remat="none",
         )
+        self.params = (ParamCount(count=10**9, num_trained=10**9),)
 
     def compiled(self, part: ReplicaStep):
-        update_s = self.update_s(part.model, 1, 0)
+        update_s = self.update_s(1e9 / part.model, 1, 0)
         head_s = part.batch / 3 / part.model
         step_s = forward_s(part) + backward_s(part) + head_s + update_s
         return types.SimpleNamespace(
             times=ReplicaTimes(step_s=step_s, forwards_s=self.forwards_s or (forward_s(part),)),
             memory=ReplicaMemory(activations=7.0, temporaries=3.0),
             run=types.SimpleNamespace(
-                num_params=10**9,
-                num_frozen=0,
                 traces=types.SimpleNamespace(work=_WORK),
                 functions=types.SimpleNamespace(num_layers=self.num_layers),
             ),
@@ -64,14 +62,13 @@ class GivenTimes(ScaledTimes):
 @pytest.fixture
 def times():
     scaled = GivenTimes()
-    # What measure_base computes from the parameters.
-    scaled._update_s = scaled._devices.machine.memory_s(UPDATE * 1e9)
     scaled.measure_base(scaled.parts_of_base(1, 1))
     return scaled
 
 
 def part(**values) -> ReplicaStep:
-    return ReplicaStep(**({"context": 1, "model": 1, "batch": 1, "remat": "none"} | values))
+    one = {"context": 1, "expert": 1, "model": 1, "batch": 1, "remat": "none"}
+    return ReplicaStep(**(one | values))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
@@ -89,7 +86,6 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
 )
 def test_base_is_compiled_for_no_more_batches_than_plans_need(smallest, largest, batches):
     times = GivenTimes(sequence_length=2048)
-    times._update_s = times._devices.machine.memory_s(UPDATE * 1e9)
     parts = times.parts_of_base(smallest, largest)
     assert [found.batch for found in parts] == batches
     times.measure_base(parts)
@@ -149,7 +145,7 @@ def test_memory_grows_with_the_batch_and_is_divided_by_the_split(times):
 
 
 def test_zero_divides_the_update(times):
-    whole = times.update_s(1, 8, 0)
-    assert times.update_s(4, 8, 0) == pytest.approx(whole / 4)
-    assert times.update_s(1, 8, 3) == pytest.approx(whole / 8)
-    assert whole / 8 < times.update_s(1, 8, 1) < whole
+    whole = times.update_s(1e9, 8, 0)
+    assert whole == pytest.approx(times._devices.machine.memory_s(UPDATE * 1e9))
+    assert times.update_s(1e9, 8, 3) == pytest.approx(whole / 8)
+    assert whole / 8 < times.update_s(1e9, 8, 1) < whole
