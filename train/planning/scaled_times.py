@@ -9,8 +9,9 @@ compiling one part that differs from the base in nothing else:
                   × factor of the split over context, expert and model
                   + recomputation by train.remat
 
-Within a host, factors of a split over `model` are interpolated between smaller and larger splits.
-Until it has been measured, any other factor is assumed, and times that depend on it are not known.
+Within a host, factors of a split over `model` are interpolated between smaller and larger splits,
+and the time that `expert` adds is measured with no other split. Until it has been measured, any
+other factor is assumed, and times that depend on it are not known.
 """
 
 import bisect
@@ -235,8 +236,9 @@ class ScaledTimes:
         """Return the parts to compile before the times of `part` are known."""
         base = self.base
         missing_parts = []
-        if self._measured_split(part.split) is None:
-            missing_parts.append(self.with_split(part))
+        for split in self._needed_splits(part.split):
+            if self._measured_split(split) is None:
+                missing_parts.append(self.with_split(split))
         if part.remat not in self._recomputed:
             missing_parts.append(dataclasses.replace(base, remat=part.remat))
         return missing_parts
@@ -316,9 +318,14 @@ class ScaledTimes:
         )
 
     def _measured_split(self, split: Split) -> tuple[float, float] | None:
-        """Return the factors of a split, measured or between measured ones; None if unknown."""
+        """Return the factors of a split, measured or from measured ones; None if unknown."""
         if split in self._splits:
             return self._splits[split]
+        needed = self._needed_splits(split)
+        if len(needed) > 1:
+            factors = [self._measured_split(each) for each in needed]
+            known = [each for each in factors if each is not None]
+            return self._sum(split, *known) if len(known) == len(needed) else None
         same = [n for *others, n in self._splits if (*others,) == split[:-1]]
         below = [n for n in same if n < split.model]
         above = [n for n in same if self._interpolates(split, split._replace(model=n))]
@@ -333,31 +340,49 @@ class ScaledTimes:
         two = self._splits[split._replace(model=high)]
         return (one[0] + share * (two[0] - one[0]), one[1] + share * (two[1] - one[1]))
 
+    def _needed_splits(self, split: Split) -> list[Split]:
+        """Return the splits to measure for one: itself, or two that differ less from the base."""
+        base = self.base.split
+        no_experts = split._replace(expert=base.expert)
+        only_experts = base._replace(expert=split.expert)
+        if split in (no_experts, only_experts) or not self._is_on_host(split):
+            return [split]
+        return [no_experts, only_experts]
+
+    def _sum(
+        self, split: Split, no_experts: tuple[float, float], only_experts: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Return the factors of a split from those of `_needed_splits`.
+
+        Each device of `model` exchanges all of its tokens over `expert`, and of `context` its part.
+        """
+        share = self.base.context / split.context
+        one, two = (a + share * (b - 1) for a, b in zip(no_experts, only_experts, strict=True))
+        return one, two
+
     def _assumed_split(self, split: Split) -> tuple[float, float]:
         """Return the factors of a split that has not been measured."""
         base = self.base.split
-        one = self._measured_split(split._replace(expert=base.expert))
-        if one is None:
+        no_experts = self._measured_split(split._replace(expert=base.expert))
+        if no_experts is None:
             parts = split.context * split.model / (base.context * base.model)
             assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(parts))) / parts
-            one = assumed, assumed
-        if split.expert == base.expert:
-            return one
-        # Devices of `expert` exchange tokens; each has as many as before.
-        two = self._measured_split(base._replace(expert=split.expert))
-        if two is None:
-            is_on_host = split.expert * split.model <= self._devices.machine.gpus_per_host
-            loss = _EXPERT_LOSS if is_on_host else _DISTANT_EXPERT_LOSS
+            no_experts = assumed, assumed
+        only_experts = self._measured_split(base._replace(expert=split.expert))
+        if only_experts is None or not self._is_on_host(split):
+            loss = _EXPERT_LOSS if self._is_on_host(split) else _DISTANT_EXPERT_LOSS
             assumed = 1 + loss * max(0.0, math.log2(split.expert / base.expert))
-            two = assumed, assumed
-        return one[0] * two[0], one[1] * two[1]
+            only_experts = assumed, assumed
+        return self._sum(split, no_experts, only_experts)
+
+    def _is_on_host(self, split: Split) -> bool:
+        return math.prod(split) <= self._devices.machine.gpus_per_host
 
     def _interpolates(self, split: Split, larger: Split) -> bool:
         """Return whether a split is between a measured one and one that is split over more."""
-        is_on_host = math.prod(larger) <= self._devices.machine.gpus_per_host
         least = split._replace(model=self.base.model)
         is_larger = larger._replace(model=least.model) == least and larger.model > split.model
-        return is_larger and is_on_host and least in self._splits
+        return is_larger and self._is_on_host(larger) and least in self._splits
 
     def _of_base(self, batch: int) -> LayerTimes:
         """Return the times of the base with another batch, between its two nearest batches."""

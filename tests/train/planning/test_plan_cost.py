@@ -1,8 +1,11 @@
 """Composed costs of plans, from layers whose times and memory are given."""
 
+import collections
 import dataclasses
+import math
 import types
 
+import jax
 import pytest
 
 from pipeline.schedule import make_schedule
@@ -15,6 +18,7 @@ from pipeline.schedules.table import (
 from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.transfer import group_over, transfer_s
+from tests.runs import ROOT, make_run
 from tests.train.planning.test_parallel_plan import config_of
 from train.config.remat import Remat
 from train.planning.fitting import distinct, promising, with_leaner
@@ -328,3 +332,29 @@ def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
     assert names(in_turn) == [(1, "none"), (1, "mlp"), (2, "none"), (1, "full"), (2, "mlp")]
     # The fastest of each shape, and the fastest that surely fits.
     assert names(promising(ranked, 10)) == [(1, "none"), (2, "none"), (1, "full")]
+
+
+def test_state_of_experts_is_divided_as_the_step_divides_it(corpus_overrides):
+    """The moments on a device are those of the layout, which ZeRO divides for experts too."""
+    sizes = {"data": 2, "expert": 2, "model": 2}
+    meshes = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    text = ("data.name=text", "data.tokenizer=bytes", "data.global_batch_size=8", *corpus_overrides)
+    overrides = ("model.mlp_dim=64", "memory.zero_stage=1", *text, *meshes)
+    run, _ = make_run(overrides, f"{ROOT}/configs/mixtral.py")
+    layout = run.state_layout
+    counts = collections.Counter[frozenset[str]]()
+    leaves = jax.tree.leaves(layout.abstract.params)
+    for leaf, axes in zip(leaves, jax.tree.leaves(layout.kept_axes), strict=True):
+        counts[axes] += leaf.size
+    layers = GivenLayers()
+    layers.params = tuple(
+        ParamCount(count=count, num_trained=count, kept_axes=axes) for axes, count in counts.items()
+    )
+    costs = PlanCosts(run.config, MACHINE, layers)  # pyright: ignore[reportArgumentType]
+    params = costs._params(plan(1, zero_stage=1, **sizes))
+    assert [each.num_replicas for each in params] == [4, 2]
+    moments = jax.tree.leaves(layout.abstract.opt_state)
+    on_device = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in moments)
+    # Norms and the router are not divided over `model`.
+    composed = sum(2 * each.num_trained / each.shards(1) for each in params)
+    assert composed == pytest.approx(on_device, rel=0.02)
