@@ -150,7 +150,7 @@ def compile_step(
 
 
 def _check_expert_load(load: float, model: Any) -> None:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     num_experts = getattr(config, "num_experts", None)
     if num_experts is None:
         raise ValueError(

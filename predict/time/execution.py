@@ -6,6 +6,7 @@ further loops.
 
 import collections
 import dataclasses
+import math
 
 #: The lane of kernels, and the category of a pipeline's idle time.
 COMPUTE = "compute"
@@ -41,14 +42,14 @@ class Repeat:
         label: label of the loop; "" if it is not a loop.
         name: name of the loop's instruction; "" if it is not a loop.
         start_s: start, relative to the start of the execution that contains it.
-        count: number of repetitions, which may be a mean.
+        count: number of repetitions.
         run: one repetition.
     """
 
     label: str
     name: str
     start_s: float
-    count: float
+    count: int
     run: "Execution"
 
 
@@ -91,7 +92,7 @@ class Totals:
         self.exposed_host_s += times * other.exposed_host_s
         for name, use in other.collectives.items():
             total_use = self.collectives.setdefault(name, CollectiveUse())
-            total_use.executions += times * use.executions
+            total_use.executions += math.ceil(times * use.executions)
             total_use.seconds += times * use.seconds
             total_use.exposed_s += times * use.exposed_s
 

@@ -29,6 +29,7 @@ the other stages, which is the bubble.
 """
 
 import dataclasses
+import math
 
 from pipeline.runtime.layers import LAYERS
 from pipeline.runtime.tick_table import TICKS
@@ -308,7 +309,7 @@ class _SimulatorState:
         """Append an execution to the instructions simulated so far."""
         if run.items:
             self.items.append(
-                Repeat(label=label, name=name, start_s=self.now_s, count=times, run=run)
+                Repeat(label=label, name=name, start_s=self.now_s, count=math.ceil(times), run=run)
             )
         self.totals.add(run.totals, times)
         for stream, work in self._given.items():

@@ -18,8 +18,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from models.functions import can_share_vocab
 from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
@@ -233,11 +231,11 @@ class PlanSearch:
             ValueError: the model cannot be split as the fixed keys say.
         """
         base = self._layers.compiled(self._layers.base).run
-        kept_axes = frozenset[str]().union(*jax.tree.leaves(base.state_layout.kept_axes))
+        kept_axes = {axis for count in self._layers.params for axis in count.kept_axes}
         if unknown := kept_axes - {*Split._fields}:
             raise ValueError(
                 f"rules.experts={base.rules['experts']}: plans do not know the costs of experts "
-                f"that {unknown.pop()!r} divides; choose from {', '.join(Split._fields)}, or "
+                f"that {min(unknown)!r} divides; choose from {', '.join(Split._fields)}, or "
                 "choose the mesh yourself, and check it with python -m train.compile"
             )
         return PlanSpace(

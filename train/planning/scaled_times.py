@@ -227,8 +227,8 @@ class ScaledTimes:
             backward_s = max(0.0, times.step_s - rest_s)
             self._times.append(LayerTimes(forward_s=times.forward_s, backward_s=backward_s))
 
-    def with_split(self, split: ReplicaStep | MeshConfig) -> ReplicaStep:
-        """Return the base with the sizes of a part's or a mesh's axes."""
+    def with_split(self, split: Split | ReplicaStep | MeshConfig) -> ReplicaStep:
+        """Return the base with the sizes of the axes of a split, a part or a mesh."""
         sizes = {axis: getattr(split, axis) for axis in Split._fields}
         return dataclasses.replace(self.base, **sizes)
 

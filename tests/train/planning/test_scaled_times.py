@@ -1,5 +1,6 @@
 """Times of layers that are scaled from a few compiled parts."""
 
+import dataclasses
 import types
 
 import pytest
@@ -18,7 +19,8 @@ _SPLIT_TIME = {1: 1.0, 2: 0.6, 4: 0.35}
 
 
 def forward_s(part: ReplicaStep) -> float:
-    return (1 + part.batch) * _SPLIT_TIME[part.model]
+    exchanges = 0.1 * (part.expert - 1)  # by each device of `model`
+    return (1 + part.batch) * (_SPLIT_TIME[part.model] + exchanges)
 
 
 def backward_s(part: ReplicaStep) -> float:
@@ -121,6 +123,20 @@ def test_split_between_two_measured_ones_is_interpolated(times):
     assert found.backward_s == pytest.approx(backward_s(part()) * factor)
     times.measure([part(model=2)])  # a measured factor goes before an interpolated one
     assert times.times(part(model=2)).forward_s == pytest.approx(forward_s(part(model=2)))
+
+
+def test_time_that_expert_adds_is_measured_once_for_all_splits_within_a_host(times):
+    wanted = part(expert=2, model=4, batch=8)
+    base = times.base
+    missing = times.unknown(wanted)
+    assert missing == [dataclasses.replace(base, model=4), dataclasses.replace(base, expert=2)]
+    times.measure(missing)
+    assert times.unknown(wanted) == times.unknown(part(expert=2, model=2)) == []
+    found = times.times(wanted)
+    assert found.forward_s == pytest.approx(forward_s(wanted))
+    assert found.backward_s == pytest.approx(backward_s(wanted))
+    # Two hosts: the exchange is slower.
+    assert times.unknown(part(expert=8, model=2)) == [part(expert=8, model=2)]
 
 
 def test_layers_of_a_stack_share_its_time():
