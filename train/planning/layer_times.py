@@ -26,7 +26,7 @@ from train.run.run import Run
 
 
 class Split(NamedTuple):
-    """Sizes of the mesh axes that change what a device computes in a layer."""
+    """Sizes of the mesh axes that divide the work of a layer."""
 
     context: int
     expert: int

@@ -340,5 +340,5 @@ class PlanSearch:
 
 
 def _are_multiples(split: Split, other: Split) -> bool:
-    """Return whether all sizes of a split are multiples of those of another one."""
+    """Return whether every size of a split is a multiple of the other split's size."""
     return all(size % divisor == 0 for size, divisor in zip(split, other, strict=True))

@@ -352,7 +352,7 @@ class ScaledTimes:
     def _sum(
         self, split: Split, no_experts: tuple[float, float], only_experts: tuple[float, float]
     ) -> tuple[float, float]:
-        """Return the factors of a split from those of `_needed_splits`.
+        """Return the factors of a split from the factors of its `_needed_splits`.
 
         Each device of `model` exchanges all of its tokens over `expert`, and of `context` its part.
         """

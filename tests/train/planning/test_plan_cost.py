@@ -335,7 +335,7 @@ def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
 
 
 def test_state_of_experts_is_divided_as_the_step_divides_it(corpus_overrides):
-    """The moments on a device are those of the layout, which ZeRO divides for experts too."""
+    """As many moments are on a device as in the layout, which ZeRO divides for experts too."""
     sizes = {"data": 2, "expert": 2, "model": 2}
     meshes = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
     text = ("data.name=text", "data.tokenizer=bytes", "data.global_batch_size=8", *corpus_overrides)
