@@ -53,7 +53,7 @@ def walk(equations: Iterable[Equation], times: int = 1) -> Iterator[tuple[Equati
         elif eqn.primitive.name == "while":
             scope = str(eqn.source_info.name_stack).rpartition("/")[2]
             expected = expected_trips_of(scope.rpartition("(")[2].rstrip(")"))
-            inner_times *= 1 if expected is None else expected
+            inner_times *= 1 if expected is None else int(expected)
         for jaxpr in inner_jaxprs(eqn):
             yield from walk(jaxpr.eqns, inner_times)
 

@@ -225,7 +225,9 @@ def _start_devices(
     if config.train.compilation_cache:
         use_compilation_cache(_program_cache(config, options))
     sizes = config.mesh
-    open_axes = [axis for axis in ("data", "model", "pipeline") if f"mesh.{axis}" not in fixed]
+    of_experts = ("expert",) if config.model_fields.get("num_experts") else ()
+    planned_axes = ("data", *of_experts, "model", "pipeline")
+    open_axes = [axis for axis in planned_axes if f"mesh.{axis}" not in fixed]
     if sizes.auto and open_axes and -1 not in sizes.sizes.values():
         sizes = dataclasses.replace(sizes, **{open_axes[0]: -1})
     mesh = startup.start(

@@ -58,6 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         "--verbose", action="store_true", help="also print the compiler's options, with reasons"
     )
     parser.add_argument(
+        "--expert_load",
+        type=float,
+        help="also predict a step whose most chosen experts have so many times the mean of tokens",
+    )
+    parser.add_argument(
         "--out", type=local_path, help="directory for HLO, report, trace and picture"
     )
     args, others = parser.parse_known_args(argv)
@@ -66,14 +71,16 @@ def main(argv: list[str] | None = None) -> int:
     def report() -> str:
         overrides = Overrides.parse(others)
         target = parse_target(args.target, args.network)
-        step = compile_step(args.config, target, overrides, read_options(args))
+        options = read_options(args)
+        load = args.expert_load
+        step = compile_step(args.config, target, overrides, options, expert_load=load)
         if args.out is not None:
             write_files(step, args.out)
         if args.json:
             return json.dumps(step.to_json())
         text = step.to_text()
-        options = describe_options(step.run.compiler_options()) if args.verbose else ""
-        return f"{text}\n{options}" if options else text
+        described = describe_options(step.run.compiler_options()) if args.verbose else ""
+        return f"{text}\n{described}" if described else text
 
     return print_or_refuse(report)
 
@@ -120,19 +127,44 @@ def compile_step(
     target: Target,
     overrides: Overrides | Sequence[str],
     options: ReadOptions = DEFAULTS,
+    *,
+    expert_load: float | None = None,
 ) -> CompiledStep:
     """Compile the training step of a config.
 
     Args:
         path: config file, as for `--config`.
         overrides: parsed, or strings `section.key=value`.
+        expert_load: load of experts to predict in addition to an even one; see
+            predict/time/prediction.py.
 
     Raises:
-        ValueError: the config, the mesh or the target is not valid.
+        ValueError: the config, the mesh, the target or the load is not valid.
         OSError: a file is missing.
     """
     config = validate_config(load_config(path, overrides, options))
-    return compile_run(run_for(config, target), sizes_without_data(config).assumed)
+    run = run_for(config, target)
+    if expert_load is not None:
+        _check_expert_load(expert_load, run.model)
+    return compile_run(run, sizes_without_data(config).assumed, expert_load=expert_load)
+
+
+def _check_expert_load(load: float, model: Any) -> None:
+    config: Any = getattr(model, "config", None)
+    num_experts = getattr(config, "num_experts", None)
+    if num_experts is None:
+        raise ValueError(
+            f"--expert_load={load:g}: {type(model).__name__} has no experts; leave it out"
+        )
+    largest = num_experts / config.experts_per_token
+    limit = "the load if all tokens choose the same experts"
+    if config.expert_capacity is not None and config.expert_capacity < largest:
+        largest = max(1.0, config.expert_capacity)
+        limit = "model.expert_capacity, beyond which tokens are dropped"
+    if not 1 <= load <= largest:
+        raise ValueError(
+            f"--expert_load={load:g} must be from 1, an even load, to {largest:g}, {limit}"
+        )
 
 
 def load_config(
@@ -178,15 +210,25 @@ def run_for(config: RunConfig, target: Target) -> Run:
     return assemble(config)
 
 
-def compile_run(run: Run, assumed: tuple[str, ...] = ()) -> CompiledStep:
+def compile_run(
+    run: Run, assumed: tuple[str, ...] = (), *, expert_load: float | None = None
+) -> CompiledStep:
     """Compile and analyze the training step of a run that has a target.
 
     Args:
         assumed: assumptions about values that the data would determine, as text.
+        expert_load: as for `compile_step`.
     """
     assert run.target is not None
     budget = target_budget(run.config.memory, run.target)
-    return compile_and_predict(run, run.target.name, machine_of(run.target), budget, assumed)
+    return compile_and_predict(
+        run,
+        run.target.name,
+        machine_of(run.target),
+        budget,
+        assumed=assumed,
+        expert_load=expert_load,
+    )
 
 
 def write_files(step: CompiledStep, directory: Path) -> None:

@@ -89,19 +89,20 @@ def arrays_of(output: Type) -> Iterator[Array]:
             yield from arrays_of(part)
 
 
-def trip_count(loop: Instruction) -> int | None:
+def trip_count(loop: Instruction, expert_load: float = 1.0) -> float | None:
     """Return how often the body of a `while` instruction runs, or None if nobody knows.
 
-    Where XLA does not know it, it is the count that the program expects; see sharding/labels.py.
+    Where XLA does not know it, it is the mean count that the program expects for a load of experts;
+    see sharding/labels.py.
     """
     match = re.search(r'"known_trip_count":\s*\{"n":\s*"?(\d+)', loop.attributes)
-    return int(match[1]) if match else expected_trips_of(loop_label(loop))
+    return int(match[1]) if match else expected_trips_of(loop_label(loop), expert_load)
 
 
 def executions(loops: Sequence[Instruction]) -> int | None:
     """Return how often the body of nested loops runs in all, or None if a count is unknown."""
     counts = [trip_count(loop) for loop in loops]
-    known = [count for count in counts if count is not None]
+    known = [int(count) for count in counts if count is not None]
     return math.prod(known) if len(known) == len(counts) else None
 
 

@@ -6,6 +6,7 @@ further loops.
 
 import collections
 import dataclasses
+import math
 
 #: The lane of kernels, and the category of a pipeline's idle time.
 COMPUTE = "compute"
@@ -84,14 +85,14 @@ class Totals:
     exposed_host_s: float = 0.0
     collectives: dict[str, CollectiveUse] = dataclasses.field(default_factory=dict)
 
-    def add(self, other: "Totals", times: int = 1) -> None:
+    def add(self, other: "Totals", times: float = 1) -> None:
         """Add `times` times the totals of `other` to these."""
         for category, seconds in other.by_category.items():
             self.by_category[category] += times * seconds
         self.exposed_host_s += times * other.exposed_host_s
         for name, use in other.collectives.items():
             total_use = self.collectives.setdefault(name, CollectiveUse())
-            total_use.executions += times * use.executions
+            total_use.executions += math.ceil(times * use.executions)
             total_use.seconds += times * use.seconds
             total_use.exposed_s += times * use.exposed_s
 

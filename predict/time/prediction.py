@@ -105,6 +105,7 @@ def predict(
     machine: Machine,
     ticks: Ticks | None = None,
     temp_bytes: int = 0,
+    expert_load: float = 1.0,
 ) -> Prediction:
     """Predict the time of a step.
 
@@ -119,6 +120,8 @@ def predict(
             everything in every tick, so there is no bubble and the predicted step is too long.
         temp_bytes: bytes that the step allocates on a device and gives back. Allocating them counts
             as one of the other kernels.
+        expert_load: tokens of the most chosen experts as a multiple of the mean. The busiest device
+            has as many of these experts as possible, which bounds the time from above.
 
     Returns:
         The predicted time and its parts.
@@ -136,11 +139,14 @@ def predict(
     program_collectives = collectives_of(module, mesh_shape)
     costs = Costs(module, mesh_shape, machine)
     if ticks is None or not machine.shares_cores:
-        prediction = _predict_stage(costs, program_collectives, ticks)
+        prediction = _predict_stage(costs, program_collectives, ticks, expert_load)
     else:
         stages = range(len(ticks.stages[0]))
         prediction = _mean(
-            [_predict_stage(costs, program_collectives, ticks.of_stage(stage)) for stage in stages]
+            [
+                _predict_stage(costs, program_collectives, ticks.of_stage(stage), expert_load)
+                for stage in stages
+            ]
         )
     allocation_s = temp_bytes * machine.allocation_s_per_byte
     return dataclasses.replace(
@@ -151,9 +157,9 @@ def predict(
 
 
 def _predict_stage(
-    costs: Costs, program_collectives: list[Collective], ticks: Ticks | None
+    costs: Costs, program_collectives: list[Collective], ticks: Ticks | None, expert_load: float
 ) -> Prediction:
-    run = Simulator(costs, ticks).step()
+    run = Simulator(costs, ticks, expert_load).step()
     totals = run.totals
     collectives = _group_collectives(run, program_collectives)
     of_category = totals.by_category

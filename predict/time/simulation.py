@@ -29,6 +29,7 @@ the other stages, which is the bubble.
 """
 
 import dataclasses
+import math
 
 from pipeline.runtime.layers import LAYERS
 from pipeline.runtime.tick_table import TICKS
@@ -69,12 +70,14 @@ class Simulator:
     Args:
         costs: estimated times of the instructions of a scheduled program.
         ticks: operations of its pipeline stages. If None, every loop that may run once runs.
+        expert_load: as for `predict`.
     """
 
-    def __init__(self, costs: Costs, ticks: Ticks | None):
+    def __init__(self, costs: Costs, ticks: Ticks | None, expert_load: float = 1.0):
         self.module = costs.module
         self.costs = costs
         self.ticks = ticks
+        self.expert_load = expert_load
         self._runs: dict[tuple[str, Busy, Operations | None], Execution] = {}
         self._overlapped = asynchrony.overlapped_starts(self.module)
 
@@ -252,7 +255,7 @@ class _SimulatorState:
         """Simulate a loop, with a single iteration if its trip count is unknown."""
         ticks = self.simulator.ticks
         label = loop_label(loop)
-        known = trip_count(loop)
+        known = trip_count(loop, self.simulator.expert_load)
         count = 1 if known is None else known
         if ticks is not None and label == TICKS and count == len(ticks):
             self._run_ticks(body_of(loop), ticks)
@@ -265,16 +268,20 @@ class _SimulatorState:
                 count = present
         self._iterate(loop, count, operations)
 
-    def _iterate(self, loop: Instruction, count: int, operations: Operations | None) -> None:
-        """Simulate iterations of a loop that all run the same operations."""
+    def _iterate(self, loop: Instruction, count: float, operations: Operations | None) -> None:
+        """Simulate iterations of a loop that all run the same operations.
+
+        Args:
+            count: number of iterations, which may be a mean.
+        """
         body = body_of(loop)
         label = loop_label(loop)
-        while count:
+        while count > 0:
             before = self._busy()
             run = self.simulator.run(body, before, operations)
             # If the streams end an iteration in the state in which they began it, all further
             # iterations are equal and need not be simulated.
-            times = count if run.busy == before else 1
+            times = count if run.busy == before else min(1, count)
             self._include(run, label or "loop", times, loop.name)
             count -= times
 
@@ -298,11 +305,11 @@ class _SimulatorState:
         busy = ((stream, free_s - self.now_s) for stream, free_s in self._free_s.items())
         return tuple(sorted((stream, left_s) for stream, left_s in busy if left_s > 0))
 
-    def _include(self, run: Execution, label: str, times: int = 1, name: str = "") -> None:
+    def _include(self, run: Execution, label: str, times: float = 1, name: str = "") -> None:
         """Append an execution to the instructions simulated so far."""
         if run.items:
             self.items.append(
-                Repeat(label=label, name=name, start_s=self.now_s, count=times, run=run)
+                Repeat(label=label, name=name, start_s=self.now_s, count=math.ceil(times), run=run)
             )
         self.totals.add(run.totals, times)
         for stream, work in self._given.items():

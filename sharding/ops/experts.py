@@ -551,6 +551,8 @@ class _Order:
         per_token: C.
         num_rounds: number of rounds.
         round_size: rows of an expert in a round.
+        tokens_per_expert: mean number of tokens of an expert.
+        num_parts: number of parts into which the experts are divided.
     """
 
     entries: jax.Array
@@ -558,6 +560,8 @@ class _Order:
     per_token: int = dataclasses.field(metadata={"static": True})
     num_rounds: int = dataclasses.field(metadata={"static": True})
     round_size: int = dataclasses.field(metadata={"static": True})
+    tokens_per_expert: float = dataclasses.field(metadata={"static": True})
+    num_parts: int = dataclasses.field(metadata={"static": True})
 
     @property
     def block_size(self) -> int:
@@ -586,9 +590,15 @@ class _Order:
 
     def for_blocks(self, body: Callable, state: Tree) -> Tree:
         """Run state = body(number, state) for the blocks of all experts."""
-        # With an even load, rounds are enough. Without rounds, an expert has a block at most.
-        expected = 0 if self.num_rounds else min(len(self.spans), self.entries.size)
-        with expected_trips("blocks", expected):
+        blocks = expected_trips(
+            "blocks",
+            experts=min(len(self.spans), self.entries.size),
+            mean=math.ceil(self.tokens_per_expert),
+            first=self.num_rounds * self.round_size,
+            size=self.block_size,
+            parts=self.num_parts,
+        )
+        with blocks:
             return jax.lax.fori_loop(0, jnp.sum(self.num_blocks_E), body, state)
 
     def _rows(self, span: jax.Array, first: jax.Array | int, count: int) -> _Rows:
@@ -619,13 +629,16 @@ def _sort_by_expert(placement: _Placement, choices_AC: jax.Array) -> _Order:
     place = jnp.where(is_chosen.any(axis=1), place, choices.size)
     numbers = jnp.arange(choices.size, dtype=jnp.int32)
     entries = jnp.zeros_like(choices).at[place].set(numbers, mode="drop")
-    num_rounds, round_size = _rounds(choices.size / placement.num_experts, per_device)
+    tokens_per_expert = choices.size / placement.num_experts
+    num_rounds, round_size = _rounds(tokens_per_expert, per_device)
     return _Order(
         entries=entries,
         spans=jnp.stack([starts, sizes], axis=1),
         per_token=choices_AC.shape[-1],
         num_rounds=num_rounds,
         round_size=round_size,
+        tokens_per_expert=tokens_per_expert,
+        num_parts=placement.num_parts,
     )
 
 

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import gpu_estimates
+from predict.machines.targets import parse_target
 from predict.program.communication import collectives
 from tests.gpu import steps
+from tests.runs import ROOT
+from train.compile import compile_step
 
 pytestmark = pytest.mark.gpu_compiler
 
@@ -72,3 +75,24 @@ def test_products_take_the_memory_of_the_tokens_that_are_routed():
 
     routed = _TOKENS * _PER_TOKEN * (2 * _EMBED + 3 * _EXPERT_DIM) * 2
     assert abs(bytes_of_a_row(64) - bytes_of_a_row(16)) <= 0.3 * routed
+
+
+def test_a_skewed_load_takes_longer_and_sends_no_more():
+    overrides = ("mesh.expert=4", "data.global_batch_size=16", "train.num_microbatches=1")
+    path = f"{ROOT}/configs/mixtral.py"
+    target = parse_target("h100:1x4")
+    step = compile_step(path, target, (*overrides, "model.num_layers=2"), expert_load=2.0)
+    report = step.to_json()
+    even = report["predicted"]
+    skewed = report["skewed"]
+    assert skewed["expert_load"] == 2.0
+    assert skewed["matmul_s"] > even["matmul_s"]
+    assert skewed["communication_s"] == even["communication_s"]
+    assert "time, the same memory" in step.to_text().splitlines()[-1]
+    for load, config, message in (
+        (0.5, path, r"--expert_load=0\.5 must be from 1, an even load, to 4, the load if all"),
+        (5.0, path, r"--expert_load=5 must be from 1"),
+        (2.0, f"{ROOT}/configs/gpt2.py", "GPT2 has no experts; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compile_step(config, target, ("mesh.data=4",), expert_load=load)

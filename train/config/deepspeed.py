@@ -322,7 +322,10 @@ class _Translation:
         fsdp = checked_value(config, "mesh.fsdp")
         expert = checked_value(config, "mesh.expert")
         count = checked_value(config, "train.num_microbatches")
-        is_planned = is_auto and not {"mesh.data", "mesh.fsdp"} <= {*fixed}
+        replica_axes = {"mesh.data", "mesh.fsdp"}
+        if config.model.get("num_experts"):
+            replica_axes.add("mesh.expert")
+        is_planned = is_auto and not replica_axes <= {*fixed}
         if sizes.micro is None or not (is_planned or min(data, fsdp, expert) < 1):
             try:
                 completed = sizes.completed(data * fsdp * expert, count)

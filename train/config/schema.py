@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from checkpoint.config import CheckpointConfig
 from data.config import DataConfig
 from data.image_config import ImageConfig, check_images
-from fields.field import field
+from fields.field import field, join_values
 from fields.keys import check_keys, nearest
 from fields.numbers import shown
 from fields.section import Section
@@ -105,6 +105,7 @@ class RunConfig:
                 parts,
                 self.pipeline.chunks,
             )
+        self._check_experts()
         if -1 in (mesh.data, mesh.fsdp, mesh.expert):
             return  # checked again once the number of devices is known
         divisor = parts * mesh.num_replicas
@@ -135,6 +136,16 @@ class RunConfig:
             raise ValueError(
                 f"mesh.context={mesh.context} must divide "
                 f"data.sequence_length={self.data.sequence_length}"
+            )
+
+    def _check_experts(self) -> None:
+        num_experts = self.model_fields.get("num_experts")
+        divisor = self.mesh.expert
+        if num_experts and divisor > 1 and num_experts % divisor:
+            choices = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ValueError(
+                f"mesh.expert={divisor} must divide model.num_experts={num_experts}; choose "
+                f"{join_values(choices)}"
             )
 
     def model_config(self, *, vocab_size: int | None = None, num_labels: int | None = None) -> Any:

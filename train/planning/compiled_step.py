@@ -32,6 +32,8 @@ class CompiledStep:
         compile_s: seconds spent compiling on this machine.
         memory: memory of the compiled step on one device.
         prediction: predicted time of the step.
+        expert_load: load of experts of `skewed`; see predict/time/prediction.py.
+        skewed: predicted time with this load; None without one.
     """
 
     run: Run
@@ -43,6 +45,8 @@ class CompiledStep:
     compile_s: float
     memory: Memory
     prediction: Prediction
+    expert_load: float = 1.0
+    skewed: Prediction | None = None
 
     @property
     def units_per_s(self) -> float:
@@ -52,10 +56,13 @@ class CompiledStep:
     @property
     def mfu(self) -> float | None:
         """Predicted model FLOPs utilization, from 0 to 1; None if the GPU's peak is unknown."""
+        return self._mfu_at(self.units_per_s)
+
+    def _mfu_at(self, units_per_s: float) -> float | None:
         peak = peak_flops_per_s(
             self.run.hardware.device_kind, self.run.config.precision.compute_dtype
         )
-        return mfu(self.run.flops_per_unit * self.units_per_s, self.run.mesh.size, peak)
+        return mfu(self.run.flops_per_unit * units_per_s, self.run.mesh.size, peak)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report of `--json`; docs/before_you_rent.md lists the keys."""
@@ -86,22 +93,32 @@ class CompiledStep:
                 "estimated_host_bytes": needs_of(run, self.budget).host_bytes,
             },
             "collectives": collectives,
-            "predicted": {
-                "step_time_s": prediction.step_s,
-                "matmul_s": prediction.matmul_s,
-                "attention_s": prediction.attention_s,
-                "other_kernels_s": prediction.other_s,
-                "communication_s": prediction.communication_s,
-                "exposed_communication_s": prediction.exposed_communication_s,
-                "host_copy_s": prediction.host_s,
-                "exposed_host_copy_s": prediction.exposed_host_s,
-                "bubble_s": prediction.bubble_s,
-                f"{run.unit}s_per_s": self.units_per_s,
-                "mfu": self.mfu,
-            },
+            "predicted": self._times(prediction),
+            **self._skewed_to_json(),
             "compiler_options": as_dict(run.compiler_options()),
             "versions": {"jax": jax.__version__},
         }
+
+    def _times(self, prediction: Prediction) -> dict[str, Any]:
+        units_per_s = self.run.units_per_step / prediction.step_s
+        return {
+            "step_time_s": prediction.step_s,
+            "matmul_s": prediction.matmul_s,
+            "attention_s": prediction.attention_s,
+            "other_kernels_s": prediction.other_s,
+            "communication_s": prediction.communication_s,
+            "exposed_communication_s": prediction.exposed_communication_s,
+            "host_copy_s": prediction.host_s,
+            "exposed_host_copy_s": prediction.exposed_host_s,
+            "bubble_s": prediction.bubble_s,
+            f"{self.run.unit}s_per_s": units_per_s,
+            "mfu": self._mfu_at(units_per_s),
+        }
+
+    def _skewed_to_json(self) -> dict[str, Any]:
+        if self.skewed is None:
+            return {}
+        return {"skewed": {"expert_load": self.expert_load} | self._times(self.skewed)}
 
     def to_text(self) -> str:
         """Return the report as text."""
@@ -109,7 +126,6 @@ class CompiledStep:
         figures = self.to_json()
         memory = figures["memory"]
         mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
-        utilization = "not known" if self.mfu is None else f"{self.mfu:.1%}"
         fits = "fits" if memory["fits"] else "does not fit"
         lines = [
             f"target     {figures['target']}: {run.mesh.size} × {run.hardware.device_kind}",
@@ -127,14 +143,35 @@ class CompiledStep:
             "",
             format_prediction(self.prediction),
             "",
-            f"predicted: {self.prediction.step_s * 1e3:,.1f} ms per step, "
-            f"{self.units_per_s:,.0f} {run.unit}s/s, MFU {utilization}",
+            f"predicted: {self._summary(self.prediction)}",
         ]
+        if self.skewed is not None:
+            more = self.skewed.step_s / self.prediction.step_s - 1
+            lines.append(
+                f"predicted with --expert_load={self.expert_load:g}: "
+                f"{self._summary(self.skewed)}; {more:+.1%} time, the same memory"
+            )
         return "\n".join(lines)
+
+    def _summary(self, prediction: Prediction) -> str:
+        """Return time, speed and utilization of a predicted step."""
+        units_per_s = self.run.units_per_step / prediction.step_s
+        known = self._mfu_at(units_per_s)
+        utilization = "not known" if known is None else f"{known:.1%}"
+        return (
+            f"{prediction.step_s * 1e3:,.1f} ms per step, {units_per_s:,.0f} {self.run.unit}s/s, "
+            f"MFU {utilization}"
+        )
 
 
 def compile_and_predict(
-    run: Run, devices: str, machine: Machine, budget: Budget, assumed: tuple[str, ...] = ()
+    run: Run,
+    devices: str,
+    machine: Machine,
+    budget: Budget,
+    *,
+    assumed: tuple[str, ...] = (),
+    expert_load: float | None = None,
 ) -> CompiledStep:
     """Compile the training step of a run, and predict its time.
 
@@ -143,6 +180,8 @@ def compile_and_predict(
         machine: their rates.
         budget: memory that a step may use.
         assumed: assumptions about values that the data would determine, as text.
+        expert_load: load of experts to predict in addition to an even one; see
+            predict/time/prediction.py.
     """
     start = time.perf_counter()
     _ = run.trace_train_step()
@@ -151,6 +190,12 @@ def compile_and_predict(
     compile_s = time.perf_counter() - traced
     text = compiled.as_text() or ""
     used = memory(compiled)
+
+    def predict_with(load: float) -> Prediction:
+        shape = dict(run.mesh.shape)
+        temp_bytes = used.temp_bytes or 0
+        return predict(text, shape, machine, _ticks(run), temp_bytes, expert_load=load)
+
     return CompiledStep(
         run=run,
         devices=devices,
@@ -160,9 +205,9 @@ def compile_and_predict(
         trace_s=traced - start,
         compile_s=compile_s,
         memory=used,
-        prediction=predict(
-            text, dict(run.mesh.shape), machine, _ticks(run), temp_bytes=used.temp_bytes or 0
-        ),
+        prediction=predict_with(1.0),
+        expert_load=expert_load or 1.0,
+        skewed=None if expert_load is None else predict_with(expert_load),
     )
 
 

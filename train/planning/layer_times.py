@@ -1,8 +1,9 @@
 """Times and memory of a model's layers, from steps that are compiled for few devices.
 
 A plan's step consists of the same layers as a step of one replica without pipeline stages. So that
-step is compiled, for one microbatch and the devices of the axes `context` and `model`, and its time
-is predicted. train/planning/plan_cost.py divides it, and puts the pieces together for a plan:
+step is compiled, for one microbatch and the devices of the axes `context`, `expert` and `model`,
+and its time is predicted. Devices of `expert` exchange tokens, so they have a microbatch each.
+train/planning/plan_cost.py divides the time, and puts the pieces together for a plan:
 
     forward of the layers | embedding, head, loss | backward of the layers | update
 
@@ -12,6 +13,7 @@ The times do not include waiting for collectives between replicas.
 import dataclasses
 import math
 from functools import cached_property
+from typing import NamedTuple
 
 from pipeline.runtime.layers import LAYERS
 from predict.time.execution import loops_s
@@ -23,30 +25,44 @@ from train.planning.plan_devices import PlanDevices
 from train.run.run import Run
 
 
+class Split(NamedTuple):
+    """Sizes of the mesh axes that divide the work of a layer."""
+
+    context: int
+    expert: int
+    model: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplicaStep:
     """The step of one replica that times are read from.
 
     Attributes:
         context: size of the mesh axis `context`.
+        expert: size of the mesh axis `expert`.
         model: size of the mesh axis `model`.
-        batch: examples of a microbatch.
+        batch: examples of a microbatch on each device of `expert`.
         remat: value of `train.remat`, without `stage`.
     """
 
     context: int
+    expert: int
     model: int
     batch: int
     remat: str
 
     @property
+    def split(self) -> Split:
+        """Sizes of the mesh axes."""
+        return Split(self.context, self.expert, self.model)
+
+    @property
     def num_devices(self) -> int:
         """Number of devices that its step is compiled for."""
-        return self.context * self.model
+        return math.prod(self.split)
 
     def __str__(self) -> str:
-        names = {"context": self.context, "model": self.model}
-        axes = [f"{name}={n}" for name, n in names.items() if n > 1]
+        axes = [f"{name}={n}" for name, n in self.split._asdict().items() if n > 1]
         return ", ".join([*axes, *[f"remat {self.remat}"] * (self.remat != "none")])
 
 
@@ -98,14 +114,14 @@ class CompiledReplica:
             ValueError: the model cannot be split like this.
         """
         part = self.part
-        values = {f"mesh.{axis}": 1 for axis in ("pipeline", "data", "fsdp", "expert")}
-        values |= {"mesh.context": part.context, "mesh.model": part.model}
+        values = {f"mesh.{axis}": 1 for axis in ("pipeline", "data", "fsdp")}
+        values |= {f"mesh.{axis}": size for axis, size in part.split._asdict().items()}
         values |= {
             "memory.zero_stage": 0,
             "memory.shard_parameters_fraction": 1.0,  # others require zero_stage=3
             "memory.placement": "device",
             "memory.offload_parameters_fraction": 0.0,
-            "data.global_batch_size": part.batch,
+            "data.global_batch_size": part.batch * part.expert,
             "train.num_microbatches": 1,
             "train.remat": part.remat,
             "pipeline.schedule": "1f1b",

@@ -17,9 +17,8 @@ from train.config.remat import Remat
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. The other axes are `fsdp`,
-#: which is 1 because `data` with ZeRO 3 does the same, and, for models with experts, `expert`,
-#: which stays as configured.
-_OPEN_AXES = ("pipeline", "data", "context", "model")
+#: which is 1 because `data` with ZeRO 3 does the same, and `expert` if the model has no experts.
+_OPEN_AXES = ("pipeline", "data", "context", "expert", "model")
 #: Sequences are divided over `context` if at least this many tokens are left on each device. With
 #: fewer, `data` or `model` divides the work of a layer as well, and moves fewer bytes.
 _CONTEXT_TOKENS = 8192
@@ -30,6 +29,7 @@ UNPLANNED: Mapping[str, Any] = {
     "mesh.data": 1,
     "mesh.fsdp": 1,
     "mesh.context": 1,
+    "mesh.expert": 1,
     "mesh.model": 1,
     "train.num_microbatches": 1,
     "pipeline.chunks": 1,
@@ -112,10 +112,6 @@ class ParallelPlan:
             return 0
         return 3 if self.mesh.fsdp > 1 else self.zero_stage
 
-    def shards(self, least_stage: int) -> int:
-        """Return over how many replicas state is divided that this ZeRO stage and higher divide."""
-        return self.num_replicas if self.effective_zero_stage >= least_stage else 1
-
     @property
     def shape(self) -> tuple[MeshConfig, str, int, int]:
         """Mesh, schedule, chunks and microbatches; the rest decides mostly about the memory."""
@@ -186,7 +182,9 @@ class PlanSpace:
         fixed: keys of the config that stay as they are, such as "mesh.model".
         num_layers: number of layers of the model.
         layer_remats: values of `train.remat` to try, with and without `stage` before them.
-        allows: whether the model can be split over this many devices along (context, model).
+        allows: whether the model can be split over the axes `context`, `expert` and `model` of a
+            mesh.
+        has_experts: whether `mesh.expert` divides experts of the model.
         sees_whole_batch: whether all examples of a replica must be in one microbatch.
         can_share_vocab: whether stages can divide embedding and head among them.
         cuts: values of `pipeline.layers_per_stage` to try for a number of chunks, and for a value
@@ -199,7 +197,8 @@ class PlanSpace:
     fixed: Collection[str]
     num_layers: int
     layer_remats: tuple[str, ...]
-    allows: Callable[[int, int], bool]
+    allows: Callable[[MeshConfig], bool]
+    has_experts: bool
     sees_whole_batch: bool
     can_share_vocab: bool
     cuts: Callable[[int, bool], Collection[tuple[str, ...]]]
@@ -233,7 +232,7 @@ class PlanSpace:
             batch = config.data.global_batch_size
             is_divided = batch % mesh.num_replicas == 0
             has_stages = mesh.pipeline <= self.num_layers
-            if is_divided and has_stages and self.allows(mesh.context, mesh.model):
+            if is_divided and has_stages and self.allows(mesh):
                 yield mesh
 
     def _sizes(self, axis: str) -> tuple[int, ...]:
@@ -241,6 +240,8 @@ class PlanSpace:
         is_fixed = f"mesh.{axis}" in self.fixed
         if configured_size != -1 and (is_fixed or axis not in _OPEN_AXES):
             return (1,) if axis == "fsdp" and not is_fixed else (configured_size,)
+        if axis == "expert" and not self.has_experts:
+            return (1,)
         data = self.config.data
         max_size = self.num_devices
         if axis == "context" and not is_fixed:

@@ -10,6 +10,7 @@ These composed costs only decide which plans are compiled.
 
 import dataclasses
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -71,6 +72,37 @@ class PlanCost:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceParams:
+    """Parameters that a plan divides alike, on a device of its largest stage.
+
+    Attributes:
+        count: number of parameters that the device computes with.
+        num_trained: how many of them are trained.
+        num_outer: number of parameters outside the stacks that it has in addition, because each
+            stage has all of them.
+        zero_stage: ZeRO stage that divides their state among replicas.
+        axes: mesh axes of the replicas.
+        num_replicas: number of replicas.
+    """
+
+    count: float
+    num_trained: float
+    num_outer: float
+    zero_stage: int
+    axes: tuple[str, ...]
+    num_replicas: int
+
+    @property
+    def trained_fraction(self) -> float:
+        """Fraction of the parameters that are trained."""
+        return self.num_trained / self.count
+
+    def shards(self, least_stage: int) -> int:
+        """Return over how many replicas state is divided that this ZeRO stage and higher divide."""
+        return self.num_replicas if self.zero_stage >= least_stage else 1
+
+
 class Costed(NamedTuple):
     """A plan and its composed cost."""
 
@@ -97,10 +129,11 @@ class PlanCosts:
         """Return the composed cost of a plan."""
         part = self.part(plan)
         times = self._layers.times(part)
-        update_s = self._layers.update_s(
-            plan.mesh.model * plan.mesh.pipeline, plan.num_replicas, plan.effective_zero_stage
+        update_s = self._host_copies_s(plan)
+        update_s += sum(
+            self._layers.update_s(params.num_trained, params.num_replicas, params.zero_stage)
+            for params in self._params(plan)
         )
-        update_s += self._host_copies_s(plan)
         kept_bytes = self._kept_bytes(plan)
         allocated = kept_bytes + self._gradient_bytes(plan)
         update_s += self._machine.allocation_s_per_byte * allocated
@@ -123,18 +156,29 @@ class PlanCosts:
         """Return the part whose layers a plan consists of."""
         return ReplicaStep(
             context=plan.mesh.context,
+            expert=plan.mesh.expert,
             model=plan.mesh.model,
             batch=plan.microbatch_size(self._config.data.global_batch_size),
             remat=plan.remat.layers,
         )
 
-    def _params(self, plan: ParallelPlan) -> float:
-        """Return the number of parameters that a device of the largest stage computes with."""
-        return self._layers.num_params * self._largest_stage(plan) / plan.mesh.model
-
-    def _trained(self, plan: ParallelPlan) -> float:
-        """Return how many of the parameters of the largest stage on a device are trained."""
-        return self._layers.trained_fraction * self._params(plan)
+    def _params(self, plan: ParallelPlan) -> list[DeviceParams]:
+        """Return the parameters of a device of the largest stage: of experts, and all others."""
+        sizes = plan.mesh.sizes
+        stage = self._largest_stage(plan)
+        # Every stage has the whole embedding and head, of which `count` has a share.
+        outer = self._outer_params(plan) * (1 - stage)
+        return [
+            DeviceParams(
+                count=counted.count * stage / counted.num_parts(sizes),
+                num_trained=counted.num_trained * stage / counted.num_parts(sizes),
+                num_outer=0.0 if counted.kept_axes else outer,
+                zero_stage=plan.effective_zero_stage,
+                axes=counted.replica_axes,
+                num_replicas=math.prod(sizes[axis] for axis in counted.replica_axes),
+            )
+            for counted in self._layers.params
+        ]
 
     def _shares(self, plan: ParallelPlan, *, of_time: bool = False) -> tuple[float, ...]:
         """Return the share of each chunk in the layers' FLOPs, or in their time, in layer order."""
@@ -164,8 +208,8 @@ class PlanCosts:
         num_stages = plan.mesh.pipeline
         backward_s = times.backward_s
         if count > 1:  # the sums of gradients are read and written for every microbatch
-            sums_s = self._machine.memory_s(GRADIENT * self._trained(plan) / plan.shards(3))
-            backward_s += num_stages * sums_s
+            num_sums = sum(each.num_trained / each.shards(3) for each in self._params(plan))
+            backward_s += num_stages * self._machine.memory_s(GRADIENT * num_sums)
         if num_stages == 1:
             return count * (times.forward_s + backward_s + head_s)
         backward_s += times.forward_s * plan.remat.recomputes_stages
@@ -181,36 +225,36 @@ class PlanCosts:
 
     def _exposed_s(self, plan: ParallelPlan, times: LayerTimes) -> float:
         """Return how long a stage waits for collectives between replicas."""
-        if plan.num_replicas == 1:
+        gathered = [each for each in self._params(plan) if each.num_replicas > 1]
+        if not gathered:
             return 0.0
-        group = [group_over(plan.mesh.sizes, REPLICA_AXES)]
         share = self._largest_stage(plan)
-        # Every stage has the whole embedding and head, of which `_params` counts a share.
-        outer = self._outer_params(plan) * (1 - share)
-        params = self._params(plan) + outer * (plan.effective_zero_stage >= 1)
-        gradients = self._params(plan) + outer * (plan.effective_zero_stage >= 2)
-        gradient_bytes = GRADIENT * self._layers.trained_fraction * gradients
         forward_s = times.forward_s * share
         backward_s = times.backward_s * share
-
-        def seconds(kind: str, num_bytes: float) -> float:
-            return transfer_s(self._machine, kind, group, num_bytes)
-
-        if plan.effective_zero_stage == 3:  # one collective for each layer
-            layers = share * len(self._layers.work.layers)
-            gather_s = layers * seconds("all-gather", self._compute_bytes * params / layers)
-            scatter_s = seconds("reduce-scatter", gradient_bytes / plan.num_replicas / layers)
-            combined = _COMBINED_BYTES * layers / (self._compute_bytes * params)
-            least = min(1.0, max(_EXPOSED_SHARE, combined))
+        zero_stage = plan.effective_zero_stage
+        # Stage 3 has one collective for each layer.
+        layers = share * len(self._layers.work.layers) if zero_stage == 3 else 1
+        gather_s = scatter_s = num_bytes = 0.0
+        for params in gathered:
+            group = [group_over(plan.mesh.sizes, params.axes)]
+            params_bytes = params.count + params.num_outer * (zero_stage >= 1)
+            params_bytes *= self._compute_bytes / layers
+            gradients = params.count + params.num_outer * (zero_stage >= 2)
+            gradient_bytes = GRADIENT * params.trained_fraction * gradients / layers
+            kind = "all-reduce"
+            if zero_stage >= 2:
+                kind = "reduce-scatter"
+                gradient_bytes /= params.num_replicas
+            gather_s += layers * transfer_s(self._machine, "all-gather", group, params_bytes)
+            scatter_s += layers * transfer_s(self._machine, kind, group, gradient_bytes)
+            num_bytes += params_bytes
+        if zero_stage == 3:
+            least = min(1.0, max(_EXPOSED_SHARE, _COMBINED_BYTES / num_bytes))
             exposed_s = self._waits_s(gather_s, forward_s, least)
-            exposed_s += self._waits_s(gather_s + layers * scatter_s, backward_s, least)
+            exposed_s += self._waits_s(gather_s + scatter_s, backward_s, least)
             return plan.num_microbatches * exposed_s
-        gather_s = seconds("all-gather", self._compute_bytes * params)
-        scatter_s = seconds("reduce-scatter", gradient_bytes / plan.num_replicas)
-        if plan.zero_stage < 2:
-            scatter_s = seconds("all-reduce", gradient_bytes)
         # Such gradients are summed over microbatches first, and then over replicas.
-        return scatter_s + (self._waits_s(gather_s, forward_s, 0.0) if plan.zero_stage else 0.0)
+        return scatter_s + (self._waits_s(gather_s, forward_s, 0.0) if zero_stage else 0.0)
 
     def _outer_params(self, plan: ParallelPlan) -> float:
         """Return how many parameters outside the stacks a device has that other stages have too."""
@@ -220,7 +264,9 @@ class PlanCosts:
 
     def _outer_gradients_s(self, plan: ParallelPlan) -> float:
         """Return the time to sum the gradients of the embedding and the head over stages."""
-        num_bytes = GRADIENT * self._layers.trained_fraction * self._outer_params(plan)
+        (outside,) = (counted for counted in self._layers.params if not counted.kept_axes)
+        trained_fraction = outside.num_trained / outside.count
+        num_bytes = GRADIENT * trained_fraction * self._outer_params(plan)
         if not num_bytes:
             return 0.0
         axes = ("pipeline", *REPLICA_AXES)
@@ -254,42 +300,46 @@ class PlanCosts:
         # Each microbatch reads these parameters twice, and adds to their gradients.
         of_microbatch = 2 * WEIGHT + 2 * GRADIENT
         copied += plan.num_microbatches * of_microbatch * memory.offload_parameters_fraction
-        return self._machine.host_copy_s(copied * self._trained(plan) / plan.shards(1))
+        num_params = sum(each.num_trained / each.shards(1) for each in self._params(plan))
+        return self._machine.host_copy_s(copied * num_params)
 
     def state_bytes(self, plan: ParallelPlan) -> float:
         """Return the bytes of parameters, optimizer and gradients in device memory."""
-        memory = self._config.memory
-        # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
-        # plans of these stages that do not fit take the places of plans that do.
-        weights = WEIGHT / plan.shards(3) + MOMENTS / plan.shards(1)
-        gradients = self._gradient_bytes(plan) / self._trained(plan)
-        copy = self._compute_bytes / plan.shards(3)
-        has_copy = plan.effective_zero_stage < 3 and self._compute_bytes < WEIGHT
-        on_device = weights + gradients + (copy if has_copy else 0)
-        frozen_bytes = self._frozen_bytes(plan)
-        if plan.placement != "host":
-            return frozen_bytes + self._trained(plan) * on_device
-        optimizer = memory.offload_optimizer_fraction
-        in_blocks = memory.offload_parameters_fraction
-        # One layer of the stage at a time is on the device.
-        layers = self._largest_stage(plan) * len(self._layers.work.layers)
-        updated = (STATE + GRADIENT * in_blocks) / layers / plan.shards(1)
-        left_on_device = (1 - in_blocks) * (copy + gradients) + updated
-        return frozen_bytes + self._trained(plan) * (
-            (1 - optimizer) * on_device + optimizer * left_on_device
+        return sum(
+            self._frozen_bytes(params) + params.num_trained * self._trained_bytes(plan, params)
+            for params in self._params(plan)
         )
 
-    def _frozen_bytes(self, plan: ParallelPlan) -> float:
+    def _trained_bytes(self, plan: ParallelPlan, params: DeviceParams) -> float:
+        """Return the bytes in device memory of each trained parameter and its optimizer state."""
+        # Stages 1 and 2 divide master weights too. They count whole here, as a margin: without it,
+        # plans of these stages that do not fit take the places of plans that do.
+        weights = WEIGHT / params.shards(3) + MOMENTS / params.shards(1)
+        gradients = GRADIENT / params.shards(2)
+        copy = self._compute_bytes / params.shards(3)
+        has_copy = params.zero_stage < 3 and self._compute_bytes < WEIGHT
+        on_device = weights + gradients + (copy if has_copy else 0)
+        if plan.placement != "host":
+            return on_device
+        optimizer = self._config.memory.offload_optimizer_fraction
+        in_blocks = self._config.memory.offload_parameters_fraction
+        # One layer of the stage at a time is on the device.
+        layers = self._largest_stage(plan) * len(self._layers.work.layers)
+        updated = (STATE + GRADIENT * in_blocks) / layers / params.shards(1)
+        left_on_device = (1 - in_blocks) * (copy + gradients) + updated
+        return (1 - optimizer) * on_device + optimizer * left_on_device
+
+    def _frozen_bytes(self, params: DeviceParams) -> float:
         """Return the bytes of frozen parameters, and of their copies in the compute dtype."""
         precision = self._config.precision
         stored = jnp.dtype(precision.frozen or precision.params).itemsize
         copy = self._compute_bytes if stored > self._compute_bytes else 0
-        is_split = plan.effective_zero_stage == 3
-        size = stored / plan.num_replicas if is_split else stored + copy
-        return (self._params(plan) - self._trained(plan)) * size
+        is_split = params.zero_stage == 3
+        size = stored / params.num_replicas if is_split else stored + copy
+        return (params.count - params.num_trained) * size
 
     def _gradient_bytes(self, plan: ParallelPlan) -> float:
-        return GRADIENT * self._trained(plan) / plan.shards(2)
+        return sum(GRADIENT * each.num_trained / each.shards(2) for each in self._params(plan))
 
     def memory_bytes(self, plan: ParallelPlan) -> float:
         """Return the memory of a plan."""

@@ -7,12 +7,13 @@ plan_cost.py.
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from predict.machines.machine import Machine
 from predict.machines.targets import MAX_DEVICES
-from sharding.mesh import MeshConfig
+from sharding.mesh import BATCH_AXES, MeshConfig
 from train.config.schema import RunConfig, checked_value
 from train.planning.memory.budget import COMPILED, Budget, Needs, at_least, fits, size
 from train.planning.parallel_plan import (
@@ -93,7 +94,7 @@ def first_tried(
     per_host: int,
     budget_bytes: float,
 ) -> list[NotCompiled]:
-    """Return the meshes that one would try first: data only, and `model` within a host.
+    """Return the meshes that one would try first: data only, and `expert` or `model` within a host.
 
     Args:
         plans: all plans.
@@ -102,10 +103,12 @@ def first_tried(
         per_host: number of devices per host.
         budget_bytes: memory that a step may use on a device.
     """
-    model = min(8, per_host)
+    size = min(8, per_host)
     meshes = [MeshConfig(data=num_devices)]
-    if 1 < model and num_devices % model == 0:
-        meshes.append(MeshConfig(data=num_devices // model, model=model))
+    if 1 < size and num_devices % size == 0:
+        if any(plan.mesh.expert > 1 for plan in plans):
+            meshes.append(MeshConfig(data=num_devices // size, expert=size))
+        meshes.append(MeshConfig(data=num_devices // size, model=size))
     not_compiled = []
     for mesh in meshes:
         costed = [Costed(plan, cost(plan)) for plan in plans if plan.mesh == mesh]
@@ -182,13 +185,15 @@ def check_replicas(given: Any, fixed: Collection[str], num_devices: int) -> None
         num_devices: number of devices.
 
     Raises:
-        ValueError: mesh.data or mesh.fsdp does not divide them, or is not valid.
+        ValueError: mesh.data, mesh.fsdp or mesh.expert does not divide them, or is not valid.
     """
     batch = checked_value(given, "data.global_batch_size")
-    for axis in ("data", "fsdp"):
+    num_experts = given.model.get("num_experts") or 1
+    for axis in BATCH_AXES:
         count = checked_value(given, f"mesh.{axis}")
         if f"mesh.{axis}" in fixed and count > 0 and num_devices % count:
-            others = [n for n in range(1, num_devices + 1) if num_devices % n == batch % n == 0]
+            whole = math.gcd(num_devices, batch, num_experts if axis == "expert" else 0)
+            others = [n for n in range(1, whole + 1) if whole % n == 0]
             nearest = min(others, key=lambda n: abs(n - count))
             raise ValueError(
                 f"mesh.{axis}={count} must divide the {num_devices} devices; the nearest that "

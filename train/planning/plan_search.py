@@ -9,6 +9,7 @@ memory of whole compiled steps.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -17,9 +18,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from models.functions import can_share_vocab
+from sharding.mesh import MeshConfig
 from train.config.schema import RunConfig
 from train.planning.finalists import Choice, Finalists
 from train.planning.fitting import (
@@ -32,7 +32,7 @@ from train.planning.fitting import (
     step_s,
     with_leaner,
 )
-from train.planning.layer_times import ReplicaStep
+from train.planning.layer_times import ReplicaStep, Split
 from train.planning.memory.budget import Needs, needs_of
 from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
 from train.planning.plan_cost import Costed, PlanCost, PlanCosts
@@ -91,12 +91,15 @@ class PlanSearch:
         self._layers = ScaledTimes(
             config,
             devices,
-            context=max(1, config.mesh.context),
-            model=max(1, config.mesh.model) if "mesh.model" in fixed else 1,
+            split=Split(
+                context=max(1, config.mesh.context),
+                expert=max(1, config.mesh.expert),
+                model=max(1, config.mesh.model),
+            ),
             remat=config.train.parsed_remat.layers if "train.remat" in fixed else "none",
         )
         self.plans: list[ParallelPlan] = []
-        self._legal: dict[tuple[int, int], bool] = {}
+        self._legal: dict[Split, bool] = {}
         self._pairs: list[Costed] = []
         self._compiles = Compilations(_NUM_THREADS)
         self._started = time.monotonic()
@@ -228,11 +231,12 @@ class PlanSearch:
             ValueError: the model cannot be split as the fixed keys say.
         """
         base = self._layers.compiled(self._layers.base).run
-        if any(jax.tree.leaves(base.state_layout.kept_axes)):
+        kept_axes = {axis for count in self._layers.params for axis in count.kept_axes}
+        if unknown := kept_axes - {*Split._fields}:
             raise ValueError(
-                f"{type(base.model).__name__} has experts, whose costs plans do not know yet; "
-                "choose mesh.expert and the other sizes yourself, and check them with python -m "
-                "train.compile"
+                f"rules.experts={base.rules['experts']}: plans do not know the costs of experts "
+                f"that {min(unknown)!r} divides; choose from {', '.join(Split._fields)}, or "
+                "choose the mesh yourself, and check it with python -m train.compile"
             )
         return PlanSpace(
             config=config,
@@ -241,6 +245,7 @@ class PlanSearch:
             num_layers=sum(base.functions.num_layers.values()),
             layer_remats=self._layer_remats(base),
             allows=self._allows,
+            has_experts="expert" in kept_axes,
             sees_whole_batch=getattr(base.model, "sees_whole_batch", False),
             can_share_vocab=can_share_vocab(base.model),
             cuts=functools.cache(self._layers.cuts_to_try),
@@ -309,20 +314,19 @@ class PlanSearch:
         _ = compiled.run.trace_train_step()  # tracing holds the interpreter's lock
         return self._compiles.start(part, lambda: compiled.times)
 
-    def _allows(self, context: int, model: int) -> bool:
-        """Return whether the model can be split over these axes."""
-        key = context, model
-        refused = [split for split, is_legal in self._legal.items() if not is_legal]
-        if any(context % divisor == model % other == 0 for divisor, other in refused):
-            return False  # multiples of an illegal split are illegal, too
-        if key not in self._legal:
-            part = dataclasses.replace(self._layers.base, context=context, model=model)
-            try:
-                _ = self._layers.compiled(part).run
-                self._legal[key] = True
-            except ValueError:
-                self._legal[key] = False
-        return self._legal[key]
+    def _allows(self, mesh: MeshConfig) -> bool:
+        """Return whether the model can be split over the axes of a part."""
+        part = self._layers.with_split(mesh)
+        split = part.split
+        if split not in self._legal:
+            refused = [other for other, is_legal in self._legal.items() if not is_legal]
+            self._legal[split] = False
+            # Multiples of an illegal split are illegal, too.
+            if not any(_are_multiples(split, other) for other in refused):
+                with contextlib.suppress(ValueError):
+                    _ = self._layers.compiled(part).run
+                    self._legal[split] = True
+        return self._legal[split]
 
     def _layer_remats(self, run: Run) -> tuple[str, ...]:
         configured_remat = self._config.train.parsed_remat.layers
@@ -333,3 +337,8 @@ class PlanSearch:
 
     def _say(self, text: str) -> None:
         _log.info("plan    %4.0f s  %s", time.monotonic() - self._started, text)
+
+
+def _are_multiples(split: Split, other: Split) -> bool:
+    """Return whether every size of a split is a multiple of the other split's size."""
+    return all(size % divisor == 0 for size, divisor in zip(split, other, strict=True))

@@ -6,26 +6,28 @@ these batches, times are linear. Two more things change a part's times, and each
 compiling one part that differs from the base in nothing else:
 
     times(part) = times of the base for the part's batch
-                  × factor of the split over context and model
+                  × factor of the split over context, expert and model
                   + recomputation by train.remat
 
-Within a host, factors of a split over `model` are interpolated between smaller and larger splits.
-Until it has been measured, any other factor is assumed, and times that depend on it are not known.
+Within a host, factors of a split over `model` are interpolated between smaller and larger splits,
+and the time that `expert` adds is measured with no other split. Until it has been measured, any
+other factor is assumed, and times that depend on it are not known.
 """
 
 import bisect
+import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 import jax
 
 from pipeline.config import BALANCED
 from pipeline.stack_layout import even_cut
-from sharding.mesh import MeshConfig
+from sharding.mesh import REPLICA_AXES, MeshConfig
 from train.config.schema import RunConfig
-from train.planning.layer_times import CompiledReplica, ReplicaMemory, ReplicaStep
+from train.planning.layer_times import CompiledReplica, ReplicaMemory, ReplicaStep, Split
 from train.planning.plan_devices import PlanDevices
 from train.planning.state_bytes import UPDATE, UPDATE_OF_STATE
 from train.run.model_traces import LayerCosts
@@ -33,10 +35,14 @@ from train.run.model_traces import LayerCosts
 #: Tokens of the base, and images of it.
 _BASE_TOKENS = 8192
 _BASE_IMAGES = 16
-#: Assumed until it is measured: by how much each doubling of context × model lengthens the layers,
+#: Assumed until it is measured: by how much each doubling of context × model lengthens layers,
 #: relative to a perfect division, and the part of the forward that a value of `train.remat`
 #: recomputes.
 _SPLIT_LOSS = 0.05
+#: The same for each doubling of `expert`, whose devices exchange tokens, on several hosts. On one
+#: host nothing is assumed, so that these splits are measured first: they often take less time, as
+#: each device reads the weights of fewer experts.
+_DISTANT_EXPERT_LOSS = 0.25
 _RECOMPUTED = {"none": 0.0, "full": 0.9}
 _RECOMPUTED_BY_NAMES = 0.15
 #: An even cut of the layers is tried alone if its busiest stage has at most this times the work of
@@ -54,13 +60,36 @@ class LayerTimes:
     backward_s: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamCount:
+    """Number of parameters that a mesh divides alike.
+
+    Attributes:
+        count: number of parameters of the model.
+        num_trained: how many of them are trained.
+        kept_axes: mesh axes over which they stay divided in a step; see sharding/gather_modes.py.
+    """
+
+    count: int
+    num_trained: int
+    kept_axes: frozenset[str] = frozenset()
+
+    def num_parts(self, mesh_sizes: Mapping[str, int]) -> int:
+        """Return the number of devices that compute with different parts of a stage's."""
+        return math.prod(mesh_sizes[axis] for axis in self.kept_axes | {"model"})
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes whose devices compute with the same parameters."""
+        return tuple(axis for axis in REPLICA_AXES if axis not in self.kept_axes)
+
+
 class ScaledTimes:
     """The times and the memory of the parts of one config on some devices.
 
     Args:
         devices: devices of the whole run.
-        context: size of the mesh axis `context` in the base.
-        model: size of the mesh axis `model` in the base.
+        split: sizes of the mesh axes in the base.
         remat: value of `train.remat` in the base, without `stage`.
     """
 
@@ -69,8 +98,7 @@ class ScaledTimes:
         config: RunConfig,
         devices: PlanDevices,
         *,
-        context: int,
-        model: int,
+        split: Split,
         remat: str,
     ):
         self._config = config
@@ -78,17 +106,16 @@ class ScaledTimes:
         data = config.data
         count = _BASE_IMAGES if data.reads_images else _BASE_TOKENS // data.sequence_length
         batch = 1 << max(0, count.bit_length() - 1)
-        self.base = ReplicaStep(context=context, model=model, batch=batch, remat=remat)
+        self.base = ReplicaStep(**split._asdict(), batch=batch, remat=remat)
         self._parts: dict[ReplicaStep, CompiledReplica] = {}
         self._cuts: dict[tuple[int, bool, bool], list[int]] = {}
         # Set by `measure_base`: batches, and the times of the base for them.
         self._batches: list[int] = []
         self._times: list[LayerTimes] = []
         self._head_s = 0.0
-        self._update_s = 0.0
         self._stack_times: tuple[float, ...] = ()  # forwards of the base's stacks
         # Factors of (forward, backward), and shares of the forward that are recomputed.
-        self._splits: dict[tuple[int, int], tuple[float, float]] = {(context, model): (1.0, 1.0)}
+        self._splits: dict[Split, tuple[float, float]] = {split: (1.0, 1.0)}
         self._recomputed: dict[str, float] = {remat: 0.0}
 
     def compiled(self, part: ReplicaStep) -> CompiledReplica:
@@ -98,14 +125,22 @@ class ScaledTimes:
         return self._parts[part]
 
     @cached_property
-    def num_params(self) -> int:
-        """Number of parameters of the model."""
-        return self.compiled(self.base).run.num_params
-
-    @cached_property
-    def trained_fraction(self) -> float:
-        """Fraction of the parameters that are trained."""
-        return 1 - self.compiled(self.base).run.num_frozen / self.num_params
+    def params(self) -> tuple[ParamCount, ...]:
+        """Numbers of the model's parameters: of experts, and all others."""
+        run = self.compiled(self.base).run
+        layout = run.state_layout
+        counts = collections.Counter[frozenset[str]]()
+        trained = collections.Counter[frozenset[str]]()
+        leaves = jax.tree.leaves(layout.portable.params)
+        are_frozen = jax.tree.leaves(run.frozen) or [False] * len(leaves)
+        kept_axes = jax.tree.leaves(layout.kept_axes)
+        for leaf, axes, is_frozen in zip(leaves, kept_axes, are_frozen, strict=True):
+            counts[axes] += leaf.size
+            trained[axes] += leaf.size * (not is_frozen)
+        return tuple(
+            ParamCount(count=count, num_trained=trained[axes], kept_axes=axes)
+            for axes, count in counts.items()
+        )
 
     @cached_property
     def num_outer_params(self) -> int:
@@ -178,8 +213,6 @@ class ScaledTimes:
 
     def measure_base(self, parts: Sequence[ReplicaStep]) -> None:
         """Read the times of `parts_of_base`, after they have been compiled."""
-        trained = self.trained_fraction * self.num_params / self.base.model
-        self._update_s = self._devices.machine.memory_s(UPDATE * trained)
         part_times = [self.compiled(part).times for part in parts]
         added = (parts[-1].batch - parts[-2].batch) / self.base.batch
         growing_s = (part_times[-1].step_s - part_times[-2].step_s) / added
@@ -190,20 +223,22 @@ class ScaledTimes:
         self._batches = [part.batch for part in parts]
         self._times = []
         for part, times in zip(parts, part_times, strict=True):
-            rest_s = times.forward_s + self.head_s(part) + self._update_s
+            rest_s = times.forward_s + self.head_s(part) + self._whole_update_s(part)
             backward_s = max(0.0, times.step_s - rest_s)
             self._times.append(LayerTimes(forward_s=times.forward_s, backward_s=backward_s))
 
-    def with_split(self, split: ReplicaStep | MeshConfig) -> ReplicaStep:
-        """Return the base with the sizes of `context` and `model` of a part or a mesh."""
-        return dataclasses.replace(self.base, context=split.context, model=split.model)
+    def with_split(self, split: Split | ReplicaStep | MeshConfig) -> ReplicaStep:
+        """Return the base with the sizes of the axes of a split, a part or a mesh."""
+        sizes = {axis: getattr(split, axis) for axis in Split._fields}
+        return dataclasses.replace(self.base, **sizes)
 
     def unknown(self, part: ReplicaStep) -> list[ReplicaStep]:
         """Return the parts to compile before the times of `part` are known."""
         base = self.base
         missing_parts = []
-        if self._measured_split(part.context, part.model) is None:
-            missing_parts.append(self.with_split(part))
+        for split in self._needed_splits(part.split):
+            if self._measured_split(split) is None:
+                missing_parts.append(self.with_split(split))
         if part.remat not in self._recomputed:
             missing_parts.append(dataclasses.replace(base, remat=part.remat))
         return missing_parts
@@ -211,8 +246,7 @@ class ScaledTimes:
     def is_between(self, part: ReplicaStep, parts: Iterable[ReplicaStep]) -> bool:
         """Return whether a part can be interpolated once these larger splits are known."""
         return part.remat == self.base.remat and any(
-            self._interpolates(part.context, part.model, (other.context, other.model))
-            for other in parts
+            self._interpolates(part.split, other.split) for other in parts
         )
 
     def measure(self, parts: Iterable[ReplicaStep]) -> None:
@@ -220,13 +254,13 @@ class ScaledTimes:
         whole = self._of_base(self.base.batch)
         for part in parts:
             times = self.compiled(part).times
-            rest_s = self.head_s(part) + self.update_s(part.model, 1, 0)
+            rest_s = self.head_s(part) + self._whole_update_s(part)
             backward_s = max(0.0, times.step_s - times.forward_s - rest_s)
             if part.remat != self.base.remat:
                 more_s = backward_s - whole.backward_s
                 self._recomputed[part.remat] = _ratio(more_s, whole.forward_s, 0.0)
-            if (part.context, part.model) != (self.base.context, self.base.model):
-                self._splits[part.context, part.model] = (
+            if part.split != self.base.split:
+                self._splits[part.split] = (
                     _ratio(times.forward_s, whole.forward_s, 1.0),
                     _ratio(backward_s, whole.backward_s, 1.0),
                 )
@@ -234,11 +268,7 @@ class ScaledTimes:
     def times(self, part: ReplicaStep) -> LayerTimes:
         """Return the times of a part."""
         whole = self._of_base(part.batch)
-        splits = self._measured_split(part.context, part.model)
-        if splits is None:
-            split = part.context * part.model / (self.base.context * self.base.model)
-            assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(split))) / split
-            splits = assumed, assumed
+        splits = self._measured_split(part.split) or self._assumed_split(part.split)
         recomputed = self._recomputed.get(part.remat)
         if recomputed is None:
             recomputed = _recomputed_share(part.remat) - _recomputed_share(self.base.remat)
@@ -257,47 +287,102 @@ class ScaledTimes:
         base = self.compiled(self.base).run.traces.head_input_bytes
         return base * part.batch / self.base.batch
 
-    def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
+    def update_s(self, num_params: float, replicas: int, zero_stage: int) -> float:
         """Return the time of the update, of which ZeRO divides parts among the replicas.
 
         Args:
-            split: number of devices that the parameters of a replica are split over.
+            num_params: number of trained parameters of a replica on one device.
             replicas: number of replicas.
         """
-        share_of_state = UPDATE_OF_STATE / UPDATE
-        state = share_of_state / (replicas if zero_stage else 1)
-        others = (1 - share_of_state) / (replicas if zero_stage == 3 else 1)
-        return self._update_s * self.base.model / split * (state + others)
+        state = UPDATE_OF_STATE / (replicas if zero_stage else 1)
+        others = (UPDATE - UPDATE_OF_STATE) / (replicas if zero_stage == 3 else 1)
+        return self._devices.machine.memory_s(num_params * (state + others))
+
+    def _whole_update_s(self, part: ReplicaStep) -> float:
+        """Return the time of the update in the step of a part."""
+        sizes = part.split._asdict()
+        trained = sum(count.num_trained / count.num_parts(sizes) for count in self.params)
+        return self.update_s(trained, 1, 0)
 
     def memory(self, part: ReplicaStep) -> ReplicaMemory:
         """Return the memory of a part for all layers, without its state."""
         base_memory = self.compiled(dataclasses.replace(self.base, remat=part.remat)).memory
+        temporaries = base_memory.temporaries
+        if part.expert != self.base.expert:  # a layer has the gradients of fewer experts
+            of_experts = dataclasses.replace(self.base, expert=part.expert)
+            temporaries += self.compiled(of_experts).memory.temporaries
+            temporaries -= self.compiled(self.base).memory.temporaries
         work = self._work(part)
         return ReplicaMemory(
-            activations=work * base_memory.activations, temporaries=work * base_memory.temporaries
+            activations=work * base_memory.activations, temporaries=work * max(0.0, temporaries)
         )
 
-    def _measured_split(self, context: int, model: int) -> tuple[float, float] | None:
-        """Return the factors of a split, measured or between measured ones; None if unknown."""
-        if (context, model) in self._splits:
-            return self._splits[context, model]
-        below = [n for c, n in self._splits if c == context and n < model]
-        above = [n for c, n in self._splits if self._interpolates(context, model, (c, n))]
+    def _measured_split(self, split: Split) -> tuple[float, float] | None:
+        """Return the factors of a split, measured or from measured ones; None if unknown."""
+        if split in self._splits:
+            return self._splits[split]
+        needed = self._needed_splits(split)
+        if len(needed) > 1:
+            factors = [self._measured_split(each) for each in needed]
+            known = [each for each in factors if each is not None]
+            return self._sum(split, *known) if len(known) == len(needed) else None
+        same = [n for *others, n in self._splits if (*others,) == split[:-1]]
+        below = [n for n in same if n < split.model]
+        above = [n for n in same if self._interpolates(split, split._replace(model=n))]
         if not below or not above:
             return None
         low = max(below)
         high = min(above)
         # Products take 1 / model of the time, and each device waits for (model - 1) / model of the
         # bytes of a collective: both are linear in 1 / model.
-        share = (1 / low - 1 / model) / (1 / low - 1 / high)
-        one = self._splits[context, low]
-        two = self._splits[context, high]
+        share = (1 / low - 1 / split.model) / (1 / low - 1 / high)
+        one = self._splits[split._replace(model=low)]
+        two = self._splits[split._replace(model=high)]
         return (one[0] + share * (two[0] - one[0]), one[1] + share * (two[1] - one[1]))
 
-    def _interpolates(self, context: int, model: int, larger: tuple[int, int]) -> bool:
-        """Return whether a split can be interpolated between the base and a larger split."""
-        is_on_host = math.prod(larger) <= self._devices.machine.gpus_per_host
-        return larger[0] == context == self.base.context and larger[1] > model and is_on_host
+    def _needed_splits(self, split: Split) -> list[Split]:
+        """Return the splits to measure for one: itself, or two that differ less from the base."""
+        base = self.base.split
+        no_experts = split._replace(expert=base.expert)
+        only_experts = base._replace(expert=split.expert)
+        if split in (no_experts, only_experts) or not self._is_on_host(split):
+            return [split]
+        return [no_experts, only_experts]
+
+    def _sum(
+        self, split: Split, no_experts: tuple[float, float], only_experts: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Return the factors of a split from the factors of its `_needed_splits`.
+
+        Each device of `model` exchanges all of its tokens over `expert`, and of `context` its part.
+        """
+        share = self.base.context / split.context
+        one, two = (a + share * (b - 1) for a, b in zip(no_experts, only_experts, strict=True))
+        return one, two
+
+    def _assumed_split(self, split: Split) -> tuple[float, float]:
+        """Return the factors of a split that has not been measured."""
+        base = self.base.split
+        no_experts = self._measured_split(split._replace(expert=base.expert))
+        if no_experts is None:
+            parts = split.context * split.model / (base.context * base.model)
+            assumed = (1 + _SPLIT_LOSS * max(0.0, math.log2(parts))) / parts
+            no_experts = assumed, assumed
+        only_experts = self._measured_split(base._replace(expert=split.expert))
+        if only_experts is None or not self._is_on_host(split):
+            loss = 0.0 if self._is_on_host(split) else _DISTANT_EXPERT_LOSS
+            assumed = 1 + loss * max(0.0, math.log2(split.expert / base.expert))
+            only_experts = assumed, assumed
+        return self._sum(split, no_experts, only_experts)
+
+    def _is_on_host(self, split: Split) -> bool:
+        return math.prod(split) <= self._devices.machine.gpus_per_host
+
+    def _interpolates(self, split: Split, larger: Split) -> bool:
+        """Return whether a split is between a measured one and one that is split over more."""
+        least = split._replace(model=self.base.model)
+        is_larger = larger._replace(model=least.model) == least and larger.model > split.model
+        return is_larger and self._is_on_host(larger) and least in self._splits
 
     def _of_base(self, batch: int) -> LayerTimes:
         """Return the times of the base with another batch, between its two nearest batches."""

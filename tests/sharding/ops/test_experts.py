@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from sharding.jaxprs import walk
+from sharding.labels import expected_trips_of
 from sharding.logical import axis_rules
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.ops import experts
@@ -217,3 +219,38 @@ def test_some_stages_may_compute_experts_while_others_do_not():
 
     check(jax.device_get(y), jax.device_get(reference(*inputs)))
     check(jax.device_get(dx), jax.device_get(jax.grad(local_loss)(inputs[1])))
+
+
+def test_predictions_count_the_blocks_that_run():
+    """All rows of one device choose two of eight experts: a load of 4."""
+    calls = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Counted(Expert):
+        def __call__(self, weights, x, factors):
+            jax.debug.callback(lambda: calls.append(1))
+            return super().__call__(weights, x, factors)
+
+    def evenly(shape):
+        return (jnp.arange(math.prod(shape), dtype=jnp.int32) % EXPERTS).reshape(shape)
+
+    inputs = inputs_of(evenly, length=40)
+    apply = functools.partial(apply_experts, Counted(), axes=AXES, num_experts=EXPERTS)
+    compiled = jax.jit(apply).lower(*inputs).compile()
+
+    def num_calls(choose) -> int:
+        calls.clear()
+        jax.block_until_ready(compiled(*inputs[:3], choose(inputs[3].shape)))
+        jax.effects_barrier()
+        return len(calls)
+
+    jaxpr = jax.make_jaxpr(apply)(*inputs)
+    scopes = [
+        str(eqn.source_info.name_stack).rpartition("/")[2]
+        for eqn, _ in walk(jaxpr.eqns)
+        if eqn.primitive.name == "while"
+    ]
+    (label,) = (scope for scope in scopes if scope.startswith("blocks_"))
+    assert expected_trips_of(label) == 0
+    expected = expected_trips_of(label, load=4.0) or 0
+    assert expected == num_calls(all_to_two) - num_calls(evenly) > 0

@@ -23,6 +23,7 @@ def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) 
         "num_layers": 4,
         "sees_whole_batch": False,
         "can_share_vocab": False,
+        "has_experts": False,
         "cuts": lambda num_chunks, share_vocab: [()] * (4 % num_chunks == 0),
     }
     return PlanSpace(
@@ -30,7 +31,7 @@ def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) 
         num_devices=num_devices,
         fixed={override.partition("=")[0] for override in overrides},
         layer_remats=("none", "full"),
-        allows=lambda context, model: model <= most_model,
+        allows=lambda mesh: mesh.model <= most_model,
         **(given | values),
     )
 
@@ -43,6 +44,19 @@ def test_meshes_divide_all_devices_over_pipeline_data_and_model():
     }
     assert found == expected
     assert all(mesh.fsdp == mesh.context == mesh.expert == 1 for mesh in space().meshes())
+
+
+def test_experts_are_divided_over_devices_that_have_examples_of_their_own():
+    meshes = [*space(8, "mesh.pipeline=1", has_experts=True).meshes()]
+    found = {(mesh.data, mesh.expert, mesh.model) for mesh in meshes}
+    assert found == {
+        (d, e, m) for d in (1, 2, 4, 8) for e in (1, 2, 4, 8) for m in (1, 2, 4) if d * e * m == 8
+    }
+    plans = [*space(8, "mesh.pipeline=1", "data.global_batch_size=4", has_experts=True)]
+    assert {plan.num_replicas for plan in plans} == {2, 4}
+    assert all(4 % (plan.mesh.data * plan.mesh.expert) == 0 for plan in plans)
+    fixed = space(8, "mesh.expert=2", has_experts=True).meshes()
+    assert {mesh.expert for mesh in fixed} == {2}
 
 
 @pytest.mark.parametrize(

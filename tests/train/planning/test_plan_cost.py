@@ -1,8 +1,11 @@
 """Composed costs of plans, from layers whose times and memory are given."""
 
+import collections
 import dataclasses
+import math
 import types
 
+import jax
 import pytest
 
 from pipeline.schedule import make_schedule
@@ -15,6 +18,7 @@ from pipeline.schedules.table import (
 from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.transfer import group_over, transfer_s
+from tests.runs import ROOT, make_run
 from tests.train.planning.test_parallel_plan import config_of
 from train.config.remat import Remat
 from train.planning.fitting import distinct, promising, with_leaner
@@ -22,7 +26,7 @@ from train.planning.layer_times import ReplicaMemory, ReplicaStep
 from train.planning.parallel_plan import ParallelPlan
 from train.planning.pipeline_cost import in_flight
 from train.planning.plan_cost import Costed, PlanCosts
-from train.planning.scaled_times import LayerTimes
+from train.planning.scaled_times import LayerTimes, ParamCount
 
 MACHINE = machine_of(parse_target("h100:1x8"))
 PARAMS = 1_000_000_000
@@ -31,9 +35,8 @@ PARAMS = 1_000_000_000
 class GivenLayers:
     """Layers that take 8 s forward and 16 s backward for 16 examples, and a head of 2 s."""
 
-    num_params = PARAMS
+    params: tuple[ParamCount, ...] = (ParamCount(count=PARAMS, num_trained=PARAMS),)
     num_outer_params = 0
-    trained_fraction = 1.0
     work = types.SimpleNamespace(layers=(1,) * 8)
     layer_times: tuple[float, ...] = (1,) * 8
 
@@ -51,8 +54,8 @@ class GivenLayers:
     def head_input_bytes(self, part: ReplicaStep) -> float:
         return 1e9 * part.batch / 16
 
-    def update_s(self, split: int, replicas: int, zero_stage: int) -> float:
-        return 1 / split / (replicas if zero_stage else 1)
+    def update_s(self, num_params: float, replicas: int, zero_stage: int) -> float:
+        return num_params / PARAMS / (replicas if zero_stage else 1)
 
     def memory(self, part: ReplicaStep) -> ReplicaMemory:
         kept = 1600e9 * part.batch / 16 / (4 if part.remat == "full" else 1)
@@ -66,7 +69,8 @@ COSTS = PlanCosts(config_of(), MACHINE, GivenLayers())  # pyright: ignore[report
 
 
 def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> ParallelPlan:
-    mesh = {axis: values.pop(axis) for axis in ("pipeline", "data", "model") if axis in values}
+    axes = ("pipeline", "data", "expert", "model")
+    mesh = {axis: values.pop(axis) for axis in axes if axis in values}
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
     whole = {"schedule": "1f1b", "chunks": 1, "remat": Remat.parse("none")}
@@ -264,7 +268,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments(zero_stage, per_pa
     costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     found = plan(1, data=8, zero_stage=zero_stage)
     whole = costs.cost(found)
-    layers.trained_fraction = 0.25
+    layers.params = (ParamCount(count=PARAMS, num_trained=PARAMS // 4),)
     costs = PlanCosts(config_of(), MACHINE, layers)  # pyright: ignore[reportArgumentType]
     frozen = costs.cost(found)
     of_trained = {0: 16, 1: 9, 3: 2}[zero_stage]
@@ -328,3 +332,29 @@ def test_leaner_plans_of_a_mesh_follow_if_the_fastest_does_not_fit():
     assert names(in_turn) == [(1, "none"), (1, "mlp"), (2, "none"), (1, "full"), (2, "mlp")]
     # The fastest of each shape, and the fastest that surely fits.
     assert names(promising(ranked, 10)) == [(1, "none"), (2, "none"), (1, "full")]
+
+
+def test_state_of_experts_is_divided_as_the_step_divides_it(corpus_overrides):
+    """As many moments are on a device as in the layout, which ZeRO divides for experts too."""
+    sizes = {"data": 2, "expert": 2, "model": 2}
+    meshes = [f"mesh.{axis}={size}" for axis, size in sizes.items()]
+    text = ("data.name=text", "data.tokenizer=bytes", "data.global_batch_size=8", *corpus_overrides)
+    overrides = ("model.mlp_dim=64", "memory.zero_stage=1", *text, *meshes)
+    run, _ = make_run(overrides, f"{ROOT}/configs/mixtral.py")
+    layout = run.state_layout
+    counts = collections.Counter[frozenset[str]]()
+    leaves = jax.tree.leaves(layout.abstract.params)
+    for leaf, axes in zip(leaves, jax.tree.leaves(layout.kept_axes), strict=True):
+        counts[axes] += leaf.size
+    layers = GivenLayers()
+    layers.params = tuple(
+        ParamCount(count=count, num_trained=count, kept_axes=axes) for axes, count in counts.items()
+    )
+    costs = PlanCosts(run.config, MACHINE, layers)  # pyright: ignore[reportArgumentType]
+    params = costs._params(plan(1, zero_stage=1, **sizes))
+    assert [each.num_replicas for each in params] == [4, 2]
+    moments = jax.tree.leaves(layout.abstract.opt_state)
+    on_device = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in moments)
+    # Norms and the router are not divided over `model`.
+    composed = sum(2 * each.num_trained / each.shards(1) for each in params)
+    assert composed == pytest.approx(on_device, rel=0.02)

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from tests.runs import ROOT
 from tests.train.planning.test_parallel_plan import config_of, space
+from train.config.config_files import load
 from train.planning.explanation import first_tried_as_json, not_compiled_as_text
 from train.planning.memory.budget import Budget, Needs
-from train.planning.parallel_plan import ParallelPlan, PlanSpace
+from train.planning.parallel_plan import ParallelPlan, PlanSpace, open_config
 from train.planning.plan_cost import Costed, PlanCost
 from train.planning.plan_limits import (
     DoesNotFit,
     NotCompiled,
     Request,
     check_max_microbatches,
+    check_replicas,
     first_tried,
     no_division,
     no_memory,
@@ -139,6 +142,21 @@ def test_limit_of_microbatches_that_no_plan_can_keep_is_refused():
         check_max_microbatches(0, config_of(), set())
     with pytest.raises(ValueError, match="=2 contradicts train.num_microbatches=4; leave out"):
         check_max_microbatches(2, config_of("train.num_microbatches=4"), fixed)
+
+
+def test_devices_that_do_not_divide_the_experts_are_refused():
+    def load_experts(*overrides: str):
+        return load(f"{ROOT}/configs/mixtral.py", ("data.global_batch_size=24", *overrides))
+
+    message = r"mesh\.expert=3 must divide model\.num_experts=8; choose 1, 2, 4 or 8"
+    with pytest.raises(ValueError, match=message):
+        open_config(load_experts("mesh.expert=3"), {"mesh.expert"})
+    given = load_experts("mesh.expert=8")
+    check_replicas(given, {"mesh.expert"}, 16)
+    # 6 divides the devices and the batch, but not the experts.
+    message = r"mesh\.expert=8 must divide the 12 devices; the nearest .* is mesh\.expert=4"
+    with pytest.raises(ValueError, match=message):
+        check_replicas(given, {"mesh.expert"}, 12)
 
 
 def test_model_that_fits_nowhere_names_the_number_of_devices_that_would_do():

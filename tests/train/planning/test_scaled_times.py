@@ -1,15 +1,16 @@
 """Times of layers that are scaled from a few compiled parts."""
 
+import dataclasses
 import types
 
 import pytest
 
 from predict.machines.targets import parse_target
 from tests.train.planning.test_parallel_plan import config_of
-from train.planning.layer_times import ReplicaMemory, ReplicaStep, ReplicaTimes
+from train.planning.layer_times import ReplicaMemory, ReplicaStep, ReplicaTimes, Split
 from train.planning.memory.budget import target_budget
 from train.planning.plan_devices import described_devices
-from train.planning.scaled_times import ScaledTimes
+from train.planning.scaled_times import ParamCount, ScaledTimes
 from train.planning.state_bytes import UPDATE
 
 _WORK = types.SimpleNamespace(layers=(9, 9), embed=0, head=2)
@@ -18,7 +19,8 @@ _SPLIT_TIME = {1: 1.0, 2: 0.6, 4: 0.35}
 
 
 def forward_s(part: ReplicaStep) -> float:
-    return (1 + part.batch) * _SPLIT_TIME[part.model]
+    exchanges = 0.1 * (part.expert - 1)  # by each device of `model`
+    return (1 + part.batch) * (_SPLIT_TIME[part.model] + exchanges)
 
 
 def backward_s(part: ReplicaStep) -> float:
@@ -40,21 +42,19 @@ class GivenTimes(ScaledTimes):
         super().__init__(
             config_of(f"data.sequence_length={sequence_length}"),
             described_devices(TARGET, target_budget(config_of().memory, TARGET), not_built),
-            context=1,
-            model=1,
+            split=Split(1, 1, 1),
             remat="none",
         )
+        self.params = (ParamCount(count=10**9, num_trained=10**9),)
 
     def compiled(self, part: ReplicaStep):
-        update_s = self.update_s(part.model, 1, 0)
+        update_s = self.update_s(1e9 / part.model, 1, 0)
         head_s = part.batch / 3 / part.model
         step_s = forward_s(part) + backward_s(part) + head_s + update_s
         return types.SimpleNamespace(
             times=ReplicaTimes(step_s=step_s, forwards_s=self.forwards_s or (forward_s(part),)),
             memory=ReplicaMemory(activations=7.0, temporaries=3.0),
             run=types.SimpleNamespace(
-                num_params=10**9,
-                num_frozen=0,
                 traces=types.SimpleNamespace(work=_WORK),
                 functions=types.SimpleNamespace(num_layers=self.num_layers),
             ),
@@ -64,14 +64,13 @@ class GivenTimes(ScaledTimes):
 @pytest.fixture
 def times():
     scaled = GivenTimes()
-    # What measure_base computes from the parameters.
-    scaled._update_s = scaled._devices.machine.memory_s(UPDATE * 1e9)
     scaled.measure_base(scaled.parts_of_base(1, 1))
     return scaled
 
 
 def part(**values) -> ReplicaStep:
-    return ReplicaStep(**({"context": 1, "model": 1, "batch": 1, "remat": "none"} | values))
+    one = {"context": 1, "expert": 1, "model": 1, "batch": 1, "remat": "none"}
+    return ReplicaStep(**(one | values))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16])
@@ -89,7 +88,6 @@ def test_times_of_the_base_are_exact_for_every_batch(times, batch):
 )
 def test_base_is_compiled_for_no_more_batches_than_plans_need(smallest, largest, batches):
     times = GivenTimes(sequence_length=2048)
-    times._update_s = times._devices.machine.memory_s(UPDATE * 1e9)
     parts = times.parts_of_base(smallest, largest)
     assert [found.batch for found in parts] == batches
     times.measure_base(parts)
@@ -127,6 +125,20 @@ def test_split_between_two_measured_ones_is_interpolated(times):
     assert times.times(part(model=2)).forward_s == pytest.approx(forward_s(part(model=2)))
 
 
+def test_time_that_expert_adds_is_measured_once_for_all_splits_within_a_host(times):
+    wanted = part(expert=2, model=4, batch=8)
+    base = times.base
+    missing = times.unknown(wanted)
+    assert missing == [dataclasses.replace(base, model=4), dataclasses.replace(base, expert=2)]
+    times.measure(missing)
+    assert times.unknown(wanted) == times.unknown(part(expert=2, model=2)) == []
+    found = times.times(wanted)
+    assert found.forward_s == pytest.approx(forward_s(wanted))
+    assert found.backward_s == pytest.approx(backward_s(wanted))
+    # Two hosts: the exchange is slower.
+    assert times.unknown(part(expert=8, model=2)) == [part(expert=8, model=2)]
+
+
 def test_layers_of_a_stack_share_its_time():
     def found(num_layers, forwards_s):
         times = GivenTimes()
@@ -149,7 +161,7 @@ def test_memory_grows_with_the_batch_and_is_divided_by_the_split(times):
 
 
 def test_zero_divides_the_update(times):
-    whole = times.update_s(1, 8, 0)
-    assert times.update_s(4, 8, 0) == pytest.approx(whole / 4)
-    assert times.update_s(1, 8, 3) == pytest.approx(whole / 8)
-    assert whole / 8 < times.update_s(1, 8, 1) < whole
+    whole = times.update_s(1e9, 8, 0)
+    assert whole == pytest.approx(times._devices.machine.memory_s(UPDATE * 1e9))
+    assert times.update_s(1e9, 8, 3) == pytest.approx(whole / 8)
+    assert whole / 8 < times.update_s(1e9, 8, 1) < whole
