@@ -19,7 +19,7 @@ from fields.numbers import shown
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import identity
 from models.stack import Stack, periods
-from models.text.common import check_choices, check_sizes, positions_by_index
+from models.text.common import VocabConfig, check_choices, positions_by_index
 from sharding.ops.sequence import whole_length
 
 #: Values of `model.layer_types`: attention to all tokens that a model sees, or to those within
@@ -36,7 +36,7 @@ def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerTypesConfig:
+class LayerTypesConfig(VocabConfig):
     """The types of a model's layers, and their rotary positions."""
 
     max_positions: int  # longest sequence that the model supports
@@ -49,7 +49,7 @@ class LayerTypesConfig:
     window_rope_theta: float | None = None  # rope_theta of windowed layers, which have no scaling
 
     def __post_init__(self):
-        check_sizes(self)
+        super().__post_init__()
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(
                 f"model.sliding_window={self.sliding_window} must be at least 1, or None"

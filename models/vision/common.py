@@ -12,6 +12,7 @@ B batch, H and W pixels, C channels, P patch side, T patches, D embed, K labels.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from models.layers.basic import Linear
+from models.stack import run_stacks
 from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
@@ -210,8 +212,58 @@ def drop_path_rate(last: float, branch: jax.Array, num_branches: int) -> jax.Arr
     return last * branch / max(num_branches - 1, 1) if last else 0.0
 
 
-def label_logits(logits: jax.Array) -> jax.Array:
-    """Return logits in float32 or wider."""
+class ImageClassifier(nnx.Module):
+    """An encoder of images with one of HEADS.
+
+    A subclass has a `config`, stacks, `embed`, `final_norm`, and a `classifier` from
+    `make_classifier`.
+    """
+
+    stacks: tuple[str, ...] = ("encoder",)
+    config: Any
+    final_norm: Callable[[jax.Array], jax.Array]
+    classifier: Linear | None
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Values of `data.objective` that the head can be trained with."""
+        return HEADS[self.config.head]
+
+    def make_classifier(self, features: int, *, stddev: float, rngs: nnx.Rngs) -> Linear | None:
+        """Return the last layer of the head; None for `head="none"`."""
+        labels = {"_out": self.config.num_labels}
+        has_labels = self.config.head == "labels"
+        return Linear({"embed": features}, labels, stddev=stddev, rngs=rngs) if has_labels else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Return the activations of `batch["images"]` before the first block."""
+        raise NotImplementedError
+
+    def label_features(self, x: jax.Array) -> jax.Array:
+        """Return the input of the classifier `[B, D]`, given the activations after all blocks."""
+        raise NotImplementedError
+
+    def label_logits(self, x: jax.Array) -> jax.Array:
+        """Return logits of the labels, float32[B, K] or wider."""
+        assert self.classifier is not None
+        return _wide(self.classifier(self.label_features(x)))
+
+    def head(self, x: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
+        return label_loss(self.label_logits(x), batch, smoothing=self.config.label_smoothing)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return logits, float32[B, K], or the last norm of activations for `head="none"`.
+
+        Args:
+            images: `[B, H, W, C]`, uint8 or normalized.
+        """
+        batch = {"images": images}
+        x = run_stacks(self, self.embed(batch), batch)
+        return self.final_norm(x) if self.classifier is None else self.label_logits(x)
+
+
+def _wide(logits: jax.Array) -> jax.Array:
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 

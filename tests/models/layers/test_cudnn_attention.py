@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.layers import attention, blocked_attention, cudnn_attention, cudnn_kernel
+from models.layers.masks import Mask, Operands, Options
 from sharding import hardware
 from tests.models.layers import cudnn_stand_in
 
@@ -38,14 +39,14 @@ def draw(*, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int):
 def both(arrays, bias=None, **options):
     """Return (output, gradients) of the wrapper, and of blocked attention."""
     *qkv, dy = arrays
-    defaults = {"is_causal": False, "window": None, "segments": None, "scale": 0.3}
-    options = defaults | options
+    segments = options.pop("segments", None)
+    mask = Mask(**{"is_causal": False, "window": None} | options)
     results = []
     with_cudnn = functools.partial(cudnn_attention.attend_with_cudnn, can_pack=True)
     for kernel in (with_cudnn, blocked_attention.attend_in_blocks):
 
         def attend(q, k, v, bias, kernel=kernel):
-            return kernel(q, k, v, bias_BNTS=bias, **options)
+            return kernel(Operands(q, k, v, bias, segments), Options(mask=mask, scale=0.3))
 
         def with_gradients(q, k, v, bias, dy, attend=attend):
             y, vjp = jax.vjp(attend, q, k, v, bias)
