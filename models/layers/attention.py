@@ -127,6 +127,7 @@ def attend(
     *,
     is_causal: bool,
     window: int | None = None,
+    chunk: int | None = None,
     segments: Segments | None = None,
     bias: jax.Array | RelativeBias | None = None,
     scale: float | None = None,
@@ -147,6 +148,8 @@ def attend(
         v_BSKH: values, of the same dtype, whose size may differ.
         is_causal: whether position t only sees positions 0..t.
         window: if given, position t only sees positions that differ from t by less than `window`.
+        chunk: if given, the row is in chunks of `chunk` positions, and `segments` keep them apart.
+            Caches then keep one chunk.
         segments: int32[B, T] and int32[B, S]; a query only sees keys of its own segment. On a GPU,
             the tokens of a segment must be contiguous, unless there is a bias.
         bias: added to the logits: `[B, N, T, S]`, with dims of size 1 that are broadcast, or a
@@ -161,7 +164,7 @@ def attend(
 
     _record_call(q_BTNH, k_BSKH, is_causal=is_causal)
     masks: dict[str, Any] = {"is_causal": is_causal, "window": window}
-    options = Options(mask=Mask(**masks), scale=scale, softcap=softcap)
+    options = Options(mask=Mask(**masks), scale=scale, softcap=softcap, chunk=chunk)
     split = split_here()
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
@@ -175,7 +178,8 @@ def attend(
         on_device = functools.partial(_attend_on_context, options, split)
     of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
     batch, length, num_heads, head_dim = q_BTNH.shape
-    sizes = k_BSKH.shape[1], num_heads, head_dim
+    num_keys = k_BSKH.shape[1]
+    sizes = num_keys if chunk is None else min(chunk, num_keys), num_heads, head_dim
     flops = batch * length * attention_flops(*sizes, value_dim=v_BSKH.shape[3], **masks)
     run = functools.partial(over_heads, on_device)
     return declare_flops(flops, run, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)

@@ -8,8 +8,8 @@ order in which it runs:
     reading   a pass over the next tokens:  their keys and values are added, and they see the rest
 
 A cache has room for S tokens and is a ring: position p is in slot p mod S. Attention with a sliding
-window of W tokens needs at most W slots; other attention needs a slot for each token. Rows have
-different lengths, and each counts its own positions from 0.
+window of W tokens or in chunks of W needs at most W slots; other attention needs a slot for each
+token. Rows have different lengths, and each counts its own positions from 0.
 
 The next tokens of a row may be drafts, of which the last ones are taken back: the row goes on from
 an earlier position, and its next tokens replace them. Caches have spare slots for drafts, so that
@@ -75,11 +75,11 @@ class _Filling:
         self._num_spare = num_spare
         self.caches: list[KVCache] = []
 
-    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None) -> None:
+    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, reach: int | None) -> None:
         """Keep the newest keys and values of each row; None if the keys are the values too."""
         num_slots = self._num_slots
-        if window is not None:
-            num_slots = min(num_slots, window + self._num_spare)
+        if reach is not None:
+            num_slots = min(num_slots, reach + self._num_spare)
         slots_S = jnp.arange(num_slots, dtype=jnp.int32)
         last_B1 = self._lengths_B[:, None] - 1
         # Empty slots get any token; `reading` masks them.
@@ -140,6 +140,8 @@ class _Reading:
         is_visible_BTS = distances_BTS <= self._positions_BT[:, :, None]
         if options.mask.window is not None:
             is_visible_BTS &= distances_BTS < options.mask.window
+        if options.chunk is not None:
+            is_visible_BTS &= distances_BTS <= self._positions_BT[:, :, None] % options.chunk
         return _attend_to(cache, operands, is_visible_BTS, options, sinks_N)
 
     def read_across(
@@ -232,7 +234,7 @@ def attend_to_cache(
     if isinstance(current, _Filling):
         if options.mask.is_causal:
             kv = (operands.k, operands.v) if cached_BSKH is None else (cached_BSKH, None)
-            current.keep(*kv, options.mask.window)
+            current.keep(*kv, options.mask.window or options.chunk)
         else:
             current.keep_across(operands)
     return None

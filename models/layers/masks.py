@@ -41,11 +41,13 @@ class Options:
         mask: which keys a query sees.
         scale: factor of the products of queries and keys.
         softcap: as for `models.layers.attention.attend`.
+        chunk: as for `models.layers.attention.attend`; only caches read it.
     """
 
     mask: Mask
     scale: float
     softcap: float | None = None
+    chunk: int | None = None
 
 
 @jax.tree_util.register_dataclass

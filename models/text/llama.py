@@ -22,7 +22,6 @@ from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup
 from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
-from models.layers.masks import segments
 from models.layers.transformer import Attention
 from models.losses import VocabLogits
 from models.text.common import check_choices, check_head
@@ -180,8 +179,7 @@ class _Block(MixtureBlock):
             x_BTD,
             rotate=config.rotation(self.layer_type, x_BTD, batch),
             is_causal=True,
-            window=config.window(self.layer_type),
-            segments=segments(batch),
+            **config.masks(self.layer_type, batch),
             scale=config.score_scale,
             softcap=config.attention_softcap,
         )

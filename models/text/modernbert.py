@@ -22,7 +22,6 @@ from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
 from models.layers.block import Block, attention_of, mlp_of, norm_of
 from models.layers.dropout import dropout
-from models.layers.masks import segments
 from models.text.common import BlockConfig, check_choices, padded_vocab
 from models.text.encoder import DenseHead, EncoderModel
 from models.text.layer_types import LayerTypesConfig, stacks_of
@@ -87,8 +86,7 @@ class _Block(Block):
             x_BTD,
             rotate=self.config.rotation(self.layer_type, x_BTD, batch),
             is_causal=False,
-            window=self.config.window(self.layer_type),
-            segments=segments(batch),
+            **self.config.masks(self.layer_type, batch),
         )
 
 
