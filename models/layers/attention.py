@@ -162,7 +162,9 @@ def attend(
     """
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
 
-    _record_call(q_BTNH, k_BSKH, is_causal=is_causal)
+    if (calls := _calls.get()) is not None:
+        heads = {"num_heads": q_BTNH.shape[2], "num_kv_heads": k_BSKH.shape[2]}
+        calls[AttentionCall(**heads, is_causal=is_causal)] = None
     masks: dict[str, Any] = {"is_causal": is_causal, "window": window}
     options = Options(mask=Mask(**masks), scale=scale, softcap=softcap, chunk=chunk)
     split = split_here()
@@ -183,12 +185,6 @@ def attend(
     flops = batch * length * attention_flops(*sizes, value_dim=v_BSKH.shape[3], **masks)
     run = functools.partial(over_heads, on_device)
     return declare_flops(flops, run, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
-
-
-def _record_call(q_BTNH: jax.Array, k_BSKH: jax.Array, *, is_causal: bool) -> None:
-    if (calls := _calls.get()) is not None:
-        heads = {"num_heads": q_BTNH.shape[2], "num_kv_heads": k_BSKH.shape[2]}
-        calls[AttentionCall(**heads, is_causal=is_causal)] = None
 
 
 @jax.tree_util.register_dataclass

@@ -63,9 +63,7 @@ class Attention(nnx.Module):
         heads = {"heads": num_heads, "head_dim": head_dim}
         kv_heads = {"kv_heads": num_kv_heads or num_heads, "head_dim": head_dim}
         options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
-        of_keys: dict[str, Any] = (
-            options if use_key_bias is None else options | {"use_bias": use_key_bias}
-        )
+        of_keys = options if use_key_bias is None else options | {"use_bias": use_key_bias}
         self.q = Linear(embed, heads, stddev=stddevs[0], **options)
         self.k = Linear(embed, kv_heads, stddev=stddevs[1], **of_keys)
         self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)

@@ -28,7 +28,6 @@ from models.text.common import (
     check_choices,
     count_positions,
     learned_positions,
-    padded_vocab,
     positions_by_index,
 )
 from models.text.encoder import HEADS, DenseHead, EncoderModel
@@ -77,8 +76,7 @@ class MaskedLMHead(DenseHead):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         super().__init__(config, config.embeddings_dim, activation=config.activation, rngs=rngs)
-        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
-        self.bias = param(jax.nn.initializers.zeros, rngs, (vocab,), ("vocab",))
+        self.bias = config.make_bias(rngs)
 
 
 class ReplacedTokenHead(nnx.Module):

@@ -12,7 +12,7 @@ B batch, T seq, D embed, V vocab.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,6 +26,9 @@ from models.layers.activations import check_activation
 from models.layers.basic import param
 from models.losses import VocabLogits, make_token_loss
 from sharding.ops import sequence
+
+#: Values of `model.head` for causal language models; "none" gives activations.
+CAUSAL_HEADS = ("lm", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,11 @@ class VocabConfig:
         """Return an embedding of tokens, or of the head."""
         shape = (padded_vocab(self.vocab_size, self.vocab_multiple), dim)
         return param(jax.nn.initializers.normal(stddev), rngs, shape, ("vocab", "embed"))
+
+    def make_bias(self, rngs: nnx.Rngs) -> nnx.Param:
+        """Return a bias of the logits."""
+        shape = (padded_vocab(self.vocab_size, self.vocab_multiple),)
+        return param(jax.nn.initializers.zeros, rngs, shape, ("vocab",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,12 +187,6 @@ def check_choices(config: Any, **choices: Iterable[str]) -> None:
             raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(values)}")
 
 
-def check_head(name: str) -> None:
-    """Raise a ValueError if `name` is not a value of `model.head` for causal language models."""
-    if name not in ("lm", "none"):
-        raise ValueError(f"model.head={name!r} is unknown; choose lm, or none for activations")
-
-
 def check_has_loss(config: Any) -> None:
     """Raise a ValueError if the model's head does not compute a loss."""
     if config.head == "none":
@@ -196,12 +198,11 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
+def check_sizes(config: Any) -> None:
     """Check the fields of a model's config that are counts, sizes or rates.
 
     Args:
-        config: dataclass.
-        exclude: fields to skip, whose names only look like one of these.
+        config: dataclass; its fields that are tuples are not checked.
 
     Raises:
         ValueError: if `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is
@@ -215,7 +216,7 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
         value: Any = getattr(config, name)
         if problem := number_problem(value):
             raise ValueError(f"model.{name}={shown(value)} {problem}")
-        if value is None or name in exclude:
+        if value is None or isinstance(value, tuple):
             continue
         kind = name.removeprefix("decoder_")
         is_size = kind.endswith(("_dim", "_size", "_multiple")) or kind.startswith(("num_", "max_"))

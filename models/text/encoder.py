@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers.activations import ACTIVATIONS
+from models.layers.activations import ACTIVATIONS, as_float32
 from models.layers.basic import LayerNorm, Linear
 from models.layers.dropout import dropout
 from models.losses import VocabLogits
@@ -169,7 +169,7 @@ class EncoderModel(nnx.Module):
         if config.head == "none":
             return x_BTD
         if config.head not in _OF_VOCAB:
-            logits = _wide(self.label_logits(x_BTD, batch))
+            logits = as_float32(self.label_logits(x_BTD, batch))
             return logits[..., 1] if config.head == "replaced_token" else logits
         return self.vocab_logits(x_BTD).whole()
 
@@ -184,7 +184,7 @@ class EncoderModel(nnx.Module):
             targets: key of int32[...], in [0, C).
             weights: key of float32[...]; targets with weight 0 are ignored.
         """
-        logits = _wide(self.label_logits(x_BTD, batch))
+        logits = as_float32(self.label_logits(x_BTD, batch))
         # The cross-entropy of models/losses.py is for a vocab that stages may share, unlike labels.
         flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
         labels = batch[targets]
@@ -192,7 +192,3 @@ class EncoderModel(nnx.Module):
         counted = counted_once(batch[weights]).reshape(-1).astype(losses.dtype)
         hits = (jnp.argmax(logits, axis=-1) == labels).reshape(-1)
         return jnp.sum(losses * counted), jnp.sum(counted), jnp.sum(jnp.where(hits, counted, 0))
-
-
-def _wide(logits: jax.Array) -> jax.Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

@@ -21,9 +21,10 @@ from models.losses import VocabLogits
 from models.stack import Stack
 from models.text.causal import CausalModel
 from models.text.common import (
+    CAUSAL_HEADS,
     BlockConfig,
     VocabConfig,
-    check_head,
+    check_choices,
     learned_positions,
     positions_by_index,
 )
@@ -42,12 +43,13 @@ class GPT2Config(BlockConfig, VocabConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check_blocks()
-        check_head(self.head)
+        check_choices(self, head=CAUSAL_HEADS)
 
 
 class _Block(Block):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        stddevs = config.init_stddev, _residual_stddev(config)
+        # Smaller for layers that write to the residual stream.
+        stddevs = config.init_stddev, config.init_stddev / math.sqrt(2 * config.num_layers)
         heads = config.num_heads, config.embed_dim // config.num_heads
         super().__init__(
             attention_norm=norm_of(config, rngs=rngs),
@@ -86,8 +88,3 @@ class GPT2(CausalModel):
         """Return the logits for the activations after the last block."""
         table_VD = self.token_embedding[...]
         return VocabLogits(self.final_norm(x_BTD), table_VD, vocab_size=self.config.vocab_size)
-
-
-def _residual_stddev(config: GPT2Config) -> float:
-    """Return GPT-2's smaller initial deviation of layers that write to the residual stream."""
-    return config.init_stddev / math.sqrt(2 * config.num_layers)

@@ -24,7 +24,7 @@ from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
 from models.losses import VocabLogits
-from models.text.common import check_choices, check_head
+from models.text.common import CAUSAL_HEADS, check_choices
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from models.text.mixture import MixtureBlock, MixtureModel, activations_of, feed_forward
 
@@ -99,7 +99,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
                 "choose one of them"
             )
         self.check_rotation()
-        check_head(self.head)
+        check_choices(self, head=CAUSAL_HEADS)
         self.check_experts()
         check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
 

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.activations import check_activation
-from models.layers.basic import LayerNorm, Linear, lookup, param
+from models.layers.basic import LayerNorm, Linear, lookup
 from models.layers.block import Block, attention_of, mlp_of, norm_of
 from models.layers.dropout import dropout
-from models.text.common import BlockConfig, check_choices, padded_vocab
+from models.text.common import BlockConfig, check_choices
 from models.text.encoder import DenseHead, EncoderModel
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from sharding.ops.sequence import sum_over_tokens, whole_length
@@ -106,20 +106,15 @@ class ModernBert(EncoderModel):
         self.encoder, self.last_encoder = stacks_of(kinds, partial(_Block, config), rngs=rngs)
         self.final_norm = config.make_norm(rngs)
 
-        def dense_head() -> DenseHead:
-            biases = {"use_bias": config.head_bias, "norm_bias": config.norm_bias}
-            return DenseHead(config, embed, activation=config.head_activation, **biases, rngs=rngs)
-
-        def classifier() -> Linear:
-            outputs = {"_out": config.num_labels}
-            return Linear({"embed": embed}, outputs, stddev=config.init_stddev, rngs=rngs)
-
-        zeros = jax.nn.initializers.zeros
-        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
+        biases = {"use_bias": config.head_bias, "norm_bias": config.norm_bias}
+        head = {"activation": config.head_activation, **biases, "rngs": rngs}
         has_vocab_bias = config.head == "masked_lm" and config.vocab_bias
-        self.dense_head = dense_head() if config.head != "none" else None
-        self.vocab_bias = param(zeros, rngs, (vocab,), ("vocab",)) if has_vocab_bias else None
-        self.classifier = classifier() if config.head in ("sequence", "token") else None
+        self.dense_head = DenseHead(config, embed, **head) if config.head != "none" else None
+        self.vocab_bias = config.make_bias(rngs) if has_vocab_bias else None
+        labels = {"_out": config.num_labels}
+        options = {"stddev": config.init_stddev, "rngs": rngs}
+        has_labels = config.head in ("sequence", "token")
+        self.classifier = Linear({"embed": embed}, labels, **options) if has_labels else None
 
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""

@@ -1,11 +1,12 @@
-"""OPT: a decoder with learned positions, separate projections and a tied head.
+"""OPT: a decoder with learned positions, separate projections and a tied head; CLIP's text encoder.
 
 The 350 M model applies norms after residual sums, and its token embedding is narrower than its
 blocks.
 
 B batch, T seq, D embed, V vocab.
 
-Source: Zhang et al. 2022 (arXiv:2205.01068), table 1.
+Source: Zhang et al. 2022 (arXiv:2205.01068), table 1; Radford et al. 2021 (arXiv:2103.00020),
+section 2.4.
 """
 
 import dataclasses
@@ -19,15 +20,14 @@ from models.losses import VocabLogits
 from models.stack import Stack
 from models.text.causal import CausalModel
 from models.text.common import (
+    CAUSAL_HEADS,
     BlockConfig,
     VocabConfig,
-    check_head,
+    check_choices,
     learned_positions,
     positions_by_count,
+    positions_by_index,
 )
-
-#: Row of position 0 in the table of positions; padding uses the row before it.
-_FIRST_POSITION = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,9 @@ class OPTConfig(BlockConfig, VocabConfig):
 
     max_positions: int  # longest sequence
     dropout: float = 0.0  # rate for residual branches, in [0, 1)
+    # row of position 0 in the table; padding has the row before it. 0, CLIP: padding counts, too
+    first_position: int = 2
+    projection_dim: int | None = None  # with head="none": size of a last projection, as in CLIP
     token_embed_dim: int | None = None  # width of embedding and head; embed_dim if None
     norm_first: bool = True  # norm before each branch, rather than after its sum with the residual
     activation: str = "relu"
@@ -44,7 +47,13 @@ class OPTConfig(BlockConfig, VocabConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check_blocks()
-        check_head(self.head)
+        check_choices(self, head=CAUSAL_HEADS)
+        if self.first_position < 0 or (self.projection_dim and self.head != "none"):
+            raise ValueError(
+                f"model.first_position={self.first_position} must be at least 0, and "
+                f"model.projection_dim={self.projection_dim} needs model.head='none', not "
+                f"{self.head!r}; correct them, or leave both out"
+            )
 
     def make_block(self, rngs: nnx.Rngs) -> PlainBlock:
         """Return a block of the decoder."""
@@ -64,16 +73,17 @@ class OPT(CausalModel):
         narrow = config.token_embed_dim or config.embed_dim
         normal = jax.nn.initializers.normal(config.init_stddev)
         self.token_embedding = config.make_table(narrow, config.init_stddev, rngs)
-        rows = _FIRST_POSITION + config.max_positions
+        rows = config.first_position + config.max_positions
         self.position_embedding = param(normal, rngs, (rows, embed), (None, "embed"))
 
-        def project(inputs: int, outputs: int) -> Linear | None:
-            sizes = {"embed": inputs}, {"_embed": outputs}
+        def project(inputs: int, outputs: int) -> Linear:
             options = {"stddev": config.init_stddev, "use_bias": False, "rngs": rngs}
-            return None if narrow == embed else Linear(*sizes, **options)
+            return Linear({"embed": inputs}, {"_embed": outputs}, **options)
 
-        self.project_in = project(narrow, embed)
-        self.project_out = project(embed, narrow)
+        is_narrow = narrow != embed
+        outputs = config.projection_dim or (narrow if is_narrow else None)
+        self.project_in = project(narrow, embed) if is_narrow else None
+        self.project_out = project(embed, outputs) if outputs else None
         self.decoder = Stack(config.make_block, config.num_layers, rngs=rngs)
         self.final_norm = norm_of(config, rngs=rngs) if config.norm_first else None
 
@@ -82,9 +92,9 @@ class OPT(CausalModel):
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         if self.project_in is not None:
             x_BTD = self.project_in(x_BTD)
-        positions = positions_by_count(batch)
-        table_PD = self.position_embedding[...]
-        return x_BTD + learned_positions(table_PD, positions, first=_FIRST_POSITION)
+        first = self.config.first_position
+        positions = positions_by_count(batch) if first else positions_by_index(batch)
+        return x_BTD + learned_positions(self.position_embedding[...], positions, first=first)
 
     def outputs(self, x_BTD: jax.Array) -> VocabLogits:
         """Return the logits for the activations after the last block."""

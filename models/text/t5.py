@@ -12,6 +12,7 @@ Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -153,10 +154,8 @@ class T5(nnx.Module):
         self.decoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
 
         def stack(num_layers: int, is_decoder: bool) -> Stack:
-            def make(rngs):
-                return Block(config, is_decoder=is_decoder, rngs=rngs)
-
-            return Stack(make, num_layers, rngs=rngs)
+            make = partial(Block, config, is_decoder=is_decoder)
+            return Stack(lambda rngs: make(rngs=rngs), num_layers, rngs=rngs)
 
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
         self.encoder = stack(config.num_layers, False)

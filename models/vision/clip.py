@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from models.layers.basic import Linear, lookup, param, unit_length
 from models.layers.block import PlainBlock, attention_of, mlp_of, norm_of
@@ -31,7 +32,6 @@ from models.text.common import (
     BlockConfig,
     check_choices,
     check_heads_divide,
-    check_sizes,
     learned_positions,
     padded_vocab,
     positions_by_index,
@@ -76,7 +76,6 @@ class ClipConfig(BlockConfig, ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self)
         self.check_blocks()
         check_patch_size(self)
         check_choices(self, pool=POOLS, text_pool=TEXT_POOLS, contrast=CONTRASTS)
@@ -92,11 +91,6 @@ class ClipConfig(BlockConfig, ImageInputConfig):
                 f"it is {self.text_pool!r}; set it to the tokenizer's end-of-text token, or choose "
                 "another model.text_pool"
             )
-
-    @property
-    def num_patches(self) -> int:
-        """Number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
 
     @property
     def is_causal(self) -> bool:
@@ -158,7 +152,7 @@ class Clip(nnx.Module):
         text_embed = config.text_embed_dim
         has_class_token = config.pool == "class_token"
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
-        positions = config.num_patches + has_class_token
+        positions = (config.image_size // config.patch_size) ** 2 + has_class_token
 
         def stack(side: str) -> Stack:
             layers = config.encoder(side).num_layers
@@ -275,6 +269,13 @@ class Clip(nnx.Module):
         batch: dict[str, Any] = text_batch(
             tokens, attention_mask, vocab_size=self.config.vocab_size
         )
+        if attention_mask is not None and not isinstance(attention_mask, Tracer):
+            ends_B1 = self._ends(tokens)[:, None]
+            if not jnp.all(jnp.take_along_axis(attention_mask, ends_B1, axis=1)):
+                raise ValueError(
+                    "attention_mask hides the token that represents a text, because padding before "
+                    "the text is the same token; pad on the right, or with another token"
+                )
         batch["images"] = images
         return self.embeddings(run_stacks(self, self.embed(batch), batch), batch)
 

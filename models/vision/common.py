@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.layers.activations import as_float32
 from models.layers.basic import Linear
 from models.stack import run_stacks
+from models.text.common import check_sizes
 from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
@@ -44,9 +46,7 @@ class ImageInputConfig:
         for field in dataclasses.fields(self):
             if isinstance(getattr(self, field.name), list):  # YAML and JSON have no tuples
                 object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
-        for name in ("image_size", "num_channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        check_sizes(self)
         for name in ("image_mean", "image_stddev"):
             values = getattr(self, name)
             if len(values) not in (1, self.num_channels):
@@ -233,7 +233,8 @@ class ImageClassifier(nnx.Module):
         """Return the last layer of the head; None for `head="none"`."""
         labels = {"_out": self.config.num_labels}
         has_labels = self.config.head == "labels"
-        return Linear({"embed": features}, labels, stddev=stddev, rngs=rngs) if has_labels else None
+        options = {"stddev": stddev, "use_bias": getattr(self.config, "classifier_bias", True)}
+        return Linear({"embed": features}, labels, **options, rngs=rngs) if has_labels else None
 
     def embed(self, batch: dict) -> jax.Array:
         """Return the activations of `batch["images"]` before the first block."""
@@ -246,7 +247,7 @@ class ImageClassifier(nnx.Module):
     def label_logits(self, x: jax.Array) -> jax.Array:
         """Return logits of the labels, float32[B, K] or wider."""
         assert self.classifier is not None
-        return _wide(self.classifier(self.label_features(x)))
+        return as_float32(self.classifier(self.label_features(x)))
 
     def head(self, x: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
@@ -261,10 +262,6 @@ class ImageClassifier(nnx.Module):
         batch = {"images": images}
         x = run_stacks(self, self.embed(batch), batch)
         return self.final_norm(x) if self.classifier is None else self.label_logits(x)
-
-
-def _wide(logits: jax.Array) -> jax.Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def label_loss(

@@ -18,7 +18,7 @@ from models.layers.basic import Linear, param, recomputed
 from models.layers.dropout import drop_path
 from models.layers.transformer import MLP, across_tokens
 from models.stack import Stack
-from models.text.common import check_choices, check_sizes
+from models.text.common import check_choices
 from models.vision.common import (
     HEADS,
     ImageClassifier,
@@ -46,7 +46,6 @@ class ResMLPConfig(ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self)
         check_patch_size(self)
         check_choices(self, head=HEADS)
         if not self.layer_scale > 0:

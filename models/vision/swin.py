@@ -39,7 +39,7 @@ from models.layers.windows import (
     regions,
 )
 from models.stack import Stack
-from models.text.common import check_choices, check_sizes
+from models.text.common import check_choices
 from models.vision.common import (
     HEADS,
     ImageClassifier,
@@ -78,7 +78,6 @@ class SwinConfig(ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self, exclude=("num_heads",))
         check_patch_size(self)
         check_activation(self.activation)
         check_choices(self, head=HEADS)

@@ -1,4 +1,4 @@
-"""ViT and DeiT: a Transformer encoder over the patches of an image.
+"""ViT, DeiT and CLIP's image encoder: a Transformer encoder over the patches of an image.
 
 `ImageEncoder` is also the encoder of MAE and MoCo v3, which pre-train it under the same parameter
 names.
@@ -23,7 +23,7 @@ from models.layers.basic import Linear, param
 from models.layers.block import PlainBlock, norm_of
 from models.layers.dropout import drop_path, dropout
 from models.stack import Stack
-from models.text.common import BlockConfig, check_choices, check_sizes
+from models.text.common import BlockConfig, check_choices
 from models.vision.common import (
     HEADS,
     ImageClassifier,
@@ -62,11 +62,12 @@ class ImageEncoderConfig(BlockConfig, ImageInputConfig):
     dropout: float = 0.0  # rate for embeddings and residual branches, in [0, 1)
     drop_path: float = 0.0  # rate of the last layer's branches per image; grows linearly from 0
     qkv_bias: bool = True
+    patch_bias: bool = True  # whether the embedding of patches has a bias
+    first_norm: bool = False  # norm before the first block, as in CLIP
     layer_norm_epsilon: float = 1e-12
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self)
         self.check_blocks()
         check_patch_size(self)
         check_choices(self, positions=POSITIONS, kernels=KERNELS)
@@ -110,6 +111,7 @@ class ViTConfig(ImageEncoderConfig):
     num_labels: int = 2  # for the head "labels"
     pool: str = "class_token"  # input of the head: class_token | mean, which averages patches
     distillation: str = "none"  # DeiT: token | classifier
+    classifier_bias: bool = True
     label_smoothing: float = 0.0  # during training
     use_pooler: bool = False  # whether head="none" keeps a pooler, which none of our heads reads
 
@@ -189,9 +191,8 @@ class ImageEncoder(nnx.Module):
         embed = config.embed_dim
         layers = config.num_layers
         normal = jax.nn.initializers.normal(config.init_stddev)
-        self.patch_embedding = PatchEmbedding(
-            config, config.patch_size, embed, stddev=config.patch_stddev, rngs=rngs
-        )
+        options = {"stddev": config.patch_stddev, "use_bias": config.patch_bias, "rngs": rngs}
+        self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, **options)
 
         def token() -> nnx.Param:
             return param(normal, rngs, (1, 1, embed), (None, None, "embed"))
@@ -199,6 +200,7 @@ class ImageEncoder(nnx.Module):
         self.class_token = token()
         self.position_embedding = position_embedding(config, rngs=rngs)
         self.distillation_token = token() if config.num_first_tokens > 1 else None
+        self.first_norm = norm_of(config, rngs=rngs) if config.first_norm else None
         self.encoder = Stack(lambda rngs: block(config, layers, rngs=rngs), layers, rngs=rngs)
         self.final_norm = norm_of(config, rngs=rngs)
 
@@ -212,7 +214,9 @@ class ImageEncoder(nnx.Module):
         num = first.shape[1]
         positions = positions_on(self.position_embedding[...], (rows, columns), num_first=num)
         first = jnp.broadcast_to(first + positions[:, :num], (size, num, embed))
-        return first, patches.reshape(size, rows * columns, embed) + positions[:, num:]
+        patches = patches.reshape(size, rows * columns, embed) + positions[:, num:]
+        norm = self.first_norm
+        return (first, patches) if norm is None else (norm(first), norm(patches))
 
 
 def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
