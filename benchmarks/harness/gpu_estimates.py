@@ -58,6 +58,7 @@ _EIGHT = (
     "data.global_batch_size=128",
 )
 _IMAGES = ("mesh.data=8", "data.global_batch_size=1024")
+_PAIRS = ("mesh.data=8", "data.global_batch_size=4096")
 #: Name -> config and overrides.
 PUBLISHED = {
     "GPT-2 XL, 1 GPU": (
@@ -98,6 +99,36 @@ PUBLISHED = {
         "train.num_microbatches=96",
         *_TEXT_AT_SCALE,
     ),
+    "Ministral-8B, ZeRO 3, data=8": (
+        "llama.py:mistral-7b",
+        *_EIGHT,
+        "model.num_layers=36",
+        "model.mlp_dim=12288",
+        "model.rope_theta=1e8",
+        "model.sliding_window=32768",
+        "data.vocab_size=131072",
+    ),
+    "Seed-OSS-36B, ZeRO 3, data=32": (
+        "llama.py:seed-oss-36b",
+        "mesh.data=32",
+        "memory.zero_stage=3",
+        "train.remat=stage,full",
+        "data.global_batch_size=512",
+        "data.sequence_length=4096",
+    ),
+    "CamemBERT base, data=8": ("roberta.py:base", "data.vocab_size=32005", "mesh.data=8"),
+    "DistilBERT, data=8": (
+        "bert.py:base",
+        "data.objective=masked_lm",
+        "model.head=masked_lm",
+        "model.num_layers=6",
+        "model.num_token_types=0",
+        "mesh.data=8",
+    ),
+    "ModernBERT large, data=8": ("bert.py:modernbert-large", "mesh.data=8"),
+    "CLIP ViT-B/16, data=8": ("clip.py:clip_base16", *_PAIRS),
+    "SigLIP ViT-B/16, data=8": ("clip.py:siglip_base16", *_PAIRS),
+    "DeiT-B/16 distilled, data=8": ("vit.py:base16", *_IMAGES, "model.distillation=classifier"),
     "ViT-B/16, data=8": ("vit.py:base16", *_IMAGES),
     "Swin-T, data=8": ("swin.py:tiny1", *_IMAGES),
 }

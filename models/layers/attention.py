@@ -160,13 +160,12 @@ def attend(
             default.
         cached_BSKH: array that a cache keeps instead of keys and values (kv_cache.py).
     """
-    scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
-
     if (calls := _calls.get()) is not None:
         heads = {"num_heads": q_BTNH.shape[2], "num_kv_heads": k_BSKH.shape[2]}
         calls[AttentionCall(**heads, is_causal=is_causal)] = None
-    masks: dict[str, Any] = {"is_causal": is_causal, "window": window}
-    options = Options(mask=Mask(**masks), scale=scale, softcap=softcap, chunk=chunk)
+    mask = Mask(is_causal=is_causal, window=window)
+    scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
+    options = Options(mask=mask, scale=scale, softcap=softcap, chunk=chunk)
     split = split_here()
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
@@ -174,17 +173,21 @@ def attend(
     y_BTNH = attend_to_cache(operands, options, cached_BSKH, sinks_N)
     if y_BTNH is not None:
         return y_BTNH
-    if split is None:
-        on_device = functools.partial(_attend_on_device, options)
-    else:
+    on_device = functools.partial(_attend_on_device, options)
+    if split is not None:
         on_device = functools.partial(_attend_on_context, options, split)
     of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    num_keys = k_BSKH.shape[1]
-    sizes = num_keys if chunk is None else min(chunk, num_keys), num_heads, head_dim
-    flops = batch * length * attention_flops(*sizes, value_dim=v_BSKH.shape[3], **masks)
-    run = functools.partial(over_heads, on_device)
-    return declare_flops(flops, run, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
+    arrays = q_BTNH, k_BSKH, v_BSKH, of_heads, segments
+    flops = _flops(operands, options)
+    return declare_flops(flops, functools.partial(over_heads, on_device), *arrays)
+
+
+def _flops(operands: Operands, options: Options) -> int:
+    batch, length, num_heads, head_dim = operands.q.shape
+    num_keys = operands.k.shape[1]
+    sizes = min(num_keys, options.chunk or num_keys), num_heads, head_dim
+    masks = {"is_causal": options.mask.is_causal, "window": options.mask.window}
+    return batch * length * attention_flops(*sizes, value_dim=operands.v.shape[3], **masks)
 
 
 @jax.tree_util.register_dataclass
@@ -247,15 +250,11 @@ def _ring_options(
     if selected.kernel == "plain":
         where = "on a ring" if split.ring_size > 1 else "with sinks"
         selected = SelectedKernel(kernel="blocked", why=f"{where}, {selected.why}")
-    _record(selected)
+    if (kernels := _recorded.get()) is not None:
+        kernels[selected] = None
     kernel = _CUDNN[_can_pack()] if selected.kernel == "cudnn" else _BLOCKED
     bias_of = None if bias is None else RelativeBias.between
     return RingOptions(split=split, attention=options, kernel=kernel, bias_of=bias_of)
-
-
-def _record(selected: SelectedKernel) -> None:
-    if (kernels := _recorded.get()) is not None:
-        kernels[selected] = None
 
 
 def _bias_and_sinks(of_heads: Any) -> tuple[Any, jax.Array | None]:
@@ -276,7 +275,8 @@ def _attend_on_device(
         alone = _ring_options(options, WHOLE, operands, None)
         return attend_on_ring(alone, q_BTNH, k_BSKH, v_BSKH, segments, None, sinks_1N)
     selected = select_kernel(operands, why_blocked=_why_blocked(options))
-    _record(selected)
+    if (kernels := _recorded.get()) is not None:
+        kernels[selected] = None
     if selected.kernel == "blocked":
         return blocked_attention.attend_in_blocks(operands, options)
     if selected.kernel == "cudnn":

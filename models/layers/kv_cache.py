@@ -96,7 +96,8 @@ class _Filling:
         is_visible_BS = jnp.ones(operands.k.shape[:2], bool)
         if operands.segments is not None:
             is_visible_BS = operands.segments[0][:, -1:] == operands.segments[1]
-        k_BKSH, v_BKSH = _by_head(operands.k), _by_head(operands.v)
+        k_BKSH = _by_head(operands.k)
+        v_BKSH = _by_head(operands.v)
         self.caches.append(KVCache(k_BKSH=k_BKSH, v_BKSH=v_BKSH, is_visible_BS=is_visible_BS))
 
 

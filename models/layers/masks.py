@@ -41,7 +41,7 @@ class Options:
         mask: which keys a query sees.
         scale: factor of the products of queries and keys.
         softcap: as for `models.layers.attention.attend`.
-        chunk: as for `models.layers.attention.attend`; only caches read it.
+        chunk: as for `models.layers.attention.attend`; kernels do not read it.
     """
 
     mask: Mask

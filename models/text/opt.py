@@ -100,5 +100,4 @@ class OPT(CausalModel):
         """Return the logits for the activations after the last block."""
         x_BTD = x_BTD if self.final_norm is None else self.final_norm(x_BTD)
         x_BTD = x_BTD if self.project_out is None else self.project_out(x_BTD)
-        table_VD = self.token_embedding[...]
-        return VocabLogits(x_BTD, table_VD, vocab_size=self.config.vocab_size)
+        return VocabLogits(x_BTD, self.token_embedding[...], vocab_size=self.config.vocab_size)
