@@ -180,7 +180,7 @@ class EncoderModel(nnx.Module):
 
         Args:
             x_BTD: input of the head.
-            batch: batch.
+            batch: has the arrays that the following keys name.
             targets: key of int32[...], in [0, C).
             weights: key of float32[...]; targets with weight 0 are ignored.
         """
