@@ -31,8 +31,11 @@ from models.stack import number_in_period
 #: flat: [prod(shape)] -> [*shape];
 #: vocab: [vocab, ...] -> [padded vocab, ...], whose additional rows are zeros;
 #: scalar: [] -> [1];
+#: one: [...] -> [1, ...];
 #: same: unchanged.
-Kind = Literal["linear", "conv1d", "conv2d", "interleaved", "flat", "vocab", "scalar", "same"]
+Kind = Literal[
+    "linear", "conv1d", "conv2d", "interleaved", "flat", "vocab", "scalar", "one", "same"
+]
 
 #: For conv2d: for each dimension of theirs, the number of the dimension of ours.
 _CONV2D = (3, 2, 0, 1)
@@ -120,6 +123,7 @@ class TensorMapping:
             "interleaved": (*self.shape[:-1], 2 * self.shape[-1]),
             "flat": (math.prod(self.shape),),
             "scalar": (),
+            "one": self.shape[1:],
             "same": self.shape,
         }[self.kind]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.basic import float8_kernels
+from models.losses import VocabLogits
 from models.stack import (
     Stack,
     Sums,
@@ -41,8 +42,8 @@ class ModelFunctions:
     # number of blocks per stack, in the order in which stacks run; and of layers per block
     num_layers: Mapping[str, int]
     layers_per_block: Mapping[str, int]
-    # (non_stack, x [B, T, D]) -> the two factors of the logits; see models/stack.py
-    outputs: Callable[[Tree, jax.Array], tuple[jax.Array, jax.Array]] | None
+    # (non_stack, x [B, T, D]) -> logits of the vocab; see models/stack.py
+    outputs: Callable[[Tree, jax.Array], VocabLogits] | None
     # stack -> paths of the kernels of a block whose products are in float8; see models/layers
     float8_kernels: Mapping[str, tuple[tuple, ...]]
     teach: Callable[[Tree, Tree, Tree], dict[str, jax.Array]] | None = None

@@ -8,6 +8,7 @@ before the next chunk begins:
 N tokens, C tokens in a chunk, D embed, V vocab.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import cast
@@ -120,35 +121,64 @@ def chunked_vocab_loss(
     )
 
 
-def chunked_token_losses(
-    x_ND: jax.Array,
-    table_VD: jax.Array,
-    targets_N: jax.Array,
-    *,
-    vocab_size: int,
-    softcap: float | None = None,
-    chunk_tokens: int | None = None,
-) -> jax.Array:
-    """Return the cross-entropy of every token, float32[N] or wider. It has no gradient.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VocabLogits:
+    """Logits over the vocab, `soft_capped(x · tableᵀ + bias)`, as the factors that they have.
 
-    Args:
-        x_ND: as for `chunked_vocab_loss`.
+    Attributes:
+        x_BTD: activations.
         table_VD: as for `chunked_vocab_loss`.
-        targets_N: as for `chunked_vocab_loss`.
         vocab_size: as for `chunked_vocab_loss`.
+        bias_V: as for `chunked_vocab_loss`.
         softcap: as for `chunked_vocab_loss`.
-        chunk_tokens: as for `chunked_vocab_loss`.
     """
-    output = (jax.lax.stop_gradient(table_VD), None)
 
-    def losses(_, chunk):
-        x_CD, targets_C = chunk
-        logits_CV = soft_capped(_logits(x_CD, output), softcap)
-        return None, cross_entropy(_without_padding(logits_CV, vocab_size), targets_C)
+    x_BTD: jax.Array
+    table_VD: jax.Array
+    bias_V: jax.Array | None = None
+    _: dataclasses.KW_ONLY
+    vocab_size: int = dataclasses.field(metadata={"static": True})
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
-    chunks = _cutter(x_ND.shape[0], chunk_tokens)
-    each = (chunks(jax.lax.stop_gradient(x_ND)), chunks(targets_N))
-    return jax.lax.scan(losses, None, each)[1].reshape(-1)[: x_ND.shape[0]]
+    def whole(self) -> jax.Array:
+        """Return the logits without the padding of the vocab, float32[B, T, V] or wider."""
+        wide = jnp.promote_types(self.x_BTD.dtype, jnp.float32)
+        # Without the padding of the table, each call would copy it.
+        logits = jnp.einsum("BTD,VD->BTV", self.x_BTD, self.table_VD, preferred_element_type=wide)
+        logits = logits[..., : self.vocab_size]
+        if self.bias_V is not None:
+            logits = logits + self.bias_V[None, None, : self.vocab_size]
+        return soft_capped(logits, self.softcap)
+
+    def loss(
+        self, targets_BT: jax.Array, weights_BT: jax.Array, token_loss: TokenLoss = cross_entropy
+    ) -> jax.Array:
+        """Return the weighted sum of token losses; see `chunked_vocab_loss`."""
+        return chunked_vocab_loss(
+            self.x_BTD.reshape(targets_BT.size, -1),
+            self.table_VD,
+            targets_BT.reshape(-1),
+            weights_BT.reshape(-1),
+            vocab_size=self.vocab_size,
+            bias_V=self.bias_V,
+            softcap=self.softcap,
+            token_loss=token_loss,
+        )
+
+    def token_losses(self, targets_BT: jax.Array) -> jax.Array:
+        """Return the cross-entropy of every token, float32[B, T] or wider. It has no gradient."""
+        table_VD, x_BTD = jax.lax.stop_gradient((self.table_VD, self.x_BTD))
+
+        def losses(_, chunk):
+            x_CD, targets_C = chunk
+            logits_CV = soft_capped(_logits(x_CD, (table_VD, self.bias_V)), self.softcap)
+            return None, cross_entropy(_without_padding(logits_CV, self.vocab_size), targets_C)
+
+        chunks = _cutter(targets_BT.size, None)
+        each = (chunks(x_BTD.reshape(targets_BT.size, -1)), chunks(targets_BT.reshape(-1)))
+        losses_N = jax.lax.scan(losses, None, each)[1].reshape(-1)
+        return losses_N[: targets_BT.size].reshape(targets_BT.shape)
 
 
 def _cutter(num_tokens: int, chunk_tokens: int | None) -> Callable[[jax.Array], jax.Array]:

@@ -17,7 +17,6 @@ DPO, Mitchell 2023 (https://ericmitchell.ai/cdpo.pdf), equation 3.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +26,7 @@ from fields.field import field
 from fields.section import Section
 from models.functions import ModelFunctions
 from models.layers.flops import declare_flops
-from models.losses import chunked_token_losses, chunked_vocab_loss
+from models.losses import VocabLogits
 from sharding.ops.sequence import counted_once, sum_over_tokens
 
 Tree = Any
@@ -78,80 +77,45 @@ def with_preference(
             f"model.loss={loss!r} is not used with data.objective='preference', which compares "
             "log-probabilities; set model.loss='cross_entropy'"
         )
-    softcap = getattr(model, "logit_softcap", None)
-    options = {"vocab_size": model.config.vocab_size, "softcap": softcap}
 
     def head(non_stack_params: Tree, x: Tree, batch: Tree) -> tuple[jax.Array, jax.Array, dict]:
-        logit_factors = outputs(non_stack_params, x)
-        return preference_loss(*logit_factors, batch, config=config, **options)
+        return preference_loss(outputs(non_stack_params, x), batch, config=config)
 
     def reference(non_stack_params: Tree, x: Tree, batch: Tree) -> dict[str, jax.Array]:
-        logit_factors = outputs(non_stack_params, x)
-        log_probs = answer_log_probs(*logit_factors, batch, **options)
-        return {REFERENCE_LOG_PROBS: log_probs}
+        return {REFERENCE_LOG_PROBS: answer_log_probs(outputs(non_stack_params, x), batch)}
 
     return dataclasses.replace(functions, head=head, reference=reference)
 
 
-def answer_log_probs(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    batch: dict,
-    *,
-    vocab_size: int,
-    softcap: float | None = None,
-) -> jax.Array:
+def answer_log_probs(logits: VocabLogits, batch: dict) -> jax.Array:
     """Return the log-probability of each answer, float32[B, P, 2] or wider, without a gradient.
 
     Args:
-        x_BTD: activations that logits are computed from.
-        table_VD: output embedding, as for `models.losses.chunked_vocab_loss`.
+        logits: logits of all tokens.
         batch: has `targets: int32[B, T]`; `answers: int32[B, T]`, the number of the answer that the
             target belongs to, or 0; and `weights: float32[B, P]`. Pair p has the answers 2p + 1,
             which is chosen, and 2p + 2.
-        vocab_size: number of entries of the vocab, without padding.
-        softcap: as for `models.losses.chunked_vocab_loss`.
     """
-    batch_size, length = batch["targets"].shape
-    losses = chunked_token_losses(
-        x_BTD.reshape(batch_size * length, -1),
-        table_VD,
-        batch["targets"].reshape(-1),
-        vocab_size=vocab_size,
-        softcap=softcap,
-    )
+    losses_BT = logits.token_losses(batch["targets"])
     num_pairs = batch["weights"].shape[1]
     numbers = 1 + jnp.arange(2 * num_pairs, dtype=batch["answers"].dtype)
     is_in_BTA = batch["answers"][..., None] == numbers
-    sums_BA = jnp.sum(
-        jnp.where(is_in_BTA, -losses.reshape(batch_size, length)[..., None], 0), axis=1
-    )
-    sums_BA = sum_over_tokens(sums_BA)
-    return sums_BA.reshape(batch_size, num_pairs, 2)
+    sums_BA = sum_over_tokens(jnp.sum(jnp.where(is_in_BTA, -losses_BT[..., None], 0), axis=1))
+    return sums_BA.reshape(len(sums_BA), num_pairs, 2)
 
 
 def preference_loss(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    batch: dict,
-    *,
-    vocab_size: int,
-    config: PreferenceConfig,
-    softcap: float | None = None,
+    logits: VocabLogits, batch: dict, *, config: PreferenceConfig
 ) -> tuple[jax.Array, jax.Array, dict]:
     """Return (sum of the weighted losses of pairs, sum of weights, sums of the METRICS).
 
     Args:
-        x_BTD: as for `answer_log_probs`.
-        table_VD: as for `answer_log_probs`.
+        logits: as for `answer_log_probs`.
         batch: as for `answer_log_probs`, with `reference_log_probs: float32[B, P, 2]`.
-        vocab_size: as for `answer_log_probs`.
         config: loss.
-        softcap: as for `answer_log_probs`.
     """
-    options = {"vocab_size": vocab_size, "softcap": softcap}
     # Not counted: the same product as in the sum of token losses below.
-    log_probs = declare_flops(0, partial(answer_log_probs, **options), x_BTD, table_VD, batch)
+    log_probs = declare_flops(0, answer_log_probs, logits, batch)
     rewards = config.beta * (log_probs - batch[REFERENCE_LOG_PROBS])
     margins_BP = rewards[..., 0] - rewards[..., 1]
     weights_BP = batch["weights"].astype(margins_BP.dtype)
@@ -171,13 +135,7 @@ def preference_loss(
     token_weights_BT = jnp.take_along_axis(
         jnp.concatenate([no_answer, per_answer_BA], axis=1), batch["answers"], axis=1
     )
-    with_gradient = chunked_vocab_loss(
-        x_BTD.reshape(token_weights_BT.size, -1),
-        table_VD,
-        batch["targets"].reshape(-1),
-        token_weights_BT.reshape(-1),
-        **options,
-    )
+    with_gradient = logits.loss(batch["targets"], token_weights_BT)
     total += with_gradient - jax.lax.stop_gradient(with_gradient)
 
     metrics = (margins_BP > 0, margins_BP, rewards[..., 0], rewards[..., 1])

@@ -52,9 +52,8 @@ A class can declare further properties:
   moving average (EMA) of its own parameters (`train.ema_decay`). Before a step, the stacks run with
   the teacher's parameters and without dropout, and `teach` receives their output instead of `head`.
   `head` then finds the arrays that `teach` returned in its batch.
-- `outputs(x) -> (activations, output embedding)`: the two factors of the logits, for
-  `data.objective=preference`; the model's `config` then has a `vocab_size`. `logit_softcap`, if
-  the class has it, is the soft cap of the logits.
+- `outputs(x) -> models.losses.VocabLogits`: the logits of the vocab, for
+  `data.objective=preference`.
 - `sees_whole_batch = True`: `head` or `teach` compares examples of the whole batch with each other,
   using sharding/logical.py. Such a batch is a single microbatch.
 - `objectives = ("causal_lm",)`: the model only supports these values of `data.objective`.
@@ -69,7 +68,7 @@ A class can declare further properties:
 
 import contextlib
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -81,6 +80,7 @@ from flax import nnx
 from fields.numbers import MAX_LAYERS
 from models.layers.basic import float8_kernels, use_float8
 from models.layers.lora import use_dropout
+from sharding.context_values import bound
 from sharding.logical import constrain_residual
 
 Tree = Any
@@ -117,19 +117,14 @@ REMAT_POLICIES: dict[str, Callable] = {
 _only_layers: ContextVar[jax.Array | None] = ContextVar("only_layers", default=None)
 
 
-@contextlib.contextmanager
-def only_layers(numbers: jax.Array) -> Iterator[None]:
+def only_layers(numbers: jax.Array) -> contextlib.AbstractContextManager:
     """Make stacks that are constructed in this context have only some of their layers.
 
     Args:
         numbers: int32[n], numbers of the layers. Their parameters are bitwise the same as in a full
             stack.
     """
-    token = _only_layers.set(numbers)
-    try:
-        yield
-    finally:
-        _only_layers.reset(token)
+    return bound(_only_layers, numbers)
 
 
 def layer_numbers(num_layers: int) -> jax.Array:
@@ -247,6 +242,16 @@ class Stack(nnx.Module):
         """Apply all blocks to `x`."""
         block = block_function(self.layers, None, first_layer=0)
         return run_layers(block, nnx.split(self.layers)[1], x, batch)
+
+
+def run_stacks(model: Any, x: Any, batch: Tree) -> Any:
+    """Apply the stacks of a model to the output of `embed`, each with what comes before it."""
+    for name in model.stacks:
+        if hasattr(model, f"before_{name}"):
+            x = getattr(model, f"before_{name}")(x, batch)
+        stack = getattr(model, name)
+        x = x if stack is None else stack(x, batch)
+    return x
 
 
 def run_layers(block: Callable, layers: Tree, x: Tree, batch: Tree) -> Tree:

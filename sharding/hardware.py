@@ -9,8 +9,9 @@ trace.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
+
+from sharding.context_values import bound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +46,9 @@ def current() -> Hardware:
     return _current.get()
 
 
-@contextlib.contextmanager
-def use(hardware: Hardware) -> Iterator[None]:
+def use(hardware: Hardware) -> contextlib.AbstractContextManager:
     """Trace everything within the block for this hardware."""
-    token = _current.set(hardware)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, hardware)
 
 
 def hardware_of(device: Any) -> Hardware:

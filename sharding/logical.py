@@ -26,13 +26,14 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding.collectives import psum
+from sharding.context_values import bound
 from sharding.mesh import BATCH_AXES, check_automatic
 from sharding.spec import axes_of, restrict, spec_of
 
@@ -42,14 +43,9 @@ _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("ru
 _alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
 
 
-@contextlib.contextmanager
-def axis_rules(rules: Rules) -> Iterator[None]:
+def axis_rules(rules: Rules) -> contextlib.AbstractContextManager:
     """Set the rules (logical axis -> mesh axes) that `constrain` follows within the block."""
-    token = _active_rules.set(rules)
-    try:
-        yield
-    finally:
-        _active_rules.reset(token)
+    return bound(_active_rules, rules)
 
 
 def active_rules() -> Rules:
@@ -170,14 +166,9 @@ def _automatic(mesh: jax.sharding.AbstractMesh) -> set[str]:
     return {axis for axis, kind in kinds if kind == AxisType.Auto and mesh.shape[axis] > 1}
 
 
-@contextlib.contextmanager
-def runs_alone(function: str) -> Iterator[None]:
+def runs_alone(function: str) -> contextlib.AbstractContextManager:
     """Make it an error to communicate with other stages, which do not run this function."""
-    token = _alone.set(function)
-    try:
-        yield
-    finally:
-        _alone.reset(token)
+    return bound(_alone, function)
 
 
 def manual_axes(name: str) -> tuple[str, ...]:

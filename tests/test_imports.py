@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "data": ("fields", "untrusted"),
     "checkpoint": ("distributed", "fields", "untrusted"),
     "models": (
+        "sharding.context_values",
         "sharding.logical",
         "sharding.ops",
         "sharding.hardware",

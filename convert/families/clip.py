@@ -7,7 +7,9 @@ from typing import Any
 from convert.architecture import Architecture
 from convert.keys import ACTIVATIONS, Config, Key, KeyMap, Keys, Only
 from convert.names import Row, linear, norm
+from models.text.opt import OPT
 from models.vision.clip import Clip
+from models.vision.vit import ViT
 
 #: Our prefix of a side's fields -> section of config.json.
 _SECTIONS = {"": "vision_config", "text_": "text_config"}
@@ -246,4 +248,94 @@ _SIGLIP = dataclasses.replace(
     pair_template="$A {eos} $B {eos}",
 )
 
-ARCHITECTURES = (_CLIP, _SIGLIP)
+
+def _flat(section: str, names: Mapping[str, Any]) -> tuple[Key, ...]:
+    """Return the keys of one encoder's config.json, which has no sections.
+
+    Args:
+        section: key of `_CLIP`'s section with the same keys.
+        names: further keys, and their values if they are absent.
+    """
+    sizes = {
+        "num_hidden_layers": ("num_layers", 12),
+        "num_attention_heads": ("num_heads", 12 if section == "vision_config" else 8),
+        "hidden_size": ("embed_dim", 768 if section == "vision_config" else 512),
+        "intermediate_size": ("mlp_dim", 3072 if section == "vision_config" else 2048),
+        "layer_norm_eps": ("layer_norm_epsilon", 1e-5),
+        "initializer_range": ("init_stddev", 0.02),
+    }
+    return (
+        *(Key(theirs, ours, default) for theirs, (ours, default) in sizes.items()),
+        *(Key(theirs, theirs, default) for theirs, default in names.items()),
+        Key("hidden_act", "activation", "quick_gelu", ACTIVATIONS),
+    )
+
+
+_IMAGE_BODY = (
+    Row("patch_embedding.linear.kernel", f"{_PATCHES}.weight", "conv2d", num_inputs=3),
+    Row("class_token", "vision_model.embeddings.class_embedding", "flat"),
+    Row("position_embedding", "vision_model.embeddings.position_embedding.weight", "one"),
+    *norm("first_norm", "vision_model.pre_layrnorm"),
+    *_blocks("encoder", "vision_model"),
+    *norm("final_norm", "vision_model.post_layernorm"),
+)
+_TEXT_BODY = (
+    Row("token_embedding", "text_model.embeddings.token_embedding.weight", "vocab"),
+    Row("position_embedding", "text_model.embeddings.position_embedding.weight"),
+    *_blocks("decoder", "text_model"),
+    *norm("final_norm", "text_model.final_layer_norm"),
+)
+_FLAT_HARMLESS = ("attention_dropout", "dropout", "initializer_factor")
+_IMAGE_KEYS = _flat("vision_config", {"image_size": 224, "patch_size": 32, "num_channels": 3})
+_TEXT_KEYS = (
+    *_flat("text_config", {"vocab_size": 49408}),
+    Key("max_position_embeddings", "max_positions", 77),
+)
+_IMAGE = Architecture(
+    name="CLIPVisionModelWithProjection",
+    family="CLIP, one encoder",
+    model_type="clip_vision_model",
+    model="vit",
+    model_class=ViT,
+    keys=(*_IMAGE_KEYS, Key("projection_dim", "num_labels", 512)),
+    rows=(*_IMAGE_BODY, Row("classifier.kernel", "visual_projection.weight")),
+    prefix="vision_model.",
+    fields={"head": "labels", "first_norm": True, "patch_bias": False, "classifier_bias": False},
+    harmless=_FLAT_HARMLESS,
+    buffers=(r"^(vision_model\.)?embeddings\.position_ids$",),
+    other_heads=(r"text_model\.", r"text_projection\.", r"logit_scale$"),
+)
+_TEXT = Architecture(
+    name="CLIPTextModelWithProjection",
+    family="CLIP, one encoder",
+    model_type="clip_text_model",
+    model="opt",
+    model_class=OPT,
+    keys=(*_TEXT_KEYS, Key("projection_dim", "projection_dim", 512)),
+    rows=(*_TEXT_BODY, Row("project_out.kernel", "text_projection.weight")),
+    prefix="text_model.",
+    fields={"head": "none", "first_position": 0},
+    harmless=(*_FLAT_HARMLESS, "eos_token_id"),
+    buffers=(r"^(text_model\.)?embeddings\.position_ids$",),
+    other_heads=(r"vision_model\.", r"visual_projection\.", r"logit_scale$"),
+    template="{bos} $A {eos}",
+    pair_template="{bos} $A {eos} $B {eos}",
+)
+_PROJECTION = (*_FLAT_HARMLESS, "projection_dim")
+
+ARCHITECTURES = (
+    _CLIP,
+    _SIGLIP,
+    dataclasses.replace(_IMAGE, keys=_IMAGE_KEYS, rows=_IMAGE_BODY).base(
+        "CLIPVisionModel",
+        harmless=_PROJECTION,
+        other_heads=(*_IMAGE.other_heads, r"visual_projection\."),
+    ),
+    _IMAGE,
+    dataclasses.replace(_TEXT, keys=_TEXT_KEYS, rows=_TEXT_BODY).base(
+        "CLIPTextModel",
+        harmless=(*_PROJECTION, "eos_token_id"),
+        other_heads=(*_TEXT.other_heads, r"text_projection\."),
+    ),
+    _TEXT,
+)

@@ -18,7 +18,7 @@ def gelu(x: jax.Array) -> jax.Array:
 
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415).
     """
-    wide = _as_float32(x)
+    wide = as_float32(x)
     return (0.5 * wide * (1 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
@@ -29,7 +29,7 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
 
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
     """
-    wide = _as_float32(x)
+    wide = as_float32(x)
     double_z = 2 * math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
     return (wide * jax.nn.sigmoid(double_z)).astype(x.dtype)
 
@@ -39,7 +39,7 @@ def quick_gelu(x: jax.Array) -> jax.Array:
 
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
     """
-    wide = _as_float32(x)
+    wide = as_float32(x)
     return (wide * jax.nn.sigmoid(1.702 * wide)).astype(x.dtype)
 
 
@@ -59,7 +59,8 @@ def soft_capped(x: jax.Array, softcap: float | None) -> jax.Array:
     return x if softcap is None else softcap * jnp.tanh(x / softcap)
 
 
-def _as_float32(x: jax.Array) -> jax.Array:
+def as_float32(x: jax.Array) -> jax.Array:
+    """Return `x` in float32, or as it is if it is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 

@@ -22,7 +22,6 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -30,10 +29,11 @@ import jax
 from models.layers import blocked_attention, cudnn_attention
 from models.layers.flops import attention_flops, declare_flops
 from models.layers.kv_cache import attend_to_cache
-from models.layers.masks import Mask, Segments
+from models.layers.masks import Mask, Operands, Options, Segments
 from models.layers.relative_bias import RelativeBias
 from models.layers.ring_attention import BlockKernel, RingOptions, attend_on_ring
 from sharding import hardware
+from sharding.context_values import bound
 from sharding.ops.heads import (
     group_tokens,
     heads_for_tokens,
@@ -46,15 +46,7 @@ from sharding.ops.sequence import WHOLE, SequenceSplit, split_here
 Kernel = Literal["cudnn", "blocked", "plain"]
 
 
-@functools.cache
-def _blocked(softcap: float | None) -> BlockKernel:
-    """Return the blocked kernel for a block of the keys of a ring."""
-    return BlockKernel(
-        forward=functools.partial(blocked_attention.forward, softcap=softcap),
-        backward=functools.partial(blocked_attention.backward, softcap=softcap),
-    )
-
-
+_BLOCKED = BlockKernel(forward=blocked_attention.forward, backward=blocked_attention.backward)
 #: Whether documents are packed -> cuDNN's kernel for a block of the keys of a ring.
 _CUDNN = {
     can_pack: BlockKernel(
@@ -98,14 +90,9 @@ _calls: contextvars.ContextVar[dict["AttentionCall", None] | None] = contextvars
 )
 
 
-@contextlib.contextmanager
-def use(setting: str) -> Iterator[None]:
+def use(setting: str) -> contextlib.AbstractContextManager:
     """Use one of SETTINGS for all attention that is traced in this context."""
-    token = _setting.set(setting)
-    try:
-        yield
-    finally:
-        _setting.reset(token)
+    return bound(_setting, setting)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,26 +110,14 @@ class AttentionCall:
     is_causal: bool
 
 
-@contextlib.contextmanager
-def recorded_calls() -> Iterator[dict[AttentionCall, None]]:
+def recorded_calls() -> contextlib.AbstractContextManager[dict[AttentionCall, None]]:
     """Yield a dict whose keys are the different attentions that are traced in this context."""
-    calls: dict[AttentionCall, None] = {}
-    token = _calls.set(calls)
-    try:
-        yield calls
-    finally:
-        _calls.reset(token)
+    return bound(_calls, {})
 
 
-@contextlib.contextmanager
-def recorded_kernels() -> Iterator[dict[SelectedKernel, None]]:
+def recorded_kernels() -> contextlib.AbstractContextManager[dict[SelectedKernel, None]]:
     """Yield a dict whose keys are the kernels of all attention that is traced in this context."""
-    kernels: dict[SelectedKernel, None] = {}
-    token = _recorded.set(kernels)
-    try:
-        yield kernels
-    finally:
-        _recorded.reset(token)
+    return bound(_recorded, {})
 
 
 def attend(
@@ -152,6 +127,7 @@ def attend(
     *,
     is_causal: bool,
     window: int | None = None,
+    chunk: int | None = None,
     segments: Segments | None = None,
     bias: jax.Array | RelativeBias | None = None,
     scale: float | None = None,
@@ -172,6 +148,8 @@ def attend(
         v_BSKH: values, of the same dtype, whose size may differ.
         is_causal: whether position t only sees positions 0..t.
         window: if given, position t only sees positions that differ from t by less than `window`.
+        chunk: if given, the row is in chunks of `chunk` positions, and `segments` keep them apart.
+            Caches then keep one chunk.
         segments: int32[B, T] and int32[B, S]; a query only sees keys of its own segment. On a GPU,
             the tokens of a segment must be contiguous, unless there is a bias.
         bias: added to the logits: `[B, N, T, S]`, with dims of size 1 that are broadcast, or a
@@ -182,34 +160,34 @@ def attend(
             default.
         cached_BSKH: array that a cache keeps instead of keys and values (kv_cache.py).
     """
-    scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
-
-    _record_call(q_BTNH, k_BSKH, is_causal=is_causal)
-    masks: dict[str, Any] = {"is_causal": is_causal, "window": window}
-    options = masks | {"scale": scale, "softcap": softcap}
-    split = split_here()
-    if split is None and isinstance(bias, RelativeBias):
-        bias = bias.whole(q_BTNH.shape[1])
-    cached: Any = options | {"segments": segments, "bias_BNTS": bias, "sinks_N": sinks_N}
-    y_BTNH = attend_to_cache(q_BTNH, k_BSKH, v_BSKH, cached_BSKH, **cached)
-    if y_BTNH is not None:
-        return y_BTNH
-    if split is None:
-        on_device = functools.partial(_attend_on_device, options)
-    else:
-        on_device = functools.partial(_attend_on_context, options, split)
-    of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    sizes = k_BSKH.shape[1], num_heads, head_dim
-    flops = batch * length * attention_flops(*sizes, value_dim=v_BSKH.shape[3], **masks)
-    run = functools.partial(over_heads, on_device)
-    return declare_flops(flops, run, q_BTNH, k_BSKH, v_BSKH, of_heads, segments)
-
-
-def _record_call(q_BTNH: jax.Array, k_BSKH: jax.Array, *, is_causal: bool) -> None:
     if (calls := _calls.get()) is not None:
         heads = {"num_heads": q_BTNH.shape[2], "num_kv_heads": k_BSKH.shape[2]}
         calls[AttentionCall(**heads, is_causal=is_causal)] = None
+    mask = Mask(is_causal=is_causal, window=window)
+    scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
+    options = Options(mask=mask, scale=scale, softcap=softcap, chunk=chunk)
+    split = split_here()
+    if split is None and isinstance(bias, RelativeBias):
+        bias = bias.whole(q_BTNH.shape[1])
+    operands = Operands(q_BTNH, k_BSKH, v_BSKH, bias, segments)
+    y_BTNH = attend_to_cache(operands, options, cached_BSKH, sinks_N)
+    if y_BTNH is not None:
+        return y_BTNH
+    on_device = functools.partial(_attend_on_device, options)
+    if split is not None:
+        on_device = functools.partial(_attend_on_context, options, split)
+    of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
+    arrays = q_BTNH, k_BSKH, v_BSKH, of_heads, segments
+    flops = _flops(operands, options)
+    return declare_flops(flops, functools.partial(over_heads, on_device), *arrays)
+
+
+def _flops(operands: Operands, options: Options) -> int:
+    batch, length, num_heads, head_dim = operands.q.shape
+    num_keys = operands.k.shape[1]
+    sizes = min(num_keys, options.chunk or num_keys), num_heads, head_dim
+    masks = {"is_causal": options.mask.is_causal, "window": options.mask.window}
+    return batch * length * attention_flops(*sizes, value_dim=operands.v.shape[3], **masks)
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +205,7 @@ class _WithSinks:
 
 
 def _attend_on_context(
-    options: dict[str, Any],
+    options: Options,
     split: SequenceSplit,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -254,45 +232,29 @@ def _attend_on_context(
         added = bias_BNTS if sinks_1N is None else _WithSinks(bias=bias_BNTS, sinks_1N=sinks_1N)
         y_BTNH = _attend_on_device(options, q_BTNH, k_BSKH, v_BSKH, added, segments)
     else:
-        ring_options = _ring_options(options, split, q_BTNH, k_BSKH, bias, segments)
+        operands = Operands(q_BTNH, k_BSKH, v_BSKH, None, segments)
+        ring_options = _ring_options(options, split, operands, bias)
         y_BTNH = attend_on_ring(ring_options, q_BTNH, k_BSKH, v_BSKH, segments, bias, sinks_1N)
     return heads_for_tokens(y_BTNH, split) if split.group_size > 1 else y_BTNH
 
 
 def _ring_options(
-    options: dict[str, Any],
-    split: SequenceSplit,
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    bias: RelativeBias | None,
-    segments: Segments | None,
+    options: Options, split: SequenceSplit, operands: Operands, bias: RelativeBias | None
 ) -> RingOptions:
     """Select the kernel that attends to the blocks of a ring; only two can merge blocks."""
-    block_bias = None
-    if bias is not None:
-        block_bias = jax.ShapeDtypeStruct(
-            (1, q_BTNH.shape[2], q_BTNH.shape[1], k_BSKH.shape[1]), q_BTNH.dtype
-        )
-    why_blocked = _why_blocked(options)
-    selected = select_kernel(q_BTNH, k_BSKH, block_bias, segments, why_blocked=why_blocked)
+    _, length, num_heads, _ = operands.q.shape
+    shape = (1, num_heads, length, operands.k.shape[1])
+    block_bias: Any = None if bias is None else jax.ShapeDtypeStruct(shape, operands.q.dtype)
+    with_bias = dataclasses.replace(operands, bias=block_bias)
+    selected = select_kernel(with_bias, why_blocked=_why_blocked(options))
     if selected.kernel == "plain":
         where = "on a ring" if split.ring_size > 1 else "with sinks"
         selected = SelectedKernel(kernel="blocked", why=f"{where}, {selected.why}")
-    _record(selected)
-    is_cudnn = selected.kernel == "cudnn"
-    kernel = _CUDNN[_can_pack()] if is_cudnn else _blocked(options["softcap"])
-    return RingOptions(
-        split=split,
-        mask=Mask(is_causal=options["is_causal"], window=options["window"]),
-        scale=options["scale"],
-        kernel=kernel,
-        bias_of=None if bias is None else RelativeBias.between,
-    )
-
-
-def _record(selected: SelectedKernel) -> None:
     if (kernels := _recorded.get()) is not None:
         kernels[selected] = None
+    kernel = _CUDNN[_can_pack()] if selected.kernel == "cudnn" else _BLOCKED
+    bias_of = None if bias is None else RelativeBias.between
+    return RingOptions(split=split, attention=options, kernel=kernel, bias_of=bias_of)
 
 
 def _bias_and_sinks(of_heads: Any) -> tuple[Any, jax.Array | None]:
@@ -301,60 +263,50 @@ def _bias_and_sinks(of_heads: Any) -> tuple[Any, jax.Array | None]:
 
 
 def _attend_on_device(
-    options: dict[str, Any], q_BTNH, k_BSKH, v_BSKH, of_heads: Any, segments: Segments | None
+    options: Options, q_BTNH, k_BSKH, v_BSKH, of_heads: Any, segments: Segments | None
 ) -> jax.Array:
     """Run the kernel for the heads of one device."""
     bias_BNTS, sinks_1N = _bias_and_sinks(of_heads)
+    operands = Operands(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments)
     if sinks_1N is not None:
         if bias_BNTS is not None:
             raise ValueError("attention cannot have both sinks and a bias of whole rows")
         # A ring of one device has the log-sum-exp, to which the sinks belong.
-        alone = _ring_options(options, WHOLE, q_BTNH, k_BSKH, None, segments)
+        alone = _ring_options(options, WHOLE, operands, None)
         return attend_on_ring(alone, q_BTNH, k_BSKH, v_BSKH, segments, None, sinks_1N)
-    why_blocked = _why_blocked(options)
-    selected = select_kernel(q_BTNH, k_BSKH, bias_BNTS, segments, why_blocked=why_blocked)
-    _record(selected)
-    masks = options | {"segments": segments, "bias_BNTS": bias_BNTS}
+    selected = select_kernel(operands, why_blocked=_why_blocked(options))
+    if (kernels := _recorded.get()) is not None:
+        kernels[selected] = None
     if selected.kernel == "blocked":
-        return blocked_attention.attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, **masks)
-    del masks["softcap"]  # None
+        return blocked_attention.attend_in_blocks(operands, options)
     if selected.kernel == "cudnn":
-        can_pack = _can_pack()
-        return cudnn_attention.attend_with_cudnn(q_BTNH, k_BSKH, v_BSKH, **masks, can_pack=can_pack)
-    return _attend_plain(q_BTNH, k_BSKH, v_BSKH, **masks)
+        return cudnn_attention.attend_with_cudnn(operands, options, can_pack=_can_pack())
+    return _attend_plain(operands, options)
 
 
-def _why_blocked(options: dict[str, Any]) -> str:
+def _why_blocked(options: Options) -> str:
     """Return why only the blocked kernel can run, or "" if others can."""
-    if options["softcap"] is not None:
+    if options.softcap is not None:
         return "soft-capped scores"
-    if options["window"] is not None and not options["is_causal"]:
+    if options.mask.window is not None and not options.mask.is_causal:
         return "a window around each token"
     return ""
 
 
-def select_kernel(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    bias_BNTS: jax.Array | jax.ShapeDtypeStruct | None,
-    segments: Segments | None,
-    *,
-    why_blocked: str = "",
-) -> SelectedKernel:
+def select_kernel(operands: Operands, *, why_blocked: str = "") -> SelectedKernel:
     """Return the kernel that runs for these arrays, whose shapes are those on one device.
 
     Args:
-        q_BTNH: queries.
-        k_BSKH: keys.
-        bias_BNTS: bias, or None.
-        segments: segment ids, or None.
+        operands: arrays, or their ShapeDtypeStructs.
         why_blocked: why only the blocked kernel can run, or "".
     """
     device = hardware.current()
-    dtype = q_BTNH.dtype.name
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    scores = batch * num_heads * length * k_BSKH.shape[1]
-    wide = max(q_BTNH.dtype.itemsize, 4)
+    dtype = operands.q.dtype.name
+    batch, length, num_heads, head_dim = operands.q.shape
+    num_keys = operands.k.shape[1]
+    scores = batch * num_heads * length * num_keys
+    itemsize = operands.q.dtype.itemsize
+    wide = max(itemsize, 4)
     if dtype == "float64":
         return SelectedKernel(kernel="blocked", why="float64, which the others round to float32")
     if why_blocked:
@@ -370,18 +322,18 @@ def select_kernel(
         return SelectedKernel(kernel="plain", why=why_not, scores_bytes=wide * scores)
     why = f"{dtype}, head_dim {head_dim}, {device.device_kind}"
     scores_bytes = 0
-    if segments is not None and bias_BNTS is None:
+    if operands.segments is not None and operands.bias is None:
         if _can_pack():
             why += ", packed documents"
         else:
             why += f", documents as a mask: compute capability {device.compute_capability} < 9.0"
             # The mask is broadcast over heads.
-            scores_bytes = q_BTNH.dtype.itemsize * scores // num_heads
-    elif bias_BNTS is not None:
+            scores_bytes = itemsize * scores // num_heads
+    elif operands.bias is not None:
         why += ", bias"
-        heads = num_heads if bias_BNTS.shape[1] > 1 else 1
-        examples = batch if segments is not None else bias_BNTS.shape[0]
-        scores_bytes = q_BTNH.dtype.itemsize * examples * heads * length * k_BSKH.shape[1]
+        heads = num_heads if operands.bias.shape[1] > 1 else 1
+        examples = batch if operands.segments is not None else operands.bias.shape[0]
+        scores_bytes = itemsize * examples * heads * length * num_keys
     return SelectedKernel(kernel="cudnn", why=why, scores_bytes=scores_bytes)
 
 
@@ -405,18 +357,20 @@ def _can_pack() -> bool:
     return hardware.current().compute_capability >= 9
 
 
-def _attend_plain(q_BTNH, k_BSKH, v_BSKH, *, is_causal, window, segments, bias_BNTS, scale):
+def _attend_plain(operands: Operands, options: Options) -> jax.Array:
     mask_B1TS = None
-    if segments is not None:
-        mask_B1TS = (segments[0][:, :, None] == segments[1][:, None, :])[:, None]
+    if operands.segments is not None:
+        q_ids_BT, k_ids_BS = operands.segments
+        mask_B1TS = (q_ids_BT[:, :, None] == k_ids_BS[:, None, :])[:, None]
+    window = options.mask.window
     return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        bias=bias_BNTS,
+        operands.q,
+        operands.k,
+        operands.v,
+        bias=operands.bias,
         mask=mask_B1TS,
-        scale=scale,
-        is_causal=is_causal,
+        scale=options.scale,
+        is_causal=options.mask.is_causal,
         local_window_size=None if window is None else (window - 1, 0),
         implementation="xla",
     )

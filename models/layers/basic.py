@@ -299,39 +299,22 @@ class BatchNorm(nnx.Module):
         return normal.astype(x.dtype)
 
 
-class RMSNorm(nnx.Module):
+class RMSNorm(LayerNorm):
     """Divides the last dims by their root mean square, then applies a scale.
 
     Args:
-        features: size of the last dim, or sizes and logical axes of several last dims.
-        epsilon: added to the mean square.
-        offset: added to the parameter to get the scale.
-        rngs: random keys for the initialization.
+        features: size of the last dim, or sizes and logical axes of several last dims, which have
+            one mean square together.
+        **options: `epsilon`, added to the mean square, `offset` and `rngs`, as for `LayerNorm`.
 
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
 
-    def __init__(
-        self,
-        features: int | Mapping[str, int],
-        *,
-        epsilon: float,
-        offset: float = 0.0,
-        rngs: nnx.Rngs,
-    ):
-        sizes = {None: features} if isinstance(features, int) else features
-        shape = tuple(sizes.values())
-        start = jax.nn.initializers.constant(1.0 - offset)
-        self.scale = param(start, rngs, shape, tuple(sizes))
-        self.offset = offset
-        self.dims = tuple(range(-len(shape), 0))
-        self.epsilon = epsilon
+    def __init__(self, features: int | Mapping[str, int], **options: Any):
+        super().__init__(features, use_bias=False, **options)
+        self.dims = (-1,) if isinstance(features, int) else tuple(range(-len(features), 0))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Return an array of the shape and dtype of `x`; statistics are float32 or wider."""
-        return recomputed(self._normalize)(x, self.scale[...])
-
-    def _normalize(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+    def _normalize(self, x: jax.Array, scale: jax.Array, *biases: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mean_square = jnp.mean(jnp.square(wide), axis=self.dims, keepdims=True)
         scale = _plus(scale, self.offset, wide.dtype)

@@ -3,10 +3,15 @@
 B batch, T seq, D embed.
 """
 
+from typing import Any
+
 import jax
 from flax import nnx
 
+from models.layers.basic import LayerNorm
 from models.layers.dropout import dropout
+from models.layers.masks import segments
+from models.layers.transformer import MLP, Attention
 
 
 class Block(nnx.Module):
@@ -94,3 +99,64 @@ class Block(nnx.Module):
             number: 0 for attention, 1 for the MLP.
         """
         return dropout(branch_BTD, self.dropout, keys, site=number)
+
+
+def attention_of(config: Any, *, stddev: float | None = None, rngs: nnx.Rngs, **options: Any):
+    """Return the attention of a `PlainBlock`; `options` are further arguments of `Attention`."""
+    stddev = config.init_stddev if stddev is None else stddev
+    sizes = config.embed_dim, config.num_heads, config.embed_dim // config.num_heads
+    options = {"use_bias": True, "stddevs": (stddev, stddev, stddev)} | options
+    return Attention(*sizes, rngs=rngs, **options)
+
+
+def mlp_of(config: Any, *, stddev: float | None = None, rngs: nnx.Rngs, **options: Any) -> MLP:
+    """Return the MLP of a `PlainBlock`; `options` are further arguments of `MLP`."""
+    stddev = config.init_stddev if stddev is None else stddev
+    sizes = config.embed_dim, config.mlp_dim or 4 * config.embed_dim
+    options = {"use_bias": True, "stddevs": (stddev, stddev)} | options
+    return MLP(*sizes, activation=config.activation, rngs=rngs, **options)
+
+
+def norm_of(config: Any, *, rngs: nnx.Rngs, **options: Any) -> LayerNorm:
+    """Return a norm of a `PlainBlock`; `options` are further arguments of `LayerNorm`."""
+    return LayerNorm(config.embed_dim, epsilon=config.layer_norm_epsilon, rngs=rngs, **options)
+
+
+class PlainBlock(Block):
+    """A block of layer norms, attention and an MLP, all of them with biases.
+
+    Args:
+        config: has the fields of `models.text.common.BlockConfig`, and may have `dropout`.
+        is_causal: whether a token only sees those before it.
+        norms: as for `Block`.
+        branches_first: whether attention and the MLP draw random keys before their norms do.
+        attention: further arguments of `attention_of`.
+        mlp: further arguments of `mlp_of`.
+        rngs: random keys for the initialization.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        is_causal: bool,
+        norms: str = "before",
+        branches_first: bool = False,
+        attention: dict[str, Any] | None = None,
+        mlp: dict[str, Any] | None = None,
+        rngs: nnx.Rngs,
+    ):
+        makers = {
+            "attention_norm": lambda: norm_of(config, rngs=rngs),
+            "attention": lambda: attention_of(config, rngs=rngs, **attention or {}),
+            "mlp_norm": lambda: norm_of(config, rngs=rngs),
+            "mlp": lambda: mlp_of(config, rngs=rngs, **mlp or {}),
+        }
+        order = ("attention", "attention_norm", "mlp", "mlp_norm") if branches_first else makers
+        layers = {name: makers[name]() for name in order}
+        super().__init__(**layers, norms=norms, dropout=getattr(config, "dropout", 0.0))
+        self.is_causal = is_causal
+
+    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Return the output of attention, `[B, T, D]`."""
+        return self.attention(x_BTD, is_causal=self.is_causal, segments=segments(batch))

@@ -18,7 +18,6 @@ B batch, T query seq, S key seq, N heads, K key-value heads, G = N / K, H head_d
 """
 
 import copy
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from models.layers.masks import Mask, Segments
+from models.layers.masks import Gradients, Mask, Operands, Options, Results, Segments
 from sharding import hardware
 
 #: Number of queries per block of causal attention, and maximum number of blocks. n blocks compute
@@ -38,19 +37,6 @@ _MAX_BLOCKS = 8
 
 #: Number of queries whose logits exist at the same time on GPUs.
 _STEP_QUERIES = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Spec:
-    """Static options.
-
-    Attributes:
-        mask: which keys a query sees.
-        softcap: as for `models.layers.attention.attend`.
-    """
-
-    mask: Mask
-    softcap: float | None
 
 
 def _blocks(mask: Mask, num_queries: int, num_keys: int) -> list[tuple[slice, slice]]:
@@ -93,91 +79,56 @@ def _visible(mask: Mask, rows: slice, keys: slice, first_row: Any) -> jax.Array 
     return (distance_TS >= 0) & (distance_TS < mask.window)
 
 
-def attend_in_blocks(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    is_causal: bool,
-    window: int | None,
-    segments: Segments | None,
-    bias_BNTS: jax.Array | None,
-    scale: float,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Return softmax(q·kᵀ · scale + bias)·v; arguments as for `models.layers.attention.attend`."""
-    spec = _Spec(mask=Mask(is_causal=is_causal, window=window), softcap=softcap)
-    arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
-    y_BKGTH: Any = _attend_batched(spec, *arrays, segments)
+def attend_in_blocks(operands: Operands, options: Options) -> jax.Array:
+    """Return softmax(q·kᵀ · scale + bias)·v; see `models.layers.attention.attend`."""
+    arrays = _by_kv_head(operands, options)
+    y_BKGTH: Any = _attend_batched(options, *arrays, operands.segments)
     return _ungrouped(y_BKGTH)
 
 
-def forward(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    bias_BNTS,
-    segments: Segments | None,
-    mask: Mask,
-    scale: float,
-    *,
-    softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp of attention to one block of keys; see `BlockKernel`."""
-    arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
-    spec = _Spec(mask=mask, softcap=softcap)
-    residuals: Any = _batched_forward(spec, *arrays, segments)[1]
+def forward(operands: Operands, options: Options) -> Results:
+    """Attend to one block of keys; see `BlockKernel`."""
+    arrays = _by_kv_head(operands, options)
+    residuals: Any = _batched_forward(options, *arrays, operands.segments)[1]
     y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals[-3:]
     lse_BKGT1 = largest_BKGT1 - jnp.log(scale_BKGT1)
     sees_none = largest_BKGT1 == jnp.finfo(largest_BKGT1.dtype).min
     lse_BKGT1 = jnp.where(sees_none, -jnp.inf, lse_BKGT1)
-    return _ungrouped(jnp.where(sees_none, 0, y_BKGTH)), lse_BKGT1.reshape(
-        q_BTNH.shape[0], q_BTNH.shape[2], q_BTNH.shape[1]
-    )
+    batch, length, num_heads, _ = operands.q.shape
+    y_BTNH = _ungrouped(jnp.where(sees_none, 0, y_BKGTH))
+    return Results(y_BTNH, lse_BKGT1.reshape(batch, num_heads, length))
 
 
 def backward(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    bias_BNTS,
-    segments: Segments | None,
-    mask: Mask,
-    scale: float,
-    lse_BNT,
-    y_BTNH,
-    dy_BTNH,
-    *,
-    softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q, k, v and bias for one block of keys; see `BlockKernel`."""
-    num_kv_heads = k_BSKH.shape[2]
-    arrays = _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale)
-    lse_BKGT1 = lse_BNT.reshape(*arrays[0].shape[:-1], 1)
+    operands: Operands, options: Options, results: Results, dy_BTNH: jax.Array
+) -> Gradients:
+    """Return the gradients for one block of keys; see `BlockKernel`."""
+    num_kv_heads = operands.k.shape[2]
+    arrays = _by_kv_head(operands, options)
+    lse_BKGT1 = results.lse.reshape(*arrays[0].shape[:-1], 1)
     # Of a query that sees no key at all, the logits minus any finite number have weights of 0.
     lse_BKGT1 = jnp.where(jnp.isfinite(lse_BKGT1), lse_BKGT1, 0)
-    statistics = _grouped(y_BTNH, num_kv_heads), lse_BKGT1, jnp.ones_like(lse_BKGT1)
+    statistics = _grouped(results.y, num_kv_heads), lse_BKGT1, jnp.ones_like(lse_BKGT1)
+    residuals = (*arrays, operands.segments, *statistics)
     dq_BKGTH, dk_BKSH, dv_BKSH, dbias_BKGTS, _ = _batched_backward(
-        _Spec(mask=mask, softcap=softcap),
-        (*arrays, segments, *statistics),
-        _grouped(dy_BTNH, num_kv_heads),
+        options, residuals, _grouped(dy_BTNH, num_kv_heads)
     )
     dbias_BNTS = None
-    if bias_BNTS is not None and dbias_BKGTS is not None:
-        dbias_BNTS = dbias_BKGTS.reshape(bias_BNTS.shape)
-    dq_BTNH = _ungrouped(dq_BKGTH) * scale
+    if operands.bias is not None and dbias_BKGTS is not None:
+        dbias_BNTS = dbias_BKGTS.reshape(operands.bias.shape)
+    dq_BTNH = _ungrouped(dq_BKGTH) * options.scale
     return dq_BTNH, dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), dbias_BNTS
 
 
-def _by_kv_head(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, scale: float) -> tuple[Any, Any, Any, Any]:
+def _by_kv_head(operands: Operands, options: Options) -> tuple[Any, Any, Any, Any]:
     """Return scaled queries, keys, values and bias by key-value head, as the kernel reads them."""
-    num_heads = q_BTNH.shape[2]
-    num_kv_heads = k_BSKH.shape[2]
+    num_heads = operands.q.shape[2]
+    num_kv_heads = operands.k.shape[2]
     return (
-        _grouped(q_BTNH * scale, num_kv_heads),
-        k_BSKH.swapaxes(1, 2),
-        v_BSKH.swapaxes(1, 2),
-        _grouped_bias(bias_BNTS, num_heads, num_kv_heads),
+        _grouped(operands.q * options.scale, num_kv_heads),
+        operands.k.swapaxes(1, 2),
+        operands.v.swapaxes(1, 2),
+        _grouped_bias(operands.bias, num_heads, num_kv_heads),
     )
 
 
@@ -205,7 +156,7 @@ def _grouped_bias(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_batched(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _attend_batched(options: Options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     """softmax(q·kᵀ + bias)·v, one block of queries at a time.
 
     The backward pass recomputes the weights from their maxima and sums, so no array of size
@@ -213,10 +164,10 @@ def _attend_batched(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
 
     Source: Dao et al. 2022 (arXiv:2205.14135), appendix B.
     """
-    return _batched_forward(spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
+    return _batched_forward(options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)[0]
 
 
-def _batched_forward(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
+def _batched_forward(options: Options, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments):
     def attend(block: _Block):
         logits_BKGTS = block.logits()[0]
         largest_BKGT1 = jnp.max(logits_BKGTS, axis=-1, keepdims=True)
@@ -227,8 +178,8 @@ def _batched_forward(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
         return y_BKGTH.astype(v_BKSH.dtype), largest_BKGT1, 1 / sum_BKGT1
 
     parts = []
-    for rows, keys in _blocks(spec.mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
-        whole = _Block(spec, rows, keys, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
+    for rows, keys in _blocks(options.mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
+        whole = _Block(options, rows, keys, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
         parts.append(whole.over_steps(lambda block, _: (None, attend(block)), None, ())[1])
     # Keep maximum and sum as two residuals. Their sum in one log-sum-exp would be inexact for a
     # query that sees no key: its maximum is so large in magnitude that it absorbs log(sum).
@@ -239,7 +190,7 @@ def _batched_forward(spec: _Spec, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
     return y_BKGTH, (q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, *normal)
 
 
-def _batched_backward(spec: _Spec, residuals, dy_BKGTH):
+def _batched_backward(options: Options, residuals, dy_BKGTH):
     q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments, y_BKGTH, largest_BKGT1, scale_BKGT1 = residuals
     dtype = q_BKGTH.dtype
     wide = scale_BKGT1.dtype
@@ -277,8 +228,8 @@ def _batched_backward(spec: _Spec, residuals, dy_BKGTH):
 
     sums = dk_BKSH, dv_BKSH, dbias_BKGTS
     by_query = dy_BKGTH, largest_BKGT1, scale_BKGT1, shift_BKGT1
-    for rows, keys in _blocks(spec.mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
-        whole = _Block(spec, rows, keys, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
+    for rows, keys in _blocks(options.mask, q_BKGTH.shape[3], k_BKSH.shape[2]):
+        whole = _Block(options, rows, keys, q_BKGTH, k_BKSH, v_BKSH, bias_BKGTS, segments)
         sums, (dq_of_block,) = whole.over_steps(add, sums, by_query)
         dq.append(dq_of_block)
     dk_BKSH, dv_BKSH, dbias_BKGTS = sums
@@ -295,7 +246,7 @@ class _Block:
     """The arrays of a block: some queries, and the keys that they can see.
 
     Args:
-        spec: static options.
+        options: static options.
         rows: queries of the block.
         keys: keys of the block.
         q_BKGTH: all queries.
@@ -307,7 +258,7 @@ class _Block:
 
     def __init__(
         self,
-        spec: _Spec,
+        options: Options,
         rows: slice,
         keys: slice,
         q_BKGTH: jax.Array,
@@ -316,7 +267,7 @@ class _Block:
         bias_BKGTS: jax.Array | None,
         segments: Segments | None,
     ):
-        self.spec = spec
+        self.options = options
         self.rows = rows
         self.keys = keys
         self.first_row: Any = 0  # of `rows`, in a loop
@@ -379,15 +330,15 @@ class _Block:
         """Return the logits `[B, K, G, T, S]`, and their slope if scores are capped."""
         logits_BKGTS = _einsum("BKGTH,BKSH->BKGTS", self.q, self.k)
         slope_BKGTS = None
-        if self.spec.softcap is not None:
-            share_BKGTS = jnp.tanh(logits_BKGTS / self.spec.softcap)
+        if self.options.softcap is not None:
+            share_BKGTS = jnp.tanh(logits_BKGTS / self.options.softcap)
             slope_BKGTS = 1 - jnp.square(share_BKGTS)
-            logits_BKGTS = self.spec.softcap * share_BKGTS
+            logits_BKGTS = self.options.softcap * share_BKGTS
         if self.bias_BKGTS is not None:
             block = _block_of(self.bias_BKGTS, self.rows, self.keys)
             logits_BKGTS += self.bias_BKGTS[..., *block]
         hidden = jnp.finfo(logits_BKGTS.dtype).min
-        visible_TS = _visible(self.spec.mask, self.rows, self.keys, self.first_row)
+        visible_TS = _visible(self.options.mask, self.rows, self.keys, self.first_row)
         if visible_TS is not None:
             logits_BKGTS = jnp.where(visible_TS[None, None, None], logits_BKGTS, hidden)
         if self.ids is not None:

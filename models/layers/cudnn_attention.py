@@ -31,159 +31,122 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models.layers import cudnn_kernel
-from models.layers.cudnn_kernel import Lengths, Options
-from models.layers.masks import Mask, Segments
+from models.layers.cudnn_kernel import KernelOptions, Lengths
+from models.layers.masks import Gradients, Mask, Operands, Options, Results, Segments
 
 #: Number of documents of each row that one call of the kernel processes.
 DOCUMENTS_PER_CALL = 8
 
 
-def attend_with_cudnn(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    is_causal: bool,
-    window: int | None,
-    segments: Segments | None,
-    bias_BNTS: jax.Array | None,
-    scale: float,
-    can_pack: bool,
-) -> jax.Array:
+def attend_with_cudnn(operands: Operands, options: Options, *, can_pack: bool) -> jax.Array:
     """Return softmax(q·kᵀ · scale + bias)·v, `[B, T, N, H]`.
 
     Args:
-        q_BTNH: queries, float16 or bfloat16.
-        k_BSKH: keys, of the same dtype.
-        v_BSKH: values, of the same dtype.
-        is_causal: as for `models.layers.attention.attend`.
-        window: as for `models.layers.attention.attend`.
-        segments: as for `models.layers.attention.attend`; tokens of a segment are contiguous.
-        bias_BNTS: as for `models.layers.attention.attend`.
-        scale: factor of the products.
+        operands: queries, keys and values are float16 or bfloat16; tokens of a segment are
+            contiguous.
+        options: without an offset of the mask, and without a soft cap.
         can_pack: whether the hardware supports the kernel's layout for packed documents.
     """
-    options = Options(
-        scale=scale, is_causal=is_causal, window=window, has_bias_gradient=bias_BNTS is not None
-    )
-    inputs = _Inputs.of(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments, can_pack=can_pack)
+    for_kernel = _for_kernel(options, has_bias_gradient=operands.bias is not None)
+    inputs = _Inputs.of(operands, can_pack=can_pack)
     qkv = inputs.q, inputs.k, inputs.v
     if inputs.ids is None:
-        y_BTNH: Any = _attend(options, *qkv, inputs.bias)
+        y_BTNH: Any = _attend(for_kernel, *qkv, inputs.bias)
     else:
-        y_BTNH = _attend_documents(options, *qkv, *inputs.ids)
-    return y_BTNH[:, : q_BTNH.shape[1], :, : v_BSKH.shape[3]]
+        y_BTNH = _attend_documents(for_kernel, *qkv, *inputs.ids)
+    return y_BTNH[:, : operands.q.shape[1], :, : operands.v.shape[3]]
 
 
-def forward(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    bias_BNTS,
-    segments: Segments | None,
-    mask: Mask,
-    scale: float,
-    *,
-    can_pack: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp of attention to one block of keys.
+def forward(operands: Operands, options: Options, *, can_pack: bool) -> Results:
+    """Attend to one block of keys; see `models.layers.ring_attention.BlockKernel`.
 
     Args:
-        q_BTNH: queries, float16 or bfloat16.
-        k_BSKH: as for `models.layers.ring_attention.BlockKernel`.
-        v_BSKH: as there.
-        bias_BNTS: as there; not with a `mask.offset`.
-        segments: as there.
-        mask: as there; S is T if it has an offset.
-        scale: as there.
-        can_pack: whether the hardware supports the kernel's layout for packed documents.
+        operands: as for `attend_with_cudnn`; without a bias if the mask has an offset. Then S is T.
+        options: without a soft cap.
+        can_pack: as for `attend_with_cudnn`.
     """
-    if mask.offset:
-        triangle = _Triangle.of(mask, q_BTNH.shape[1], segments)
-        y_BTNH, stats_BNT = forward(
-            triangle.queries(q_BTNH),
-            triangle.keys(k_BSKH),
-            triangle.keys(v_BSKH),
-            None,
-            triangle.segments,
-            _CAUSAL,
-            scale,
-            can_pack=can_pack,
-        )
-        y_BTNH = triangle.from_queries(y_BTNH, hidden=0)
-        return y_BTNH, triangle.from_queries(stats_BNT, hidden=-jnp.inf, dim=2)
-    options = Options(scale=scale, is_causal=mask.is_causal, window=mask.window)
-    inputs = _Inputs.of(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments, can_pack=can_pack)
+    length = operands.q.shape[1]
+    if options.mask.offset:
+        triangle = _Triangle.of(options.mask, length, operands.segments)
+        causal = dataclasses.replace(options, mask=_CAUSAL)
+        results = forward(triangle.operands(operands), causal, can_pack=can_pack)
+        y_BTNH = triangle.from_queries(results.y, hidden=0)
+        return Results(y_BTNH, triangle.from_queries(results.lse, hidden=-jnp.inf, dim=2))
+    for_kernel = _for_kernel(options)
+    inputs = _Inputs.of(operands, can_pack=can_pack)
     qkv = inputs.q, inputs.k, inputs.v
     if inputs.ids is None:
-        y_BTNH, stats_BNT = cudnn_kernel.forward(*qkv, inputs.bias, None, options)
-        sees_none = stats_BNT < _hidden(q_BTNH.dtype) / 2
+        y_BTNH, stats_BNT = cudnn_kernel.forward(*qkv, inputs.bias, None, for_kernel)
+        sees_none = stats_BNT < _hidden(operands.q.dtype) / 2
         stats_BNT = jnp.where(sees_none, -jnp.inf, stats_BNT)
         y_BTNH = jnp.where(sees_none.swapaxes(1, 2)[..., None], 0, y_BTNH)
     else:
-        y_BTNH, stats_BNT = _over_documents(options, *qkv, *inputs.ids, -jnp.inf)
-    length = q_BTNH.shape[1]
-    return y_BTNH[:, :length, :, : v_BSKH.shape[3]], stats_BNT[:, :, :length]
+        y_BTNH, stats_BNT = _over_documents(for_kernel, *qkv, *inputs.ids, -jnp.inf)
+    return Results(y_BTNH[:, :length, :, : operands.v.shape[3]], stats_BNT[:, :, :length])
 
 
 def backward(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    bias_BNTS,
-    segments: Segments | None,
-    mask: Mask,
-    scale: float,
-    stats_BNT,
-    y_BTNH,
-    dy_BTNH,
-    *,
-    can_pack: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q, k, v and bias for one block of keys.
+    operands: Operands, options: Options, results: Results, dy_BTNH: jax.Array, *, can_pack: bool
+) -> Gradients:
+    """Return the gradients for one block of keys; other arguments as for `forward`.
 
-    In addition to the arguments of `forward`, it takes the log-sum-exp `stats_BNT` and the output
-    `y_BTNH` over all blocks, and the output's cotangent.
+    Args:
+        operands: as there.
+        options: as there.
+        results: results over all blocks.
+        dy_BTNH: cotangent of the output.
+        can_pack: as there.
     """
-    if mask.offset:
-        triangle = _Triangle.of(mask, q_BTNH.shape[1], segments)
-        qkv = q_BTNH, k_BSKH, v_BSKH
-        return _triangle_backward(
-            triangle, qkv, scale, stats_BNT, y_BTNH, dy_BTNH, can_pack=can_pack
+    if options.mask.offset:
+        triangle = _Triangle.of(options.mask, operands.q.shape[1], operands.segments)
+        causal = dataclasses.replace(options, mask=_CAUSAL)
+        dq, dk, dv, _ = backward(
+            triangle.operands(operands),
+            causal,
+            triangle.results(results),
+            triangle.queries(triangle.only_members(dy_BTNH)),
+            can_pack=can_pack,
         )
-    options = Options(
-        scale=scale,
-        is_causal=mask.is_causal,
-        window=mask.window,
-        has_bias_gradient=bias_BNTS is not None,
-    )
-    inputs = _Inputs.of(q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments, can_pack=can_pack)
+        dq = triangle.from_queries(dq, hidden=0)
+        return dq, triangle.from_keys(dk), triangle.from_keys(dv), None
+    for_kernel = _for_kernel(options, has_bias_gradient=operands.bias is not None)
+    inputs = _Inputs.of(operands, can_pack=can_pack)
     qkv = inputs.q, inputs.k, inputs.v
     # The logits of a query that sees no key at all are far below 0, and so get weights of 0.
-    stats_BNT = jnp.where(jnp.isfinite(stats_BNT), stats_BNT, 0)
+    stats_BNT = jnp.where(jnp.isfinite(results.lse), results.lse, 0)
     padding = [
-        (0, padded - size) for padded, size in zip(inputs.q.shape, q_BTNH.shape, strict=True)
+        (0, padded - size) for padded, size in zip(inputs.q.shape, operands.q.shape, strict=True)
     ]
     stats_BNT = jnp.pad(stats_BNT, [(0, 0), (0, 0), padding[1]])
-    padding[3] = (0, inputs.v.shape[3] - v_BSKH.shape[3])
-    y_BTNH, dy_BTNH = (jnp.pad(x, padding) for x in (y_BTNH, dy_BTNH))
+    padding[3] = (0, inputs.v.shape[3] - operands.v.shape[3])
+    y_BTNH, dy_BTNH = (jnp.pad(x, padding) for x in (results.y, dy_BTNH))
     dbias = None
     if inputs.ids is None:
         dq, dk, dv, dbias = cudnn_kernel.backward(
-            *qkv, inputs.bias, None, options, stats_BNT, y_BTNH, dy_BTNH
+            *qkv, inputs.bias, None, for_kernel, stats_BNT, y_BTNH, dy_BTNH
         )
     else:
         residuals = (*qkv, *inputs.ids, stats_BNT, y_BTNH)
-        dq, dk, dv, *_ = _documents_backward(options, residuals, dy_BTNH)
+        dq, dk, dv, *_ = _documents_backward(for_kernel, residuals, dy_BTNH)
 
     def like(x: jax.Array, target: jax.Array) -> jax.Array:
         return x[tuple(slice(size) for size in target.shape)]
 
-    if dbias is not None and bias_BNTS is not None:
+    if dbias is not None and operands.bias is not None:
         # The mask of segments differs between examples, the bias may not.
-        broadcast = [d for d in (0, 1) if bias_BNTS.shape[d] == 1]
-        dbias = like(jnp.sum(dbias, axis=broadcast, keepdims=True), bias_BNTS)
-    return like(dq, q_BTNH), like(dk, k_BSKH), like(dv, v_BSKH), dbias
+        broadcast = [d for d in (0, 1) if operands.bias.shape[d] == 1]
+        dbias = like(jnp.sum(dbias, axis=broadcast, keepdims=True), operands.bias)
+    return like(dq, operands.q), like(dk, operands.k), like(dv, operands.v), dbias
+
+
+def _for_kernel(options: Options, *, has_bias_gradient: bool = False) -> KernelOptions:
+    mask = options.mask
+    return KernelOptions(
+        scale=options.scale,
+        is_causal=mask.is_causal,
+        window=mask.window,
+        has_bias_gradient=has_bias_gradient,
+    )
 
 
 _CAUSAL = Mask(is_causal=True, window=None)
@@ -208,26 +171,26 @@ class _Inputs:
     ids: Segments | None
 
     @classmethod
-    def of(
-        cls, q_BTNH, k_BSKH, v_BSKH, bias_BNTS, segments: Segments | None, *, can_pack: bool
-    ) -> "_Inputs":
+    def of(cls, operands: Operands, *, can_pack: bool) -> "_Inputs":
         """Return the inputs for arguments of `attend`."""
-        lengths = q_BTNH.shape[1], k_BSKH.shape[1]
-        is_plain = segments is None and bias_BNTS is None
+        segments = operands.segments
+        qkv = operands.q, operands.k, operands.v
+        lengths = operands.q.shape[1], operands.k.shape[1]
+        is_plain = segments is None and operands.bias is None
         multiples = {} if is_plain else {1: 2}
         # Keys and values have one list of offsets, so they have the same size.
-        size = max(k_BSKH.shape[3], v_BSKH.shape[3])
+        size = max(operands.k.shape[3], operands.v.shape[3])
         multiples[3] = size + -size % 8
-        q, k, v = (_pad(x, multiples) for x in (q_BTNH, k_BSKH, v_BSKH))
-        if segments is not None and bias_BNTS is None and can_pack:
+        q, k, v = (_pad(x, multiples) for x in qkv)
+        if segments is not None and operands.bias is None and can_pack:
             # Padding becomes a document of its own, with id -1.
             q_ids_BT, k_ids_BS = (_pad(ids, {1: 2}, value=-1) for ids in segments)
             return cls(q=q, k=k, v=v, bias=None, ids=(q_ids_BT, k_ids_BS))
-        bias = _with_mask(bias_BNTS, segments, q_BTNH.dtype)
+        bias = _with_mask(operands.bias, segments, operands.q.dtype)
         if bias is not None:
             bias = jnp.broadcast_to(bias, (*bias.shape[:2], *lengths))
             bias = _pad(bias, {2: 2})
-            bias = _pad(bias, {3: 2}, value=_hidden(q_BTNH.dtype))
+            bias = _pad(bias, {3: 2}, value=_hidden(operands.q.dtype))
         return cls(q=q, k=k, v=v, bias=bias, ids=None)
 
 
@@ -279,6 +242,17 @@ class _Triangle:
             segments=(one_BT, k_ids_BS),
         )
 
+    def operands(self, operands: Operands) -> Operands:
+        """Return the arrays as the kernel gets them."""
+        q = self.queries(operands.q)
+        return Operands(q, self.keys(operands.k), self.keys(operands.v), None, self.segments)
+
+    def results(self, results: Results) -> Results:
+        """Return the results as the kernel gets them."""
+        # Queries of other segments get weights of 0 by a large log-sum-exp.
+        lse = self.queries(self.only_members(results.lse, 2.0**100, dim=2), dim=2)
+        return Results(self.queries(results.y), lse)
+
     def queries(self, x: jax.Array, dim: int = 1) -> jax.Array:
         """Return an array of all queries as the kernel gets it."""
         x = jnp.flip(x, dim)
@@ -312,29 +286,6 @@ class _Triangle:
         return jnp.where(jnp.expand_dims(self.is_member_BT, others), x, hidden)
 
 
-def _triangle_backward(
-    triangle: _Triangle, qkv, scale, stats_BNT, y_BTNH, dy_BTNH, *, can_pack: bool
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    """Return the gradients for a block that a window cuts a triangle out of."""
-    q_BTNH, k_BSKH, v_BSKH = qkv
-    dq, dk, dv, _ = backward(
-        triangle.queries(q_BTNH),
-        triangle.keys(k_BSKH),
-        triangle.keys(v_BSKH),
-        None,
-        triangle.segments,
-        _CAUSAL,
-        scale,
-        # Queries of other segments get weights of 0 by a large log-sum-exp.
-        triangle.queries(triangle.only_members(stats_BNT, 2.0**100, dim=2), dim=2),
-        triangle.queries(y_BTNH),
-        triangle.queries(triangle.only_members(dy_BTNH)),
-        can_pack=can_pack,
-    )
-    dq = triangle.from_queries(dq, hidden=0)
-    return dq, triangle.from_keys(dk), triangle.from_keys(dv), None
-
-
 def _pad(x: jax.Array, multiples: dict[int, int], value: float = 0) -> jax.Array:
     """Pad dims of `x` to multiples.
 
@@ -364,7 +315,7 @@ def _with_mask(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: Options, q, k, v, bias) -> jax.Array:
+def _attend(options: KernelOptions, q, k, v, bias) -> jax.Array:
     """Attention in one call of the kernel."""
     return cudnn_kernel.forward(q, k, v, bias, None, options)[0]
 
@@ -500,7 +451,7 @@ def _num_calls(q_ids: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_documents(options: Options, q, k, v, q_ids, k_ids) -> jax.Array:
+def _attend_documents(options: KernelOptions, q, k, v, q_ids, k_ids) -> jax.Array:
     """Attention over packed documents, `DOCUMENTS_PER_CALL` documents of each row at a time."""
     return _documents_forward(options, q, k, v, q_ids, k_ids)[0]
 

@@ -40,7 +40,7 @@ mlir.register_lowering(_backward_p, fused._dot_product_attention_bwd_cuda_loweri
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class KernelOptions:
     """Static options of a call.
 
     Attributes:
@@ -82,7 +82,7 @@ def forward(
     v_BSKH: jax.Array,
     bias_BNTS: jax.Array | None,
     lengths: Lengths | None,
-    options: Options,
+    options: KernelOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the attention output, and the log-sum-exp of each query's logits.
 
@@ -117,7 +117,7 @@ def backward(
     v_BSKH: jax.Array,
     bias_BNTS: jax.Array | None,
     lengths: Lengths | None,
-    options: Options,
+    options: KernelOptions,
     stats: jax.Array,
     y_BTNH: jax.Array,
     dy_BTNH: jax.Array,
@@ -156,7 +156,7 @@ def _optional(q_BTNH, bias_BNTS, lengths: Lengths | None) -> list[jax.Array]:
     return [none if array is None else array for array in (*arrays, None, None)]
 
 
-def _params(bias_BNTS, lengths: Lengths | None, options: Options) -> dict:
+def _params(bias_BNTS, lengths: Lengths | None, options: KernelOptions) -> dict:
     kinds = {
         (False, False): fused.MaskType.NO_MASK,
         (False, True): fused.MaskType.CAUSAL,

@@ -8,8 +8,8 @@ order in which it runs:
     reading   a pass over the next tokens:  their keys and values are added, and they see the rest
 
 A cache has room for S tokens and is a ring: position p is in slot p mod S. Attention with a sliding
-window of W tokens needs at most W slots; other attention needs a slot for each token. Rows have
-different lengths, and each counts its own positions from 0.
+window of W tokens or in chunks of W needs at most W slots; other attention needs a slot for each
+token. Rows have different lengths, and each counts its own positions from 0.
 
 The next tokens of a row may be drafts, of which the last ones are taken back: the row goes on from
 an earlier position, and its next tokens replace them. Caches have spare slots for drafts, so that
@@ -29,13 +29,13 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from models.layers.activations import soft_capped
-from models.layers.masks import Segments
+from models.layers.masks import Operands, Options
+from sharding.context_values import bound
 from sharding.logical import constrain
 
 
@@ -75,34 +75,30 @@ class _Filling:
         self._num_spare = num_spare
         self.caches: list[KVCache] = []
 
-    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, window: int | None) -> None:
+    def keep(self, k_BTKH: jax.Array, v_BTKH: jax.Array | None, reach: int | None) -> None:
         """Keep the newest keys and values of each row; None if the keys are the values too."""
         num_slots = self._num_slots
-        if window is not None:
-            num_slots = min(num_slots, window + self._num_spare)
+        if reach is not None:
+            num_slots = min(num_slots, reach + self._num_spare)
         slots_S = jnp.arange(num_slots, dtype=jnp.int32)
         last_B1 = self._lengths_B[:, None] - 1
         # Empty slots get any token; `reading` masks them.
         positions_BS = jnp.maximum(_position_in(slots_S, last_B1, num_slots), 0)
 
         def in_slots(x_BTKH: jax.Array) -> jax.Array:
-            x_BSKH = jnp.take_along_axis(x_BTKH, positions_BS[..., None, None], axis=1)
-            return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
+            return _by_head(jnp.take_along_axis(x_BTKH, positions_BS[..., None, None], axis=1))
 
         v_BKSH = None if v_BTKH is None else in_slots(v_BTKH)
         self.caches.append(KVCache(k_BKSH=in_slots(k_BTKH), v_BKSH=v_BKSH))
 
-    def keep_across(self, k_BSKH: jax.Array, v_BSKH: jax.Array, segments: Segments | None) -> None:
+    def keep_across(self, operands: Operands) -> None:
         """Keep all keys and values of cross-attention."""
-        is_visible_BS = jnp.ones(k_BSKH.shape[:2], bool)
-        if segments is not None:
-            is_visible_BS = segments[0][:, -1:] == segments[1]
-
-        def by_head(x_BSKH: jax.Array) -> jax.Array:
-            return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
-
-        cache = KVCache(k_BKSH=by_head(k_BSKH), v_BKSH=by_head(v_BSKH), is_visible_BS=is_visible_BS)
-        self.caches.append(cache)
+        is_visible_BS = jnp.ones(operands.k.shape[:2], bool)
+        if operands.segments is not None:
+            is_visible_BS = operands.segments[0][:, -1:] == operands.segments[1]
+        k_BKSH = _by_head(operands.k)
+        v_BKSH = _by_head(operands.v)
+        self.caches.append(KVCache(k_BKSH=k_BKSH, v_BKSH=v_BKSH, is_visible_BS=is_visible_BS))
 
 
 class _Reading:
@@ -127,15 +123,7 @@ class _Reading:
         slots_S = jnp.arange(num_slots, dtype=jnp.int32)
         return (self._positions_BT[:, :, None] - slots_S) % num_slots
 
-    def read(
-        self,
-        q_BTNH,
-        k_BTKH,
-        v_BTKH,
-        *,
-        window: int | None,
-        **logits_options: Any,
-    ) -> jax.Array:
+    def read(self, operands: Operands, options: Options, sinks_N: jax.Array | None) -> jax.Array:
         """Return the attention of the tokens, `[B, T, N, H]`."""
         distances_BTS = self.key_distances()
         old = self._old[len(self.caches)]
@@ -147,20 +135,25 @@ class _Reading:
             at = old_BKSH.at[rows_B1, :, slots_BT]
             return at.set(x_BTKH, mode="promise_in_bounds", unique_indices=True)
 
-        v_BKSH = None if old.v_BKSH is None else added(old.v_BKSH, v_BTKH)
-        cache = KVCache(k_BKSH=added(old.k_BKSH, k_BTKH), v_BKSH=v_BKSH)
+        v_BKSH = None if old.v_BKSH is None else added(old.v_BKSH, operands.v)
+        cache = KVCache(k_BKSH=added(old.k_BKSH, operands.k), v_BKSH=v_BKSH)
         self.caches.append(cache)
         is_visible_BTS = distances_BTS <= self._positions_BT[:, :, None]
-        if window is not None:
-            is_visible_BTS &= distances_BTS < window
-        return _attend_to(cache, q_BTNH, is_visible_BTS, **logits_options)
+        if options.mask.window is not None:
+            is_visible_BTS &= distances_BTS < options.mask.window
+        if options.chunk is not None:
+            is_visible_BTS &= distances_BTS <= self._positions_BT[:, :, None] % options.chunk
+        return _attend_to(cache, operands, is_visible_BTS, options, sinks_N)
 
-    def read_across(self, q_BTNH, **logits_options: Any) -> jax.Array:
+    def read_across(
+        self, operands: Operands, options: Options, sinks_N: jax.Array | None
+    ) -> jax.Array:
         """Return the cross-attention of the tokens, `[B, T, N, H]`."""
         cache = self._old[len(self.caches)]
         self.caches.append(cache)
         assert cache.is_visible_BS is not None
-        return _attend_to(cache, q_BTNH, cache.is_visible_BS[:, None], **logits_options)
+        operands = dataclasses.replace(operands, bias=None)
+        return _attend_to(cache, operands, cache.is_visible_BS[:, None], options, sinks_N)
 
 
 _current: contextvars.ContextVar[_Filling | _Reading | None] = contextvars.ContextVar(
@@ -180,8 +173,8 @@ def filling(lengths_B: jax.Array, num_slots: int, num_spare: int) -> Iterator[li
     Yields:
         A list that gets a cache for each attention.
     """
-    with _use(_Filling(lengths_B, num_slots, num_spare)) as caches:
-        yield caches
+    with bound(_current, _Filling(lengths_B, num_slots, num_spare)) as current:
+        yield current.caches
 
 
 @contextlib.contextmanager
@@ -197,17 +190,8 @@ def reading(caches: Sequence[KVCache], positions_BT: jax.Array) -> Iterator[list
     Yields:
         A list that gets a cache for each attention, with the tokens added.
     """
-    with _use(_Reading(caches, positions_BT)) as caches:
-        yield caches
-
-
-@contextlib.contextmanager
-def _use(context: _Filling | _Reading) -> Iterator[list[KVCache]]:
-    token = _current.set(context)
-    try:
-        yield context.caches
-    finally:
-        _current.reset(token)
+    with bound(_current, _Reading(caches, positions_BT)) as current:
+        yield current.caches
 
 
 def is_reading() -> bool:
@@ -226,29 +210,19 @@ def key_distances() -> jax.Array | None:
 
 
 def attend_to_cache(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    operands: Operands,
+    options: Options,
     cached_BSKH: jax.Array | None,
-    *,
-    is_causal: bool,
-    window: int | None,
-    segments: Segments | None,
-    bias_BNTS: jax.Array | None,
-    **logits_options: Any,
+    sinks_N: jax.Array | None,
 ) -> jax.Array | None:
     """Fill or read a cache of the current context.
 
     Args:
-        q_BTNH: queries.
-        k_BSKH: keys.
-        v_BSKH: values.
-        cached_BSKH: what `filling` keeps instead of both, if given.
-        is_causal: as for `models.layers.attention.attend`; False for cross-attention.
-        window: as there.
-        segments: as there; self-attention with caches has none.
-        bias_BNTS: as there; in `reading`, S are the slots of the cache.
-        **logits_options: `scale`, `softcap` and `sinks_N`, as there.
+        operands: self-attention with caches has no segments; in `reading`, the dim S of a bias are
+            the slots of the cache.
+        options: not causal for cross-attention.
+        cached_BSKH: what `filling` keeps instead of keys and values, if given.
+        sinks_N: as for `models.layers.attention.attend`.
 
     Returns:
         In `reading`, the attention to the tokens in the cache, `[B, T, N, H]`; otherwise None,
@@ -256,16 +230,14 @@ def attend_to_cache(
     """
     current = _current.get()
     if isinstance(current, _Reading):
-        if not is_causal:
-            return current.read_across(q_BTNH, bias_BNTS=None, **logits_options)
-        logits_options["bias_BNTS"] = bias_BNTS
-        return current.read(q_BTNH, k_BSKH, v_BSKH, window=window, **logits_options)
+        read = current.read if options.mask.is_causal else current.read_across
+        return read(operands, options, sinks_N)
     if isinstance(current, _Filling):
-        if is_causal:
-            keys, values = (k_BSKH, v_BSKH) if cached_BSKH is None else (cached_BSKH, None)
-            current.keep(keys, values, window)
+        if options.mask.is_causal:
+            kv = (operands.k, operands.v) if cached_BSKH is None else (cached_BSKH, None)
+            current.keep(*kv, options.mask.window or options.chunk)
         else:
-            current.keep_across(k_BSKH, v_BSKH, segments)
+            current.keep_across(operands)
     return None
 
 
@@ -274,29 +246,31 @@ def _position_in(slots_S: jax.Array, last_B1: jax.Array, num_slots: int) -> jax.
     return last_B1 - (last_B1 - slots_S) % num_slots
 
 
+def _by_head(x_BSKH: jax.Array) -> jax.Array:
+    return constrain(x_BSKH.swapaxes(1, 2), "batch", "kv_heads", None, "head_dim")
+
+
 def _attend_to(
     cache: KVCache,
-    q_BTNH: jax.Array,
+    operands: Operands,
     is_visible_BTS: jax.Array,
-    *,
-    bias_BNTS: jax.Array | None,
-    scale: float,
-    softcap: float | None,
+    options: Options,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Return the attention of a few queries per row, `[B, T, N, H]`."""
+    q_BTNH = operands.q
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = cache.k_BKSH.shape[1]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     # XLA compiles products of matrices best, so all queries of a key-value head become one matrix.
     shape = batch, num_kv_heads, -1, head_dim
     q_BKQH = q_BTNH.swapaxes(1, 2).reshape(shape)
-    logits_BKQS = scale * jnp.einsum(
+    logits_BKQS = options.scale * jnp.einsum(
         "BKQH,BKSH->BKQS", q_BKQH, cache.k_BKSH, preferred_element_type=wide
     )
-    logits_BKQS = soft_capped(logits_BKQS, softcap)
-    if bias_BNTS is not None:
-        logits_BKQS += bias_BNTS.reshape(-1, *logits_BKQS.shape[1:]).astype(wide)
+    logits_BKQS = soft_capped(logits_BKQS, options.softcap)
+    if operands.bias is not None:
+        logits_BKQS += operands.bias.reshape(-1, *logits_BKQS.shape[1:]).astype(wide)
     is_visible_B1QS = jnp.tile(is_visible_BTS, (1, num_heads // num_kv_heads, 1))[:, None]
     logits_BKQS = jnp.where(is_visible_B1QS, logits_BKQS, -jnp.inf)
     if sinks_N is None:

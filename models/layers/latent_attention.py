@@ -25,7 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from models.layers import kv_cache
 from models.layers.attention import attend
 from models.layers.basic import Linear, RMSNorm
-from sharding.logical import constrain, gather_tokens, scatter_tokens
+from models.layers.transformer import projected
+from sharding.logical import constrain, gather_tokens
 
 #: Added to the mean square in the norms of latents, as in the published models.
 _EPSILON = 1e-6
@@ -127,8 +128,7 @@ class LatentAttention(nnx.Module):
                 for x in (q_BTNH, k_BSNH, v_BSNW)
             )
             y_BTNW = attend(*qkv, cached_BSKH=cached_BS1L, **mask_options)
-        out_BTD = self.out(constrain(y_BTNW, "batch", "seq", "heads", "head_dim"))
-        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
+        return projected(self.out, y_BTNW)
 
     def _attend_to_latents(
         self, plain_BTNH, positions_BTNP, cached_BS1L, *, scale: float, **mask_options: Any

@@ -34,60 +34,38 @@ class RelativeBias:
 
     def whole(self, length: int) -> jax.Array:
         """Return the bias of the logits of T queries and T keys of a whole row, `[1, N, T, T]`."""
-        return relative_bias(
-            self.table_RN, length, is_causal=self.is_causal, max_distance=self.max_distance
-        )
+        distances = np.arange(-(length - 1), length)  # key position minus query position
+        by_distance_NR = self.table_RN[self._buckets(distances)].T
+        if length == 1:  # the rows below would be empty
+            return by_distance_NR[None, :, None]
+        # Query q needs the distances -q .. T-1-q, a window that moves left by one with each q.
+        # Repeat the line of 2T-1 distances, drop its first T-1, and cut the rest into rows that are
+        # one shorter than the line, so that each begins one distance further left. For T = 3:
+        #     -2 -1 [0 1 2 -2] [-1 0 1 2] [-2 -1 0 1] 2      ->  [0 1 2], [-1 0 1], [-2 -1 0]
+        num = len(distances)
+        lines = jnp.tile(by_distance_NR, (1, length))[:, length - 1 :][:, : length * (num - 1)]
+        return lines.reshape(-1, length, num - 1)[None, :, :, :length]
 
     def between(self, queries_T: jax.Array, keys_S: jax.Array) -> jax.Array:
         """Return the bias of the logits of queries and keys at these positions, `[1, N, T, S]`."""
         longest = self.max_distance
-        distances = np.arange(-longest, longest + 1)
-        buckets = _buckets(distances, self.table_RN.shape[0], self.is_causal, longest)
+        buckets = self._buckets(np.arange(-longest, longest + 1))
         distances_TS = jnp.clip(keys_S[None] - queries_T[:, None], -longest, longest)
         bias_TSN = self.table_RN[jnp.asarray(buckets)[distances_TS + longest]]
         return jnp.moveaxis(bias_TSN, -1, 0)[None]
 
+    def at(self, distances_BTS: jax.Array) -> jax.Array:
+        """Return the bias of the logits of T queries of a decoder and S keys, `[B, N, T, S]`.
 
-def relative_bias(
-    table_RN: jax.Array, length: int, *, is_causal: bool, max_distance: int
-) -> jax.Array:
-    """Return the bias of the logits of T queries and T keys, `[1, N, T, T]`.
+        Args:
+            distances_BTS: int32, how far the keys are before the queries.
+        """
+        buckets = jnp.asarray(self._buckets(-np.arange(self.max_distance + 1)))
+        bias_BTSN = self.table_RN[buckets[jnp.minimum(distances_BTS, self.max_distance)]]
+        return jnp.moveaxis(bias_BTSN, -1, 1)
 
-    Args:
-        table_RN: bias for each bucket of distances and each head.
-        length: T.
-        is_causal: whether all buckets are for keys before the query; otherwise half of them are for
-            keys after it.
-        max_distance: this distance and all larger ones share one bucket.
-    """
-    distances = np.arange(-(length - 1), length)  # key position minus query position
-    buckets = _buckets(distances, table_RN.shape[0], is_causal, max_distance)
-    by_distance_NR = table_RN[buckets].T
-    if length == 1:  # the rows below would be empty
-        return by_distance_NR[None, :, None]
-    # Query q needs the distances -q .. T-1-q, a window that moves left by one with each q. Repeat
-    # the line of 2T-1 distances, drop its first T-1, and cut the rest into rows that are one
-    # shorter than the line, so that each begins one distance further left. For T = 3:
-    #     -2 -1 [0 1 2 -2] [-1 0 1 2] [-2 -1 0 1] 2      ->  [0 1 2], [-1 0 1], [-2 -1 0]
-    num = len(distances)
-    lines = jnp.tile(by_distance_NR, (1, length))[:, length - 1 :][:, : length * (num - 1)]
-    return lines.reshape(-1, length, num - 1)[None, :, :, :length]
-
-
-def relative_bias_at(
-    table_RN: jax.Array, distances_BTS: jax.Array, *, max_distance: int
-) -> jax.Array:
-    """Return the bias of the logits of T queries of the decoder and S keys, `[B, N, T, S]`.
-
-    Args:
-        table_RN: bias for each bucket of distances and each head.
-        distances_BTS: int32, how far the keys are before the queries.
-        max_distance: this distance and all larger ones share one bucket.
-    """
-    distances = -np.arange(max_distance + 1)
-    buckets = jnp.asarray(_buckets(distances, table_RN.shape[0], True, max_distance))
-    bias_BTSN = table_RN[buckets[jnp.minimum(distances_BTS, max_distance)]]
-    return jnp.moveaxis(bias_BTSN, -1, 1)
+    def _buckets(self, distances: np.ndarray) -> np.ndarray:
+        return _buckets(distances, self.table_RN.shape[0], self.is_causal, self.max_distance)
 
 
 def _buckets(

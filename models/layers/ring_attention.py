@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from models.layers.masks import Mask, Segments
+from models.layers.masks import Gradients, Mask, Operands, Options, Results, Segments
 from sharding.ops.ring import ring_index, shift
 from sharding.ops.sequence import AXIS, SequenceSplit
 
@@ -48,14 +48,13 @@ class BlockKernel:
     """A kernel that attends to a block of keys, and returns what is needed to merge blocks.
 
     Attributes:
-        forward: (q, k, v, bias, segments, mask, scale) -> (y[B, T, N, H], log-sum-exp of the
-            logits [B, N, T], float32 or wider). For a query that sees no key they are 0 and -inf.
-        backward: (q, k, v, bias, segments, mask, scale, log-sum-exp, y, dy) -> gradients of q, k, v
-            and bias, None without a bias. Output and log-sum-exp are those over all blocks.
+        forward: returns results for the block.
+        backward: returns gradients for the block, given the results over all blocks and the
+            cotangent of the output.
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]]
+    forward: Callable[[Operands, Options], Results]
+    backward: Callable[[Operands, Options, Results, jax.Array], Gradients]
 
 
 #: (parameters, int32[T] positions of queries, int32[S] positions of keys) -> bias[B or 1, N, T, S].
@@ -68,17 +67,20 @@ class RingOptions:
 
     Attributes:
         split: how the sequence is divided over groups of devices, which form a ring.
-        mask: which keys a query sees, by their positions in the whole sequence.
-        scale: factor of the products of queries and keys.
+        attention: options of attention to the whole sequence.
         kernel: what attends to a block.
         bias_of: bias of a block, or None.
     """
 
     split: SequenceSplit
-    mask: Mask
-    scale: float
+    attention: Options
     kernel: BlockKernel
     bias_of: BiasFunction | None = None
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees, by their positions in the whole sequence."""
+        return self.attention.mask
 
 
 def attend_on_ring(
@@ -354,6 +356,15 @@ class _Attention:
         calls = _calls(self.options, hop, self._chunk_length)
         return [_Block(call=call, num_chunks=self.split.num_chunks) for call in calls]
 
+    def options_of(self, mask: Mask) -> Options:
+        """Return the options of a block with this mask."""
+        return dataclasses.replace(self.options.attention, mask=mask)
+
+    def arrays_of(self, block: _Block, passing: _Passing) -> tuple[jax.Array, ...]:
+        """Return the queries, keys and values of a block."""
+        q = block.queries(self.q_BTNH)
+        return q, block.keys(passing.k_BSKH), block.keys(passing.v_BSKH)
+
     def segments_of(self, block: _Block, passing: _Passing) -> Segments | None:
         """Return the segment ids of a block's queries and keys."""
         if self._ids_BT is None or passing.ids_BS is None:
@@ -378,16 +389,10 @@ class _Attention:
             merged = block.queries(y), block.queries(lse_BNT, dim=2)
 
             def attend(mask: Mask, block=block, segments=segments, merged=merged):
-                new_y, new_lse_BNT = self.options.kernel.forward(
-                    block.queries(self.q_BTNH),
-                    block.keys(passing.k_BSKH),
-                    block.keys(passing.v_BSKH),
-                    self.bias_of(block, hop)[0],
-                    segments,
-                    mask,
-                    self.options.scale,
-                )
-                return _merge(merged[0], merged[1], new_y, new_lse_BNT)
+                arrays = self.arrays_of(block, passing)
+                operands = Operands(*arrays, self.bias_of(block, hop)[0], segments)
+                new = self.options.kernel.forward(operands, self.options_of(mask))
+                return _merge(merged[0], merged[1], new.y, new.lse)
 
             part, lse_part = block.run(segments, attend, merged)
             y = block.set_queries(y, part)
@@ -398,11 +403,7 @@ class _Attention:
         """Add the gradients of the blocks of a hop."""
         for block in self.blocks(hop):
             segments = self.segments_of(block, passing)
-            arrays = (
-                block.queries(self.q_BTNH),
-                block.keys(passing.k_BSKH),
-                block.keys(passing.v_BSKH),
-            )
+            arrays = self.arrays_of(block, passing)
             bias, bias_gradient = self.bias_of(block, hop)
             hidden = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, self.wide), (*arrays, self._bias_params)
@@ -416,16 +417,11 @@ class _Attention:
                 bias=bias,
                 bias_gradient=bias_gradient,
             ):
-                *own, dbias = self.options.kernel.backward(
-                    *arrays,
-                    bias,
-                    segments,
-                    mask,
-                    self.options.scale,
-                    block.queries(lse_BNT, dim=2),
-                    block.queries(y),
-                    block.queries(dy),
-                )
+                operands = Operands(*arrays, bias, segments)
+                results = Results(lse=block.queries(lse_BNT, dim=2), y=block.queries(y))
+                options = self.options_of(mask)
+                dy_of_block = block.queries(dy)
+                *own, dbias = self.options.kernel.backward(operands, options, results, dy_of_block)
                 (dparams,) = (None,) if bias is None else bias_gradient(dbias)
                 return jax.tree.map(lambda x: x.astype(self.wide), (*own, dparams))
 

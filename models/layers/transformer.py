@@ -63,9 +63,7 @@ class Attention(nnx.Module):
         heads = {"heads": num_heads, "head_dim": head_dim}
         kv_heads = {"kv_heads": num_kv_heads or num_heads, "head_dim": head_dim}
         options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
-        of_keys: dict[str, Any] = (
-            options if use_key_bias is None else options | {"use_bias": use_key_bias}
-        )
+        of_keys = options if use_key_bias is None else options | {"use_bias": use_key_bias}
         self.q = Linear(embed, heads, stddev=stddevs[0], **options)
         self.k = Linear(embed, kv_heads, stddev=stddevs[1], **of_keys)
         self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)
@@ -109,33 +107,21 @@ class Attention(nnx.Module):
         )
         qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
         sinks_N = None if self.sinks is None else self.sinks[...]
-        y_BTNH = attend(*qkv, sinks_N=sinks_N, **mask_options)
-        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
-        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
+        return projected(self.out, attend(*qkv, sinks_N=sinks_N, **mask_options))
 
 
 class FusedQKVAttention(nnx.Module):
     """Causal multi-head self-attention, with one matrix for queries, keys and values.
 
     Args:
-        embed_dim: D.
-        num_heads: N.
-        head_dim: H.
+        sizes: D, N and H.
         stddevs: standard deviations for initializing the kernels of (qkv, out).
         rngs: random keys for the initialization.
     """
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        stddevs: tuple[float, float],
-        rngs: nnx.Rngs,
-    ):
-        embed = {"embed": embed_dim}
-        heads = {"heads": num_heads, "head_dim": head_dim}
+    def __init__(self, *sizes: int, stddevs: tuple[float, float], rngs: nnx.Rngs):
+        embed = {"embed": sizes[0]}
+        heads = {"heads": sizes[1], "head_dim": sizes[2]}
         self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=stddevs[0], rngs=rngs)
         self.out = Linear(heads, embed, stddev=stddevs[1], rngs=rngs)
 
@@ -146,9 +132,15 @@ class FusedQKVAttention(nnx.Module):
         q_BTNH = qkv[:, :, 0]
         k_BTNH = qkv[:, :, 1]
         v_BTNH = qkv[:, :, 2]
-        y_BTNH = attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
-        out_BTD = self.out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
-        return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
+        return projected(
+            self.out, attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
+        )
+
+
+def projected(out: Linear, y_BTNH: jax.Array) -> jax.Array:
+    """Return the output projection of attention, `[B, T, D]`."""
+    out_BTD = out(constrain(y_BTNH, "batch", "seq", "heads", "head_dim"))
+    return checkpoint_name(scatter_tokens(out_BTD), "attention_out")
 
 
 class MLP(nnx.Module):

@@ -19,34 +19,25 @@ from flax import nnx
 
 from models.layers.activations import ACTIVATIONS, check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
-from models.layers.block import Block
+from models.layers.block import PlainBlock
 from models.layers.dropout import dropout
-from models.layers.transformer import MLP, Attention
-from models.losses import make_token_loss
 from models.stack import Stack
 from models.text.common import (
+    BlockConfig,
+    VocabConfig,
     check_choices,
-    check_heads_divide,
-    check_sizes,
     count_positions,
     learned_positions,
-    padded_vocab,
     positions_by_index,
-    segments,
 )
 from models.text.encoder import HEADS, DenseHead, EncoderModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BertConfig:
+class BertConfig(BlockConfig, VocabConfig):
     """Sizes, regularization and head of a BERT, RoBERTa, DistilBERT or ELECTRA."""
 
-    vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest sequence
-    num_layers: int
-    num_heads: int
-    embed_dim: int
-    mlp_dim: int
     dropout: float = 0.0  # rate for embeddings, residual branches and classifiers, in [0, 1)
     token_embed_dim: int | None = None  # width of all embeddings; embed_dim if None
     head: str  # masked_lm | pretraining | sequence | token | replaced_token | none
@@ -56,21 +47,13 @@ class BertConfig:
     pad_id: int | None = None  # RoBERTa: token that positions do not count
     use_pooler: bool = True  # whether head="none" keeps the pooler, which other heads read
     pooler_activation: str = "tanh"  # DistilBERT: relu; ELECTRA: gelu
-    activation: str = "gelu"
-    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     layer_norm_epsilon: float = 1e-12
-    init_stddev: float = 0.02
-    loss: str = "cross_entropy"  # loss of masked tokens; or an import path, see models/losses.py
 
     def __post_init__(self):
-        check_sizes(self, exclude=("num_token_types",))
-        if self.num_token_types < 0:
-            raise ValueError(f"model.num_token_types={self.num_token_types} must be at least 0")
-        check_heads_divide(self)
+        super().__post_init__()
+        self.check_blocks()
         check_choices(self, head=HEADS)
-        check_activation(self.activation)
         check_activation(self.pooler_activation, field="pooler_activation")
-        make_token_loss(self.loss)
 
     @property
     def embeddings_dim(self) -> int:
@@ -82,31 +65,10 @@ class BertConfig:
         """Whether the model has a pooler, a dense layer on the first token's activations."""
         return self.head in ("pretraining", "sequence") or (self.head == "none" and self.use_pooler)
 
-
-class _Block(Block):
-    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        embed = config.embed_dim
-        stddev = config.init_stddev
-        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
-        shared: dict[str, Any] = {"use_bias": True, "rngs": rngs}
-        heads = config.num_heads, embed // config.num_heads
-        super().__init__(
-            attention=Attention(embed, *heads, stddevs=(stddev, stddev, stddev), **shared),
-            attention_norm=LayerNorm(embed, **norm),
-            mlp=MLP(
-                embed,
-                config.mlp_dim,
-                activation=config.activation,
-                stddevs=(stddev, stddev),
-                **shared,
-            ),
-            mlp_norm=LayerNorm(embed, **norm),
-            norms="after_sum",
-            dropout=config.dropout,
-        )
-
-    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        return self.attention(x_BTD, is_causal=False, segments=segments(batch))
+    def make_block(self, rngs: nnx.Rngs) -> PlainBlock:
+        """Return a block of the encoder."""
+        options = {"norms": "after_sum", "branches_first": True}
+        return PlainBlock(self, is_causal=False, **options, rngs=rngs)
 
 
 class MaskedLMHead(DenseHead):
@@ -114,8 +76,7 @@ class MaskedLMHead(DenseHead):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         super().__init__(config, config.embeddings_dim, activation=config.activation, rngs=rngs)
-        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
-        self.bias = param(jax.nn.initializers.zeros, rngs, (vocab,), ("vocab",))
+        self.bias = config.make_bias(rngs)
 
 
 class ReplacedTokenHead(nnx.Module):
@@ -142,20 +103,18 @@ class Bert(EncoderModel):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.objectives = HEADS[config.head]
         embed = config.embed_dim
         narrow = config.embeddings_dim
         stddev = config.init_stddev
         normal = jax.nn.initializers.normal(stddev)
-        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
         rows = config.first_position + config.max_positions
-        self.token_embedding = param(normal, rngs, (vocab, narrow), ("vocab", "embed"))
+        self.token_embedding = config.make_table(narrow, stddev, rngs)
         self.position_embedding = param(normal, rngs, (rows, narrow), (None, "embed"))
         types = (config.num_token_types, narrow)
         has_types = config.num_token_types > 0
         self.type_embedding = param(normal, rngs, types, (None, "embed")) if has_types else None
         self.embedding_norm = LayerNorm(narrow, epsilon=config.layer_norm_epsilon, rngs=rngs)
-        self.encoder = Stack(lambda rngs: _Block(config, rngs=rngs), config.num_layers, rngs=rngs)
+        self.encoder = Stack(config.make_block, config.num_layers, rngs=rngs)
 
         def linear(outputs: int, inputs: int = embed) -> Linear:
             return Linear({"embed": inputs}, {"_out": outputs}, stddev=stddev, rngs=rngs)

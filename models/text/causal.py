@@ -8,7 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from models.text.common import check_has_loss, text_batch, vocab_logits, vocab_loss
+from models.losses import VocabLogits
+from models.stack import run_stacks
+from models.text.common import check_has_loss, text_batch, vocab_loss
 
 
 class CausalModel(nnx.Module):
@@ -22,30 +24,18 @@ class CausalModel(nnx.Module):
     objectives = ("causal_lm", "chat", "preference")
     config: Any
 
-    @property
-    def logit_softcap(self) -> float | None:
-        """Soft cap of the logits; see `models.layers.activations.soft_capped`."""
-        return getattr(self.config, "logit_softcap", None)
-
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         raise NotImplementedError
 
-    def outputs(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the two factors of the logits, given the activations after the last block.
-
-        Returns:
-            Activations `[B, T, E]`, and the output embedding `[V, E]`; E is D for most models.
-        """
+    def outputs(self, x_BTD: jax.Array) -> VocabLogits:
+        """Return the logits for the activations after the last block."""
         raise NotImplementedError
 
     def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        config = self.config
-        check_has_loss(config)
-        outputs = self.outputs(x_BTD)
-        options = {"vocab_size": config.vocab_size, "softcap": self.logit_softcap}
-        return *vocab_loss(*outputs, batch, loss=config.loss, **options), {}
+        check_has_loss(self.config)
+        return *vocab_loss(self.outputs(x_BTD), batch, self.config.loss), {}
 
     def __call__(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
         """Return logits, or activations for `head="none"`.
@@ -58,13 +48,9 @@ class CausalModel(nnx.Module):
             Logits float32[B, T, V], V without padding, or activations `[B, T, E]`.
         """
         batch = text_batch(tokens, attention_mask, vocab_size=self.config.vocab_size)
-        x_BTD = self.embed(batch)
-        for name in self.stacks:
-            stack = getattr(self, name)
-            x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
-        return self.outputs(x_BTD)[0] if self.config.head == "none" else self.logits(x_BTD)
+        x_BTD = run_stacks(self, self.embed(batch), batch)
+        return self.outputs(x_BTD).x_BTD if self.config.head == "none" else self.logits(x_BTD)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Return logits float32[B, T, V] for the activations after the last block."""
-        options = {"vocab_size": self.config.vocab_size, "softcap": self.logit_softcap}
-        return vocab_logits(*self.outputs(x_BTD), **options)
+        return self.outputs(x_BTD).whole()

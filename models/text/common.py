@@ -12,19 +12,64 @@ B batch, T seq, D embed, V vocab.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 
 from fields.numbers import MAX_LAYERS, number_problem, shown
-from models.layers.activations import soft_capped
-from models.layers.masks import Segments
-from models.losses import chunked_vocab_loss, make_token_loss
+from models.layers.activations import check_activation
+from models.layers.basic import param
+from models.losses import VocabLogits, make_token_loss
 from sharding.ops import sequence
+
+#: Values of `model.head` for causal language models; "none" gives activations.
+CAUSAL_HEADS = ("lm", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabConfig:
+    """The vocab of a text model, and the loss of its tokens."""
+
+    vocab_size: int  # number of tokens in the tokenizer's vocab
+    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
+    loss: str = "cross_entropy"  # of tokens; or an import path, see models/losses.py
+
+    def __post_init__(self):
+        check_sizes(self)
+        make_token_loss(self.loss)
+
+    def make_table(self, dim: int, stddev: float, rngs: nnx.Rngs) -> nnx.Param:
+        """Return an embedding of tokens, or of the head."""
+        shape = (padded_vocab(self.vocab_size, self.vocab_multiple), dim)
+        return param(jax.nn.initializers.normal(stddev), rngs, shape, ("vocab", "embed"))
+
+    def make_bias(self, rngs: nnx.Rngs) -> nnx.Param:
+        """Return a bias of the logits."""
+        shape = (padded_vocab(self.vocab_size, self.vocab_multiple),)
+        return param(jax.nn.initializers.zeros, rngs, shape, ("vocab",))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Sizes of a `models.layers.block.PlainBlock`."""
+
+    num_layers: int
+    num_heads: int  # divides embed_dim
+    embed_dim: int  # width of the blocks
+    mlp_dim: int
+    activation: str = "gelu"  # of the MLPs; see models/layers/activations.py
+    layer_norm_epsilon: float = 1e-5
+    init_stddev: float = 0.02
+
+    def check_blocks(self) -> None:
+        """Check these fields, except for what `check_sizes` checks."""
+        check_heads_divide(self)
+        check_activation(self.activation)
 
 
 def text_batch(
@@ -39,12 +84,6 @@ def text_batch(
     if attention_mask is None:
         return {"tokens": tokens}
     return {"tokens": tokens, "segment_ids": attention_mask.astype(jnp.int32)}
-
-
-def segments(batch: dict, name: str = "segment_ids") -> Segments | None:
-    """Return the argument `segments` of `attend` for self-attention."""
-    ids = batch.get(name)
-    return None if ids is None else (ids, ids)
 
 
 def positions_by_index(batch: dict) -> jax.Array:
@@ -110,55 +149,16 @@ def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int =
     return table_PD[positions + first]
 
 
-def vocab_loss(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    batch: dict,
-    *,
-    vocab_size: int,
-    loss: str,
-    bias_V: jax.Array | None = None,
-    softcap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+def vocab_loss(logits: VocabLogits, batch: dict, loss: str) -> tuple[jax.Array, jax.Array]:
     """Return (sum of the weighted losses of `targets`, sum of `weights`).
 
     Args:
-        x_BTD: activations that logits are computed from.
-        table_VD: as for `models.losses.chunked_vocab_loss`.
+        logits: logits of all tokens.
         batch: has `targets` and `weights`.
-        vocab_size: as for `models.losses.chunked_vocab_loss`.
         loss: as for `models.losses.make_token_loss`.
-        bias_V: as for `models.losses.chunked_vocab_loss`.
-        softcap: as for `models.losses.chunked_vocab_loss`.
     """
-    total = chunked_vocab_loss(
-        x_BTD.reshape(-1, x_BTD.shape[-1]),
-        table_VD,
-        batch["targets"].reshape(-1),
-        batch["weights"].reshape(-1),
-        vocab_size=vocab_size,
-        bias_V=bias_V,
-        softcap=softcap,
-        token_loss=make_token_loss(loss),
-    )
+    total = logits.loss(batch["targets"], batch["weights"], make_token_loss(loss))
     return total, jnp.sum(batch["weights"], dtype=total.dtype)
-
-
-def vocab_logits(
-    x_BTD: jax.Array,
-    table_VD: jax.Array,
-    *,
-    vocab_size: int,
-    bias_V: jax.Array | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Return logits over the vocab without its padding, float32[B, T, V] or wider."""
-    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    # Without the padding of the table, each call would copy it.
-    logits = jnp.einsum("BTD,VD->BTV", x_BTD, table_VD, preferred_element_type=wide)
-    logits = logits[..., :vocab_size]
-    logits = logits if bias_V is None else logits + bias_V[None, None, :vocab_size]
-    return soft_capped(logits, softcap)
 
 
 def check_heads_divide(config: Any, *, prefix: str = "") -> None:
@@ -187,12 +187,6 @@ def check_choices(config: Any, **choices: Iterable[str]) -> None:
             raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(values)}")
 
 
-def check_head(name: str) -> None:
-    """Raise a ValueError if `name` is not a value of `model.head` for causal language models."""
-    if name not in ("lm", "none"):
-        raise ValueError(f"model.head={name!r} is unknown; choose lm, or none for activations")
-
-
 def check_has_loss(config: Any) -> None:
     """Raise a ValueError if the model's head does not compute a loss."""
     if config.head == "none":
@@ -204,12 +198,11 @@ def padded_vocab(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
+def check_sizes(config: Any) -> None:
     """Check the fields of a model's config that are counts, sizes or rates.
 
     Args:
-        config: dataclass.
-        exclude: fields to skip, whose names only look like one of these.
+        config: dataclass; its fields that are tuples are not checked.
 
     Raises:
         ValueError: if `num_*`, `decoder_num_*`, `*_dim`, `*_size`, `max_*` or `vocab_multiple` is
@@ -223,12 +216,12 @@ def check_sizes(config: Any, *, exclude: Collection[str] = ()) -> None:
         value: Any = getattr(config, name)
         if problem := number_problem(value):
             raise ValueError(f"model.{name}={shown(value)} {problem}")
-        if value is None or name in exclude:
+        if value is None or isinstance(value, tuple):
             continue
         kind = name.removeprefix("decoder_")
         is_size = kind.endswith(("_dim", "_size", "_multiple")) or kind.startswith(("num_", "max_"))
-        if is_size and value < 1:
-            raise ValueError(f"model.{name}={value} must be at least 1")
+        if is_size and value < (least := 0 if name == "num_token_types" else 1):
+            raise ValueError(f"model.{name}={value} must be at least {least}")
         if is_size and name.endswith("_layers") and value > MAX_LAYERS:
             raise ValueError(
                 f"model.{name}={value} must be at most {MAX_LAYERS}; choose fewer layers"

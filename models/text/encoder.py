@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.layers.activations import ACTIVATIONS
+from models.layers.activations import ACTIVATIONS, as_float32
 from models.layers.basic import LayerNorm, Linear
 from models.layers.dropout import dropout
-from models.stack import Sums
-from models.text.common import check_has_loss, text_batch, vocab_logits, vocab_loss
+from models.losses import VocabLogits
+from models.stack import Sums, run_stacks
+from models.text.common import check_has_loss, text_batch, vocab_loss
 from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective` that it can be trained with. "masked_lm" predicts
@@ -83,6 +84,11 @@ class EncoderModel(nnx.Module):
     token_embedding: nnx.Param
     classifier: Linear | None
 
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Values of `data.objective` that the head can be trained with."""
+        return HEADS[self.config.head]
+
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         raise NotImplementedError
@@ -94,6 +100,12 @@ class EncoderModel(nnx.Module):
     def vocab_features(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return `[B, T, E]`, from which the token embedding computes logits, and their bias."""
         raise NotImplementedError
+
+    def vocab_logits(self, x_BTD: jax.Array) -> VocabLogits:
+        """Return the logits of the vocab."""
+        x_BTE, bias_V = self.vocab_features(x_BTD)
+        table_VE = self.token_embedding[...]
+        return VocabLogits(x_BTE, table_VE, bias_V, vocab_size=self.config.vocab_size)
 
     def label_features(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the input of the classifier, `[B, D]` or `[B, T, D]`."""
@@ -114,10 +126,7 @@ class EncoderModel(nnx.Module):
         if config.head not in _OF_VOCAB:
             loss, weight, hits = self._label_loss(x_BTD, batch, "targets", "weights")
             return loss, weight, {"accuracy": hits}
-        x_BTE, bias_V = self.vocab_features(x_BTD)
-        table = self.token_embedding[...]
-        options = {"vocab_size": config.vocab_size, "loss": config.loss, "bias_V": bias_V}
-        loss, weight = vocab_loss(x_BTE, table, batch, **options)
+        loss, weight = vocab_loss(self.vocab_logits(x_BTD), batch, config.loss)
         if config.head == "masked_lm":
             return loss, weight, {}
         pair_loss, pair_weight, hits = self._label_loss(x_BTD, batch, "labels", "label_weights")
@@ -156,45 +165,30 @@ class EncoderModel(nnx.Module):
                     "model has 0; leave them out"
                 )
             batch["token_types"] = token_types
-        x_BTD = self.embed(batch)
-        for name in self.stacks:
-            stack = getattr(self, name)
-            x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
-        x_BTD = self.apply_last_norm(x_BTD)
+        x_BTD = self.apply_last_norm(run_stacks(self, self.embed(batch), batch))
         if config.head == "none":
             return x_BTD
         if config.head not in _OF_VOCAB:
-            logits = _wide(self.label_logits(x_BTD, batch))
+            logits = as_float32(self.label_logits(x_BTD, batch))
             return logits[..., 1] if config.head == "replaced_token" else logits
-        x_BTE, bias_V = self.vocab_features(x_BTD)
-        table = self.token_embedding[...]
-        return vocab_logits(x_BTE, table, vocab_size=config.vocab_size, bias_V=bias_V)
+        return self.vocab_logits(x_BTD).whole()
 
     def _label_loss(
         self, x_BTD: jax.Array, batch: dict, targets: str, weights: str
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the sums of `label_loss`, given the names of two arrays of the batch."""
-        logits = _wide(self.label_logits(x_BTD, batch))
-        return label_loss(logits, batch[targets], counted_once(batch[weights]))
+        """Return (sum of weighted losses, sum of weights, sum of the weights of hits).
 
-
-def _wide(logits: jax.Array) -> jax.Array:
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-
-
-def label_loss(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (sum of weighted losses, sum of weights, sum of the weights of hits).
-
-    Args:
-        logits: float32[..., C].
-        targets: int32[...], in [0, C).
-        weights: float32[...]; targets with weight 0 are ignored.
-    """
-    # The cross-entropy of models/losses.py is for a vocab that stages may share; labels are not.
-    flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
-    losses = -jnp.take_along_axis(flat, targets.reshape(-1, 1), axis=1)[:, 0]
-    weights = weights.reshape(-1).astype(losses.dtype)
-    hits = (jnp.argmax(logits, axis=-1) == targets).reshape(-1)
-    return jnp.sum(losses * weights), jnp.sum(weights), jnp.sum(jnp.where(hits, weights, 0))
+        Args:
+            x_BTD: input of the head.
+            batch: has the arrays that the following keys name.
+            targets: key of int32[...], in [0, C).
+            weights: key of float32[...]; targets with weight 0 are ignored.
+        """
+        logits = as_float32(self.label_logits(x_BTD, batch))
+        # The cross-entropy of models/losses.py is for a vocab that stages may share, unlike labels.
+        flat = jax.nn.log_softmax(logits.reshape(-1, logits.shape[-1]))
+        labels = batch[targets]
+        losses = -jnp.take_along_axis(flat, labels.reshape(-1, 1), axis=1)[:, 0]
+        counted = counted_once(batch[weights]).reshape(-1).astype(losses.dtype)
+        hits = (jnp.argmax(logits, axis=-1) == labels).reshape(-1)
+        return jnp.sum(losses * counted), jnp.sum(counted), jnp.sum(jnp.where(hits, counted, 0))

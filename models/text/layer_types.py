@@ -1,4 +1,4 @@
-"""Layers of several types in one model: attention to all tokens, or within a sliding window.
+"""Layers of several types in one model: attention to all tokens, within a window, or in chunks.
 
 A model repeats a pattern of types, such as five layers with a window and one without. Blocks of a
 stack are identical, so such a pattern is one block of a stack, `models.stack.Period`.
@@ -16,15 +16,24 @@ import jax
 from flax import nnx
 
 from fields.numbers import shown
+from models.layers.masks import segments
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import identity
 from models.stack import Stack, periods
-from models.text.common import check_choices, check_sizes, positions_by_index
+from models.text.common import (
+    VocabConfig,
+    check_choices,
+    positions_by_count,
+    positions_by_index,
+)
 from sharding.ops.sequence import whole_length
 
-#: Values of `model.layer_types`: attention to all tokens that a model sees, or to those within
-#: `model.sliding_window`; "no_positions" is "full" without rotary positions.
-LAYER_TYPES = ("full", "window", "no_positions")
+#: Values of `model.layer_types`: attention to all tokens that a model sees, to those within
+#: `model.sliding_window`, or to those of the same chunk of `model.attention_chunk` positions;
+#: "no_positions" is "full" without rotary positions.
+LAYER_TYPES = ("full", "window", "chunked", "no_positions")
+#: Types of layers -> the field that they need.
+_SIZES = {"window": "sliding_window", "chunked": "attention_chunk"}
 
 
 def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
@@ -36,7 +45,7 @@ def layer_pattern(types: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerTypesConfig:
+class LayerTypesConfig(VocabConfig):
     """The types of a model's layers, and their rotary positions."""
 
     max_positions: int  # longest sequence that the model supports
@@ -45,15 +54,15 @@ class LayerTypesConfig:
     rope_scaling: Mapping[str, Any] | None = None  # see models/layers/rope.py
     rotary_pairs: str = "halves"  # halves | neighbours; see models/layers/rope.py
     sliding_window: int | None = None  # distance from which tokens do not see each other: Mistral
+    attention_chunk: int | None = None  # tokens of a chunk, which only see each other: LLaMA 4
     layer_types: Sequence[str] = ()  # repeated over the layers; see LAYER_TYPES, and `types`
     window_rope_theta: float | None = None  # rope_theta of windowed layers, which have no scaling
 
     def __post_init__(self):
-        check_sizes(self)
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(
-                f"model.sliding_window={self.sliding_window} must be at least 1, or None"
-            )
+        super().__post_init__()
+        for field in _SIZES.values():
+            if (size := getattr(self, field)) is not None and size < 1:
+                raise ValueError(f"model.{field}={size} must be at least 1, or None")
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
         self._check_layer_types()
         object.__setattr__(self, "layer_types", layer_pattern(self.types))
@@ -69,12 +78,13 @@ class LayerTypesConfig:
                 f"model.layer_types has {len(self.layer_types)} entries, for "
                 f"model.num_layers={self.num_layers}; give each layer one, or fewer to be repeated"
             )
-        has_window = self.sliding_window is not None
-        if has_window != ("window" in self.types):
-            raise ValueError(
-                f"model.sliding_window={self.sliding_window} must be set if, and only if, "
-                f"model.layer_types={list(self.layer_types)} has window or is empty"
-            )
+        for name, field in _SIZES.items():
+            if (getattr(self, field) is not None) != (name in self.types):
+                or_empty = " or is empty" if name == "window" else ""
+                raise ValueError(
+                    f"model.{field}={getattr(self, field)} must be set if, and only if, "
+                    f"model.layer_types={list(self.layer_types)} has {name}{or_empty}"
+                )
 
     def check_rotation(self) -> None:
         """Check the fields of rotary positions, after those that `rotary_dim` depends on."""
@@ -95,9 +105,19 @@ class LayerTypesConfig:
         """Number of features of a head that are rotated."""
         raise NotImplementedError
 
-    def window(self, layer_type: str) -> int | None:
-        """Return the window of layers of a type."""
-        return self.sliding_window if layer_type == "window" else None
+    def masks(self, layer_type: str, batch: dict) -> dict[str, Any]:
+        """Return the arguments of `attend` that tell which tokens a layer of a type sees."""
+        size = self.attention_chunk
+        if layer_type != "chunked" or size is None:
+            window = self.sliding_window if layer_type == "window" else None
+            return {"window": window, "segments": segments(batch)}
+        if whole_length(batch["tokens"].shape[1]) <= size:  # all tokens are in one chunk
+            return {"chunk": size, "segments": segments(batch)}
+        # Chunks count from the first token of a row, as in transformers; padding has chunk -1.
+        ids_BT = positions_by_count(batch) // size
+        if "segment_ids" in batch:
+            ids_BT += (self.max_positions // size + 1) * batch["segment_ids"]
+        return {"chunk": size, "segments": (ids_BT, ids_BT)}
 
     def rotation(
         self, layer_type: str, x_BTD: jax.Array, batch: dict

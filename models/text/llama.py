@@ -19,12 +19,12 @@ import jax
 from flax import nnx
 
 from models.layers.activations import check_activation
-from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup, param
+from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup
 from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
-from models.losses import make_token_loss
-from models.text.common import check_choices, check_head, padded_vocab, segments
+from models.losses import VocabLogits
+from models.text.common import CAUSAL_HEADS, check_choices
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from models.text.mixture import MixtureBlock, MixtureModel, activations_of, feed_forward
 
@@ -36,7 +36,6 @@ _NORMS = ("before", "after", "around", "parallel")
 class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
-    vocab_size: int  # number of tokens in the tokenizer's vocab
     num_heads: int
     num_kv_heads: int  # divides num_heads
     head_dim: int
@@ -63,10 +62,8 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
     residual_scale: float = 1.0  # of the output of attention and of the MLP
     logit_scale: float = 1.0
     tie_embeddings: bool = False  # whether the head uses the token embedding
-    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     rms_norm_epsilon: float = 1e-5
     init_stddev: float = 0.02
-    loss: str = "cross_entropy"  # or an import path; see models/losses.py
     head: str = "lm"  # lm | none, which returns activations
 
     def __post_init__(self):
@@ -102,8 +99,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
                 "choose one of them"
             )
         self.check_rotation()
-        make_token_loss(self.loss)
-        check_head(self.head)
+        check_choices(self, head=CAUSAL_HEADS)
         self.check_experts()
         check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
 
@@ -183,8 +179,7 @@ class _Block(MixtureBlock):
             x_BTD,
             rotate=config.rotation(self.layer_type, x_BTD, batch),
             is_causal=True,
-            window=config.window(self.layer_type),
-            segments=segments(batch),
+            **config.masks(self.layer_type, batch),
             scale=config.score_scale,
             softcap=config.attention_softcap,
         )
@@ -200,25 +195,26 @@ class Llama(MixtureModel):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        normal = jax.nn.initializers.normal(config.init_stddev)
-        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
-        table = (vocab, config.embed_dim), ("vocab", "embed")
-        self.token_embedding = param(normal, rngs, *table)
+        table = config.embed_dim, config.init_stddev, rngs
+        self.token_embedding = config.make_table(*table)
         kinds = [*zip(config.types, config.are_dense, strict=True)]
         self.decoder, self.last_decoder = stacks_of(kinds, partial(_Block, config), rngs=rngs)
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
-        self.output_embedding = param(normal, rngs, *table) if has_own_table else None
+        self.output_embedding = config.make_table(*table) if has_own_table else None
 
     def embed_tokens(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
         return _scaled(x_BTD, self.config.embedding_scale)
 
-    def outputs(self, x: Any) -> tuple[jax.Array, jax.Array]:
-        """Return the two factors of the logits, `[B, T, D]` and `[V, D]`."""
+    def outputs(self, x: Any) -> VocabLogits:
+        """Return the logits for the activations after the last block."""
+        config = self.config
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
-        return _scaled(self.final_norm(activations_of(x)), self.config.logit_scale), table[...]
+        x_BTD = _scaled(self.final_norm(activations_of(x)), config.logit_scale)
+        options = {"vocab_size": config.vocab_size, "softcap": config.logit_softcap}
+        return VocabLogits(x_BTD, table[...], **options)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

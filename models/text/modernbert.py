@@ -13,20 +13,17 @@ Source: Warner et al. 2024 (arXiv:2412.13663), section 2.1.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.activations import check_activation
-from models.layers.basic import LayerNorm, Linear, lookup, param
-from models.layers.block import Block
+from models.layers.basic import LayerNorm, Linear, lookup
+from models.layers.block import Block, attention_of, mlp_of, norm_of
 from models.layers.dropout import dropout
-from models.layers.transformer import MLP, Attention
-from models.losses import make_token_loss
-from models.text.common import check_choices, check_heads_divide, padded_vocab, segments
-from models.text.encoder import HEADS, DenseHead, EncoderModel
+from models.text.common import BlockConfig, check_choices
+from models.text.encoder import DenseHead, EncoderModel
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from sharding.ops.sequence import sum_over_tokens, whole_length
 
@@ -37,13 +34,9 @@ _POOLS = ("class_token", "mean")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModernBertConfig(LayerTypesConfig):
+class ModernBertConfig(BlockConfig, LayerTypesConfig):
     """Sizes, regularization and head of a ModernBERT."""
 
-    vocab_size: int  # number of tokens in the tokenizer's vocab
-    num_heads: int
-    embed_dim: int
-    mlp_dim: int
     layer_types: Sequence[str] = ("full", "window", "window")  # repeated over the layers
     sliding_window: int | None = 65  # distance from which tokens do not see each other
     rope_theta: float = 160000.0  # base of the rotary wavelengths
@@ -52,26 +45,19 @@ class ModernBertConfig(LayerTypesConfig):
     head: str  # masked_lm | sequence | token | none
     num_labels: int = 2  # for the heads "sequence" and "token"
     pool: str = "class_token"  # input of the head "sequence": class_token | mean, of all tokens
-    activation: str = "gelu"  # of the MLPs
     head_activation: str = "gelu"
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False  # of the dense layer before the logits
     vocab_bias: bool = True  # of the logits of tokens
-    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
-    layer_norm_epsilon: float = 1e-5
-    init_stddev: float = 0.02
-    loss: str = "cross_entropy"  # loss of masked tokens; or an import path, see models/losses.py
 
     def __post_init__(self):
         super().__post_init__()
-        check_heads_divide(self)
+        self.check_blocks()
         self.check_rotation()
         check_choices(self, head=_HEADS, pool=_POOLS)
-        check_activation(self.activation)
         check_activation(self.head_activation, field="head_activation")
-        make_token_loss(self.loss)
 
     @property
     def rotary_dim(self) -> int:
@@ -80,34 +66,17 @@ class ModernBertConfig(LayerTypesConfig):
 
     def make_norm(self, rngs: nnx.Rngs) -> LayerNorm:
         """Return a norm of activations."""
-        options: dict[str, Any] = {"epsilon": self.layer_norm_epsilon, "use_bias": self.norm_bias}
-        return LayerNorm(self.embed_dim, **options, rngs=rngs)
+        return norm_of(self, use_bias=self.norm_bias, rngs=rngs)
 
 
 class _Block(Block):
     def __init__(self, config: ModernBertConfig, kind: tuple[str, bool], *, rngs: nnx.Rngs):
         self.layer_type, is_first = kind
-        stddev = config.init_stddev
         super().__init__(
             attention_norm=None if is_first else config.make_norm(rngs),
-            attention=Attention(
-                config.embed_dim,
-                config.num_heads,
-                config.rotary_dim,
-                use_bias=config.attention_bias,
-                stddevs=(stddev, stddev, stddev),
-                rngs=rngs,
-            ),
+            attention=attention_of(config, use_bias=config.attention_bias, rngs=rngs),
             mlp_norm=config.make_norm(rngs),
-            mlp=MLP(
-                config.embed_dim,
-                config.mlp_dim,
-                activation=config.activation,
-                is_gated=True,
-                use_bias=config.mlp_bias,
-                stddevs=(stddev, stddev),
-                rngs=rngs,
-            ),
+            mlp=mlp_of(config, is_gated=True, use_bias=config.mlp_bias, rngs=rngs),
             dropout=config.dropout,
         )
         self.config = config
@@ -117,8 +86,7 @@ class _Block(Block):
             x_BTD,
             rotate=self.config.rotation(self.layer_type, x_BTD, batch),
             is_causal=False,
-            window=self.config.window(self.layer_type),
-            segments=segments(batch),
+            **self.config.masks(self.layer_type, batch),
         )
 
 
@@ -131,29 +99,22 @@ class ModernBert(EncoderModel):
 
     def __init__(self, config: ModernBertConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.objectives = HEADS[config.head]
         embed = config.embed_dim
-        normal = jax.nn.initializers.normal(config.init_stddev)
-        vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
-        self.token_embedding = param(normal, rngs, (vocab, embed), ("vocab", "embed"))
+        self.token_embedding = config.make_table(embed, config.init_stddev, rngs)
         self.embedding_norm = config.make_norm(rngs)
         kinds = [(layer_type, number == 0) for number, layer_type in enumerate(config.types)]
         self.encoder, self.last_encoder = stacks_of(kinds, partial(_Block, config), rngs=rngs)
         self.final_norm = config.make_norm(rngs)
 
-        def dense_head() -> DenseHead:
-            biases = {"use_bias": config.head_bias, "norm_bias": config.norm_bias}
-            return DenseHead(config, embed, activation=config.head_activation, **biases, rngs=rngs)
-
-        def classifier() -> Linear:
-            outputs = {"_out": config.num_labels}
-            return Linear({"embed": embed}, outputs, stddev=config.init_stddev, rngs=rngs)
-
-        zeros = jax.nn.initializers.zeros
+        biases = {"use_bias": config.head_bias, "norm_bias": config.norm_bias}
+        head = {"activation": config.head_activation, **biases, "rngs": rngs}
         has_vocab_bias = config.head == "masked_lm" and config.vocab_bias
-        self.dense_head = dense_head() if config.head != "none" else None
-        self.vocab_bias = param(zeros, rngs, (vocab,), ("vocab",)) if has_vocab_bias else None
-        self.classifier = classifier() if config.head in ("sequence", "token") else None
+        self.dense_head = DenseHead(config, embed, **head) if config.head != "none" else None
+        self.vocab_bias = config.make_bias(rngs) if has_vocab_bias else None
+        labels = {"_out": config.num_labels}
+        options = {"stddev": config.init_stddev, "rngs": rngs}
+        has_labels = config.head in ("sequence", "token")
+        self.classifier = Linear({"embed": embed}, labels, **options) if has_labels else None
 
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""

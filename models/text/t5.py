@@ -12,6 +12,7 @@ Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,25 +23,18 @@ from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, lookup, param
 from models.layers.dropout import dropout
 from models.layers.kv_cache import key_distances
-from models.layers.relative_bias import RelativeBias, relative_bias_at
+from models.layers.masks import segments
+from models.layers.relative_bias import RelativeBias
 from models.layers.transformer import MLP, Attention
-from models.losses import make_token_loss
-from models.stack import Stack
-from models.text.common import (
-    check_sizes,
-    check_token_ids,
-    padded_vocab,
-    segments,
-    vocab_logits,
-    vocab_loss,
-)
+from models.losses import VocabLogits
+from models.stack import Stack, run_stacks
+from models.text.common import VocabConfig, check_token_ids, vocab_loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config:
+class T5Config(VocabConfig):
     """Sizes and regularization of a T5."""
 
-    vocab_size: int  # number of tokens in the tokenizer's vocab
     num_layers: int  # layers of the encoder
     num_decoder_layers: int
     num_heads: int
@@ -54,19 +48,16 @@ class T5Config:
     scale_outputs: bool = True  # by 1 / √D before the head; version 1.1: False
     num_buckets: int = 32  # buckets of relative positions
     max_distance: int = 128  # this distance and all larger ones share one bucket
-    vocab_multiple: int = 128  # the vocab is padded to a multiple of this
     rms_norm_epsilon: float = 1e-6
-    loss: str = "cross_entropy"  # or an import path; see models/losses.py
 
     def __post_init__(self):
-        check_sizes(self)
+        super().__post_init__()
         if self.num_buckets % 4 or self.max_distance <= self.num_buckets // 2:
             raise ValueError(
                 f"model.num_buckets={self.num_buckets} must be a multiple of 4, and "
                 f"model.max_distance={self.max_distance} more than half of it"
             )
         check_activation(self.activation)
-        make_token_loss(self.loss)
 
 
 class Block(nnx.Module):
@@ -119,10 +110,9 @@ class Block(nnx.Module):
         is_decoder = self.side == "decoder"
         table_RN = x[f"{self.side}_bias"]
         longest = config.max_distance
+        bias: Any = RelativeBias(table_RN=table_RN, is_causal=is_decoder, max_distance=longest)
         if is_decoder and (distances_BTS := key_distances()) is not None:
-            bias: Any = relative_bias_at(table_RN, distances_BTS, max_distance=longest)
-        else:
-            bias = RelativeBias(table_RN=table_RN, is_causal=is_decoder, max_distance=longest)
+            bias = bias.at(distances_BTS)
         ids = segments(batch, "decoder_segment_ids" if is_decoder else "segment_ids")
         branch = self.attention(
             self.attention_norm(x_BTD),
@@ -157,19 +147,15 @@ class T5(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.config = config
         normal = jax.nn.initializers.normal
-        table = (padded_vocab(config.vocab_size, config.vocab_multiple), config.embed_dim)
-        axes = ("vocab", "embed")
         bias = (config.num_buckets, config.num_heads)
-        self.token_embedding = param(normal(1.0), rngs, table, axes)
+        self.token_embedding = config.make_table(config.embed_dim, 1.0, rngs)
         stddev = config.embed_dim**-0.5
         self.encoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
         self.decoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
 
         def stack(num_layers: int, is_decoder: bool) -> Stack:
-            def make(rngs):
-                return Block(config, is_decoder=is_decoder, rngs=rngs)
-
-            return Stack(make, num_layers, rngs=rngs)
+            make = partial(Block, config, is_decoder=is_decoder)
+            return Stack(lambda rngs: make(rngs=rngs), num_layers, rngs=rngs)
 
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
         self.encoder = stack(config.num_layers, False)
@@ -178,7 +164,7 @@ class T5(nnx.Module):
         self.decoder_norm = RMSNorm(config.embed_dim, **norm)
         tied = config.tie_embeddings
         # A tied table is scaled down before the head instead of at initialization.
-        self.output_embedding = None if tied else param(normal(stddev), rngs, table, axes)
+        self.output_embedding = None if tied else config.make_table(config.embed_dim, stddev, rngs)
 
     def embed(self, batch: dict) -> dict:
         """Return the activations of `Block` for `tokens` and `decoder_tokens`."""
@@ -197,11 +183,7 @@ class T5(nnx.Module):
 
     def head(self, x: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
         """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        config = self.config
-        x_BTD = dropout(self._outputs(x), config.dropout, batch.get("dropout_keys"), site=3)
-        vocab_size = config.vocab_size
-        loss = config.loss
-        return *vocab_loss(x_BTD, self._table(), batch, vocab_size=vocab_size, loss=loss), {}
+        return *vocab_loss(self._logits(x, batch), batch, self.config.loss), {}
 
     def __call__(
         self,
@@ -227,19 +209,16 @@ class T5(nnx.Module):
                 ("decoder_segment_ids", decoder_tokens, decoder_attention_mask),
             ):
                 batch[name] = (jnp.ones_like(ids) if mask is None else mask).astype(jnp.int32)
-        x = self.encoder(self.embed(batch), batch)
-        x = self.decoder(self.before_decoder(x, batch), batch)
-        return self.logits(x)
+        return self.logits(run_stacks(self, self.embed(batch), batch))
 
     def logits(self, x: dict) -> jax.Array:
         """Return logits float32[B, T, V] for the activations after the last block."""
-        return vocab_logits(self._outputs(x), self._table(), vocab_size=self.config.vocab_size)
+        return self._logits(x, {}).whole()
 
-    def _outputs(self, x: dict) -> jax.Array:
-        """Return the activations that the output table turns into logits, `[B, T, D]`."""
-        scale = self.config.embed_dim**-0.5 if self.config.scale_outputs else 1.0
-        return self.decoder_norm(x["decoder"]) * scale
-
-    def _table(self) -> jax.Array:
+    def _logits(self, x: dict, batch: dict) -> VocabLogits:
+        config = self.config
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
-        return table[...]
+        scale = config.embed_dim**-0.5 if config.scale_outputs else 1.0
+        x_BTD = self.decoder_norm(x["decoder"]) * scale
+        x_BTD = dropout(x_BTD, config.dropout, batch.get("dropout_keys"), site=3)
+        return VocabLogits(x_BTD, table[...], vocab_size=config.vocab_size)

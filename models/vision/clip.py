@@ -23,20 +23,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
-from models.layers.activations import check_activation
-from models.layers.basic import LayerNorm, Linear, lookup, param, unit_length
-from models.layers.block import Block
-from models.layers.transformer import MLP, Attention
-from models.stack import Stack
+from models.layers.basic import Linear, lookup, param, unit_length
+from models.layers.block import PlainBlock, attention_of, mlp_of, norm_of
+from models.stack import Stack, run_stacks
 from models.text.common import (
+    BlockConfig,
     check_choices,
     check_heads_divide,
-    check_sizes,
     learned_positions,
     padded_vocab,
     positions_by_index,
-    segments,
     text_batch,
 )
 from models.vision.common import (
@@ -54,14 +52,10 @@ CONTRASTS = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClipConfig(ImageInputConfig):
+class ClipConfig(BlockConfig, ImageInputConfig):
     """Sizes of the two encoders, and the loss. Fields without `text_` are the image encoder's."""
 
     patch_size: int  # pixels per side
-    num_layers: int
-    num_heads: int
-    embed_dim: int
-    mlp_dim: int
     vocab_size: int  # number of tokens in the tokenizer's vocab
     max_positions: int  # longest text
     text_num_layers: int
@@ -79,21 +73,13 @@ class ClipConfig(ImageInputConfig):
     initial_logit_bias: float = -10.0  # for contrast="sigmoid"
     activation: str = "quick_gelu"
     vocab_multiple: int = 128  # the vocab is padded to a multiple of this
-    layer_norm_epsilon: float = 1e-5
-    init_stddev: float = 0.02
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self)
-        check_heads_divide(self)
+        self.check_blocks()
         check_patch_size(self)
-        check_activation(self.activation)
         check_choices(self, pool=POOLS, text_pool=TEXT_POOLS, contrast=CONTRASTS)
-        if self.text_embed_dim % self.text_num_heads:
-            raise ValueError(
-                f"model.text_num_heads={self.text_num_heads} must divide "
-                f"model.text_embed_dim={self.text_embed_dim}"
-            )
+        check_heads_divide(self, prefix="text_")
         if self.pool == "attention" and self.projection_dim != self.embed_dim:
             raise ValueError(
                 f"model.projection_dim={self.projection_dim} must be model.embed_dim="
@@ -107,58 +93,29 @@ class ClipConfig(ImageInputConfig):
             )
 
     @property
-    def num_patches(self) -> int:
-        """Number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
     def is_causal(self) -> bool:
         """Whether a token of a text only sees those before it."""
         return self.text_pool != "last"
 
-    def sizes(self, side: str) -> tuple[int, int, int, int]:
-        """Return (layers, heads, embed dim, MLP dim) of "image" or "text"."""
-        if side == "image":
-            return self.num_layers, self.num_heads, self.embed_dim, self.mlp_dim
-        return self.text_num_layers, self.text_num_heads, self.text_embed_dim, self.text_mlp_dim
+    def encoder(self, side: str) -> BlockConfig:
+        """Return the sizes of the encoder of "image" or "text"."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(BlockConfig)}
+        if side == "text":
+            values |= {name: getattr(self, f"text_{name}", x) for name, x in values.items()}
+        return BlockConfig(**values)
 
 
-def _attention(config: ClipConfig, side: str, *, rngs: nnx.Rngs) -> Attention:
-    _, heads, embed, _ = config.sizes(side)
-    stddevs = (config.init_stddev, config.init_stddev, config.init_stddev)
-    return Attention(embed, heads, embed // heads, use_bias=True, stddevs=stddevs, rngs=rngs)
-
-
-def _mlp(config: ClipConfig, side: str, *, rngs: nnx.Rngs) -> MLP:
-    *_, embed, mlp = config.sizes(side)
-    stddevs = (config.init_stddev, config.init_stddev)
-    activation = config.activation
-    return MLP(embed, mlp, activation=activation, use_bias=True, stddevs=stddevs, rngs=rngs)
-
-
-def _norm(config: ClipConfig, side: str, *, rngs: nnx.Rngs) -> LayerNorm:
-    return LayerNorm(config.sizes(side)[2], epsilon=config.layer_norm_epsilon, rngs=rngs)
-
-
-class _Block(Block):
+class _Block(PlainBlock):
     """A block of one of the encoders, which returns the activations of the other unchanged."""
 
     def __init__(self, config: ClipConfig, side: str, *, rngs: nnx.Rngs):
-        super().__init__(
-            attention_norm=_norm(config, side, rngs=rngs),
-            attention=_attention(config, side, rngs=rngs),
-            mlp_norm=_norm(config, side, rngs=rngs),
-            mlp=_mlp(config, side, rngs=rngs),
-        )
+        is_causal = side == "text" and config.is_causal
+        super().__init__(config.encoder(side), is_causal=is_causal, rngs=rngs)
         self.side = side
-        self.is_causal = side == "text" and config.is_causal
 
     def __call__(self, x: dict, batch: dict, keys: jax.Array | None) -> dict:
+        batch = batch if self.side == "text" else {}  # segments are those of tokens
         return {**x, self.side: super().__call__(x[self.side], batch, keys)}
-
-    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        ids = segments(batch) if self.side == "text" else None
-        return self.attention(x_BTD, is_causal=self.is_causal, segments=ids)
 
 
 class AttentionPool(nnx.Module):
@@ -167,9 +124,9 @@ class AttentionPool(nnx.Module):
     def __init__(self, config: ClipConfig, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)
         self.probe = param(normal, rngs, (1, 1, config.embed_dim), (None, None, "embed"))
-        self.attention = _attention(config, "image", rngs=rngs)
-        self.norm = _norm(config, "image", rngs=rngs)
-        self.mlp = _mlp(config, "image", rngs=rngs)
+        self.attention = attention_of(config, rngs=rngs)
+        self.norm = norm_of(config, rngs=rngs)
+        self.mlp = mlp_of(config, rngs=rngs)
 
     def __call__(self, x_BPD: jax.Array) -> jax.Array:
         """Return `[B, D]`."""
@@ -195,10 +152,10 @@ class Clip(nnx.Module):
         text_embed = config.text_embed_dim
         has_class_token = config.pool == "class_token"
         vocab = padded_vocab(config.vocab_size, config.vocab_multiple)
-        positions = config.num_patches + has_class_token
+        positions = (config.image_size // config.patch_size) ** 2 + has_class_token
 
         def stack(side: str) -> Stack:
-            layers = config.sizes(side)[0]
+            layers = config.encoder(side).num_layers
             return Stack(lambda rngs: _Block(config, side, rngs=rngs), layers, rngs=rngs)
 
         def linear(inputs: int, use_bias: bool) -> Linear:
@@ -215,16 +172,16 @@ class Clip(nnx.Module):
             param(normal, rngs, (1, 1, embed), (None, None, "embed")) if has_class_token else None
         )
         self.position_embedding = param(normal, rngs, (positions, embed), (None, "embed"))
-        self.first_norm = _norm(config, "image", rngs=rngs) if has_class_token else None
+        self.first_norm = norm_of(config, rngs=rngs) if has_class_token else None
         self.image_encoder = stack("image")
-        self.final_norm = _norm(config, "image", rngs=rngs)
+        self.final_norm = norm_of(config, rngs=rngs)
         self.pool = None if has_class_token else AttentionPool(config, rngs=rngs)
         self.projection = linear(embed, False) if has_class_token else None
         shape = (config.max_positions, text_embed)
         self.token_embedding = param(normal, rngs, (vocab, text_embed), ("vocab", "embed"))
         self.text_position_embedding = param(normal, rngs, shape, (None, "embed"))
         self.text_encoder = stack("text")
-        self.text_final_norm = _norm(config, "text", rngs=rngs)
+        self.text_final_norm = norm_of(config.encoder("text"), rngs=rngs)
         self.text_projection = linear(text_embed, not has_class_token)
         self.logit_scale = number(config.initial_logit_scale)
         is_sigmoid = config.contrast == "sigmoid"
@@ -312,9 +269,15 @@ class Clip(nnx.Module):
         batch: dict[str, Any] = text_batch(
             tokens, attention_mask, vocab_size=self.config.vocab_size
         )
+        if attention_mask is not None and not isinstance(attention_mask, Tracer):
+            ends_B1 = self._ends(tokens)[:, None]
+            if not jnp.all(jnp.take_along_axis(attention_mask, ends_B1, axis=1)):
+                raise ValueError(
+                    "attention_mask hides the token that represents a text, because padding before "
+                    "the text is the same token; pad on the right, or with another token"
+                )
         batch["images"] = images
-        x = self.text_encoder(self.image_encoder(self.embed(batch), batch), batch)
-        return self.embeddings(x, batch)
+        return self.embeddings(run_stacks(self, self.embed(batch), batch), batch)
 
     def _ends(self, tokens_BT: jax.Array) -> jax.Array:
         """Return int32[B], the position of the token that represents each text."""

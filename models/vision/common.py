@@ -12,6 +12,7 @@ B batch, H and W pixels, C channels, P patch side, T patches, D embed, K labels.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.layers.activations import as_float32
 from models.layers.basic import Linear
+from models.stack import run_stacks
+from models.text.common import check_sizes
 from sharding.ops.sequence import counted_once
 
 #: `model.head` -> values of `data.objective`. "labels" classifies images, "none" gives activations.
@@ -42,9 +46,7 @@ class ImageInputConfig:
         for field in dataclasses.fields(self):
             if isinstance(getattr(self, field.name), list):  # YAML and JSON have no tuples
                 object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
-        for name in ("image_size", "num_channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at least 1")
+        check_sizes(self)
         for name in ("image_mean", "image_stddev"):
             values = getattr(self, name)
             if len(values) not in (1, self.num_channels):
@@ -210,9 +212,56 @@ def drop_path_rate(last: float, branch: jax.Array, num_branches: int) -> jax.Arr
     return last * branch / max(num_branches - 1, 1) if last else 0.0
 
 
-def label_logits(logits: jax.Array) -> jax.Array:
-    """Return logits in float32 or wider."""
-    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+class ImageClassifier(nnx.Module):
+    """An encoder of images with one of HEADS.
+
+    A subclass has a `config`, stacks, `embed`, `final_norm`, and a `classifier` from
+    `make_classifier`.
+    """
+
+    stacks: tuple[str, ...] = ("encoder",)
+    config: Any
+    final_norm: Callable[[jax.Array], jax.Array]
+    classifier: Linear | None
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """Values of `data.objective` that the head can be trained with."""
+        return HEADS[self.config.head]
+
+    def make_classifier(self, features: int, *, stddev: float, rngs: nnx.Rngs) -> Linear | None:
+        """Return the last layer of the head; None for `head="none"`."""
+        labels = {"_out": self.config.num_labels}
+        has_labels = self.config.head == "labels"
+        options = {"stddev": stddev, "use_bias": getattr(self.config, "classifier_bias", True)}
+        return Linear({"embed": features}, labels, **options, rngs=rngs) if has_labels else None
+
+    def embed(self, batch: dict) -> jax.Array:
+        """Return the activations of `batch["images"]` before the first block."""
+        raise NotImplementedError
+
+    def label_features(self, x: jax.Array) -> jax.Array:
+        """Return the input of the classifier `[B, D]`, given the activations after all blocks."""
+        raise NotImplementedError
+
+    def label_logits(self, x: jax.Array) -> jax.Array:
+        """Return logits of the labels, float32[B, K] or wider."""
+        assert self.classifier is not None
+        return as_float32(self.classifier(self.label_features(x)))
+
+    def head(self, x: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
+        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
+        return label_loss(self.label_logits(x), batch, smoothing=self.config.label_smoothing)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Return logits, float32[B, K], or the last norm of activations for `head="none"`.
+
+        Args:
+            images: `[B, H, W, C]`, uint8 or normalized.
+        """
+        batch = {"images": images}
+        x = run_stacks(self, self.embed(batch), batch)
+        return self.final_norm(x) if self.classifier is None else self.label_logits(x)
 
 
 def label_loss(

@@ -24,7 +24,7 @@ from flax import nnx
 
 from models.layers.basic import LayerNorm, Linear, param
 from models.layers.dropout import dropout
-from models.stack import Stack
+from models.stack import Stack, run_stacks
 from models.text.common import check_heads_divide
 from models.vision.common import patchify, unpatchify
 from models.vision.vit import (
@@ -134,8 +134,7 @@ class MAE(ImageEncoder):
         first, patches_BTD = self.tokens(batch["images"])
         kept_BK = self._order(batch)[:, : self._num_kept(batch)]
         x_BTD = local_tokens(jnp.concatenate([first, _take(patches_BTD, kept_BK)], axis=1))
-        x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
-        return x_BTD
+        return dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
 
     def before_decoder(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the decoder's input `[B, 1 + T, D]`, with all patches in image order."""
@@ -182,8 +181,7 @@ class MAE(ImageEncoder):
         """
         mask = {"mask_seeds": jnp.arange(len(images), dtype=jnp.uint32)}
         batch = {"images": images, **(mask if noise is None else {"noise": noise})}
-        x_BTD = self.encoder(self.embed(batch), batch)
-        x_BTD = self.decoder(self.before_decoder(x_BTD, batch), batch)
+        x_BTD = run_stacks(self, self.embed(batch), batch)
         return self._predictions(x_BTD[:, 1:]), self._is_hidden(batch)
 
     def reconstructions(

@@ -18,14 +18,13 @@ from models.layers.basic import Linear, param, recomputed
 from models.layers.dropout import drop_path
 from models.layers.transformer import MLP, across_tokens
 from models.stack import Stack
-from models.text.common import check_choices, check_sizes
+from models.text.common import check_choices
 from models.vision.common import (
     HEADS,
+    ImageClassifier,
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
-    label_logits,
-    label_loss,
 )
 
 _STDDEV = 0.02  # initial standard deviation of kernels
@@ -47,7 +46,6 @@ class ResMLPConfig(ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self)
         check_patch_size(self)
         check_choices(self, head=HEADS)
         if not self.layer_scale > 0:
@@ -124,21 +122,18 @@ class Block(nnx.Module):
         return x_BTD
 
 
-class ResMLP(nnx.Module):
+class ResMLP(ImageClassifier):
     """Residual linear layers over patches, with a head."""
 
     Config = ResMLPConfig
 
     def __init__(self, config: ResMLPConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.objectives = HEADS[config.head]
         embed = config.embed_dim
         self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, rngs=rngs)
         self.encoder = Stack(lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs)
         self.final_affine = Affine(embed, rngs=rngs)
-        labels = {"_out": config.num_labels}
-        linear = Linear({"embed": embed}, labels, stddev=_STDDEV, rngs=rngs)
-        self.classifier = linear if config.head == "labels" else None
+        self.classifier = self.make_classifier(embed, stddev=_STDDEV, rngs=rngs)
 
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["images"]`.
@@ -154,23 +149,12 @@ class ResMLP(nnx.Module):
                 "patch has weights of its own in a ResMLP; resize the images"
             )
         patches = self.patch_embedding(batch["images"])
-        x_BTD = patches.reshape(len(patches), self.config.num_patches, -1)
-        return x_BTD
+        return patches.reshape(len(patches), self.config.num_patches, -1)
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
-        return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
+    def label_features(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the mean of the patches, `[B, D]`."""
+        return self.final_affine(jnp.mean(x_BTD, axis=1))
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Return logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
-
-        Args:
-            images: `[B, H, W, channels]`, uint8 or normalized.
-        """
-        batch = {"images": images}
-        x_BTD = self.encoder(self.embed(batch), batch)
-        return self.final_affine(x_BTD) if self.classifier is None else self._logits(x_BTD)
-
-    def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        assert self.classifier is not None
-        return label_logits(self.classifier(self.final_affine(jnp.mean(x_BTD, axis=1))))
+    def final_norm(self, x: jax.Array) -> jax.Array:
+        """Return the output of the last affine layer."""
+        return self.final_affine(x)

@@ -39,15 +39,14 @@ from models.layers.windows import (
     regions,
 )
 from models.stack import Stack
-from models.text.common import check_choices, check_sizes
+from models.text.common import check_choices
 from models.vision.common import (
     HEADS,
+    ImageClassifier,
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
     drop_path_rate,
-    label_logits,
-    label_loss,
 )
 from sharding.logical import constrain
 
@@ -79,7 +78,6 @@ class SwinConfig(ImageInputConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self, exclude=("num_heads",))
         check_patch_size(self)
         check_activation(self.activation)
         check_choices(self, head=HEADS)
@@ -233,21 +231,14 @@ class Block(nnx.Module):
         branch_number = 2 * batch["layer"] + int(self.second)
         rate = drop_path_rate(config.drop_path, branch_number, sum(config.depths))
 
-        def dropped(branch, site):
-            return dropout(branch, config.dropout, keys, first_site + site)
-
-        def added(x, branch, site):
-            return x + drop_path(branch, rate, keys, first_site + site)
-
-        if config.version == 1:
-            branch = dropped(self._attend(self.attention_norm(x_BHWC)), site=0)
-            x_BHWC = added(x_BHWC, branch, site=1)
-            branch = dropped(self._mlp(self.mlp_norm(x_BHWC)), site=2)
-            return added(x_BHWC, branch, site=3)
-        branch = self.attention_norm(dropped(self._attend(x_BHWC), site=0))
-        x_BHWC = added(x_BHWC, branch, site=1)
-        branch = self.mlp_norm(dropped(self._mlp(x_BHWC), site=2))
-        return added(x_BHWC, branch, site=3)
+        branches = ((self.attention_norm, self._attend), (self.mlp_norm, self._mlp))
+        for number, (norm, function) in enumerate(branches):
+            site = first_site + 2 * number
+            branch = function(norm(x_BHWC) if config.version == 1 else x_BHWC)
+            branch = dropout(branch, config.dropout, keys, site)
+            branch = branch if config.version == 1 else norm(branch)
+            x_BHWC += drop_path(branch, rate, keys, site + 1)
+        return x_BHWC
 
     def _mlp(self, x_BHWC: jax.Array) -> jax.Array:
         batch, height, width, dim = x_BHWC.shape
@@ -313,7 +304,7 @@ class PatchMerging(nnx.Module):
         return constrain(x, "batch", None, None, "act_embed")
 
 
-class Swin(nnx.Module):
+class Swin(ImageClassifier):
     """A pyramid of windowed attention with a head."""
 
     Config = SwinConfig
@@ -322,7 +313,6 @@ class Swin(nnx.Module):
 
     def __init__(self, config: SwinConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.objectives = HEADS[config.head]
         self.stacks = tuple(f"stage{i}" for i in range(config.num_stages))
         self.patch_embedding = PatchEmbedding(
             config, config.patch_size, config.embed_dim, is_padded=True, rngs=rngs
@@ -344,10 +334,7 @@ class Swin(nnx.Module):
             setattr(self, name, stack(stage))
         width = config.width(config.num_stages - 1)
         self.final_norm = LayerNorm(width, epsilon=config.layer_norm_epsilon, rngs=rngs)
-        has_labels = config.head == "labels"
-        labels = {"_out": config.num_labels}
-        linear = Linear({"embed": width}, labels, stddev=config.init_stddev, rngs=rngs)
-        self.classifier = linear if has_labels else None
+        self.classifier = self.make_classifier(width, stddev=config.init_stddev, rngs=rngs)
 
     def embed(self, batch: dict) -> jax.Array:
         """Return the activations of the first stage, `[B, H, W, C]`, for `batch["images"]`."""
@@ -370,23 +357,6 @@ class Swin(nnx.Module):
         assert self.merging3 is not None
         return self.merging3(x_BHWC)
 
-    def head(self, x_BHWC: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
-        return label_loss(self._logits(x_BHWC), batch, smoothing=self.config.label_smoothing)
-
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Return logits, float32[B, K], or activations `[B, H, W, C]` for `head="none"`.
-
-        Args:
-            images: `[B, pixels, pixels, channels]`, uint8 or normalized.
-        """
-        batch = {"images": images}
-        x_BHWC = self.embed(batch)
-        for i, name in enumerate(self.stacks):
-            x_BHWC = getattr(self, f"before_{name}")(x_BHWC, batch) if i else x_BHWC
-            x_BHWC = getattr(self, name)(x_BHWC, batch)
-        return self.final_norm(x_BHWC) if self.classifier is None else self._logits(x_BHWC)
-
-    def _logits(self, x_BHWC: jax.Array) -> jax.Array:
-        assert self.classifier is not None
-        return label_logits(self.classifier(jnp.mean(self.final_norm(x_BHWC), axis=(1, 2))))
+    def label_features(self, x_BHWC: jax.Array) -> jax.Array:
+        """Return the mean of the patches, `[B, D]`."""
+        return jnp.mean(self.final_norm(x_BHWC), axis=(1, 2))

@@ -1,4 +1,4 @@
-"""ViT and DeiT: a Transformer encoder over the patches of an image.
+"""ViT, DeiT and CLIP's image encoder: a Transformer encoder over the patches of an image.
 
 `ImageEncoder` is also the encoder of MAE and MoCo v3, which pre-train it under the same parameter
 names.
@@ -19,21 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from models.layers.activations import check_activation
-from models.layers.basic import LayerNorm, Linear, param
-from models.layers.block import Block
+from models.layers.basic import Linear, param
+from models.layers.block import PlainBlock, norm_of
 from models.layers.dropout import drop_path, dropout
-from models.layers.transformer import MLP, Attention
 from models.stack import Stack
-from models.text.common import check_choices, check_heads_divide, check_sizes
+from models.text.common import BlockConfig, check_choices
 from models.vision.common import (
     HEADS,
+    ImageClassifier,
     ImageInputConfig,
     PatchEmbedding,
     check_patch_size,
     drop_path_rate,
-    label_logits,
-    label_loss,
     resized_positions,
     sincos_positions,
 )
@@ -56,29 +53,23 @@ KERNELS = ("normal", "xavier")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ImageEncoderConfig(ImageInputConfig):
+class ImageEncoderConfig(BlockConfig, ImageInputConfig):
     """Sizes and regularization of an encoder of patches."""
 
     patch_size: int  # pixels per side
-    num_layers: int
-    num_heads: int
-    embed_dim: int
-    mlp_dim: int
     positions: str = "random"  # initial values: random | sincos; optimizer.frozen keeps them
     kernels: str = "normal"  # initialization: normal with init_stddev | xavier, by kernel size
     dropout: float = 0.0  # rate for embeddings and residual branches, in [0, 1)
     drop_path: float = 0.0  # rate of the last layer's branches per image; grows linearly from 0
     qkv_bias: bool = True
-    activation: str = "gelu"
+    patch_bias: bool = True  # whether the embedding of patches has a bias
+    first_norm: bool = False  # norm before the first block, as in CLIP
     layer_norm_epsilon: float = 1e-12
-    init_stddev: float = 0.02
 
     def __post_init__(self):
         super().__post_init__()
-        check_sizes(self)
-        check_heads_divide(self)
+        self.check_blocks()
         check_patch_size(self)
-        check_activation(self.activation)
         check_choices(self, positions=POSITIONS, kernels=KERNELS)
         if self.positions == "sincos" and self.embed_dim % 4:
             raise ValueError(
@@ -120,6 +111,7 @@ class ViTConfig(ImageEncoderConfig):
     num_labels: int = 2  # for the head "labels"
     pool: str = "class_token"  # input of the head: class_token | mean, which averages patches
     distillation: str = "none"  # DeiT: token | classifier
+    classifier_bias: bool = True
     label_smoothing: float = 0.0  # during training
     use_pooler: bool = False  # whether head="none" keeps a pooler, which none of our heads reads
 
@@ -152,7 +144,7 @@ class PreTrainingConfig(ImageEncoderConfig):
         return ViTConfig(head="none", **{name: getattr(self, name) for name in names})
 
 
-class ViTBlock(Block):
+class ViTBlock(PlainBlock):
     """Attention and an MLP with norms before them, and stochastic depth.
 
     Args:
@@ -162,38 +154,13 @@ class ViTBlock(Block):
     """
 
     def __init__(self, config: ImageEncoderConfig, num_layers: int, *, rngs: nnx.Rngs):
-        embed = config.embed_dim
         square = config.kernel_stddev(config.embed_dim, config.embed_dim)
-        oblong = config.kernel_stddev(embed, config.mlp_dim)
-        norm = {"epsilon": config.layer_norm_epsilon, "rngs": rngs}
-        super().__init__(
-            attention_norm=LayerNorm(embed, **norm),
-            attention=Attention(
-                embed,
-                config.num_heads,
-                embed // config.num_heads,
-                use_bias=config.qkv_bias,
-                use_out_bias=True,
-                stddevs=(square, square, square),
-                rngs=rngs,
-            ),
-            mlp_norm=LayerNorm(embed, **norm),
-            mlp=MLP(
-                embed,
-                config.mlp_dim,
-                activation=config.activation,
-                use_bias=True,
-                stddevs=(oblong, oblong),
-                rngs=rngs,
-            ),
-            dropout=config.dropout,
-        )
+        oblong = config.kernel_stddev(config.embed_dim, config.mlp_dim)
+        attention = {"use_bias": config.qkv_bias, "use_out_bias": True, "stddev": square}
+        mlp = {"stddev": oblong}
+        super().__init__(config, is_causal=False, attention=attention, mlp=mlp, rngs=rngs)
         self.drop_path = config.drop_path
         self.num_layers = num_layers
-
-    def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        """Attend to all patches; see `Block`."""
-        return self.attention(x_BTD, is_causal=False)
 
     def drop(
         self, branch_BTD: jax.Array, batch: dict, keys: jax.Array | None, number: int
@@ -224,9 +191,8 @@ class ImageEncoder(nnx.Module):
         embed = config.embed_dim
         layers = config.num_layers
         normal = jax.nn.initializers.normal(config.init_stddev)
-        self.patch_embedding = PatchEmbedding(
-            config, config.patch_size, embed, stddev=config.patch_stddev, rngs=rngs
-        )
+        options = {"stddev": config.patch_stddev, "use_bias": config.patch_bias, "rngs": rngs}
+        self.patch_embedding = PatchEmbedding(config, config.patch_size, embed, **options)
 
         def token() -> nnx.Param:
             return param(normal, rngs, (1, 1, embed), (None, None, "embed"))
@@ -234,8 +200,9 @@ class ImageEncoder(nnx.Module):
         self.class_token = token()
         self.position_embedding = position_embedding(config, rngs=rngs)
         self.distillation_token = token() if config.num_first_tokens > 1 else None
+        self.first_norm = norm_of(config, rngs=rngs) if config.first_norm else None
         self.encoder = Stack(lambda rngs: block(config, layers, rngs=rngs), layers, rngs=rngs)
-        self.final_norm = LayerNorm(embed, epsilon=config.layer_norm_epsilon, rngs=rngs)
+        self.final_norm = norm_of(config, rngs=rngs)
 
     def tokens(self, images_BHWC: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (first tokens `[B, 1 or 2, D]`, patches `[B, T, D]`) of images, with positions."""
@@ -247,7 +214,9 @@ class ImageEncoder(nnx.Module):
         num = first.shape[1]
         positions = positions_on(self.position_embedding[...], (rows, columns), num_first=num)
         first = jnp.broadcast_to(first + positions[:, :num], (size, num, embed))
-        return first, patches.reshape(size, rows * columns, embed) + positions[:, num:]
+        patches = patches.reshape(size, rows * columns, embed) + positions[:, num:]
+        norm = self.first_norm
+        return (first, patches) if norm is None else (norm(first), norm(patches))
 
 
 def position_embedding(config: ImageEncoderConfig, *, rngs: nnx.Rngs) -> nnx.Param:
@@ -275,7 +244,7 @@ def positions_on(table: jax.Array, grid: tuple[int, int], *, num_first: int = 1)
     return jnp.concatenate([first, resized_positions(table[0, num_first:], grid)[None]], axis=1)
 
 
-class ViT(ImageEncoder):
+class ViT(ImageEncoder, ImageClassifier):
     """An image encoder with a head."""
 
     Config = ViTConfig
@@ -284,50 +253,33 @@ class ViT(ImageEncoder):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.config = config
-        self.objectives = HEADS[config.head]
         embed = config.embed_dim
-        stddev = config.init_stddev
-
-        def linear(outputs: int) -> Linear:
-            return Linear({"embed": embed}, {"_out": outputs}, stddev=stddev, rngs=rngs)
-
+        options = {"stddev": config.init_stddev, "rngs": rngs}
         has_pooler = config.head == "none" and config.use_pooler
-        has_labels = config.head != "none"
-        has_second = has_labels and config.distillation == "classifier"
-        self.pooler = linear(embed) if has_pooler else None
-        self.classifier = linear(config.num_labels) if has_labels else None
-        self.distillation_classifier = linear(config.num_labels) if has_second else None
+        has_second = config.distillation == "classifier"
+        self.pooler = Linear({"embed": embed}, {"_out": embed}, **options) if has_pooler else None
+        self.classifier = self.make_classifier(embed, **options)
+        second = self.make_classifier(embed, **options) if has_second else None
+        self.distillation_classifier = second
 
     def embed(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["images"]`, tokens before patches first."""
         x_BTD = local_tokens(jnp.concatenate(self.tokens(batch["images"]), axis=1))
-        x_BTD = dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
-        return x_BTD
+        return dropout(x_BTD, self.config.dropout, batch.get("dropout_keys"))
 
-    def head(self, x_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted losses, sum of weights, sums of metrics) of the labels."""
-        return label_loss(self._logits(x_BTD), batch, smoothing=self.config.label_smoothing)
+    def label_features(self, x_BTD: jax.Array) -> jax.Array:
+        """Return `[B, D]`: the class token, or the mean of the patches."""
+        if self.config.pool == "mean":
+            return self.final_norm(_mean_of_patches(x_BTD, self.config.num_first_tokens))
+        return self.final_norm(x_BTD[:, 0])
 
-    def __call__(self, images: jax.Array) -> jax.Array:
-        """Return logits, float32[B, K], or activations `[B, T, D]` for `head="none"`.
-
-        Args:
-            images: `[B, H, W, C]`, uint8 or normalized.
-        """
-        batch = {"images": images}
-        x_BTD = self.encoder(self.embed(batch), batch)
-        return self.final_norm(x_BTD) if self.classifier is None else self._logits(x_BTD)
-
-    def _logits(self, x_BTD: jax.Array) -> jax.Array:
-        assert self.classifier is not None
-        config = self.config
-        num_first = config.num_first_tokens
-        x_BD = _mean_of_patches(x_BTD, num_first) if config.pool == "mean" else x_BTD[:, 0]
-        logits = label_logits(self.classifier(self.final_norm(x_BD)))
+    def label_logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Return logits of the labels, float32[B, K]; with two classifiers their mean."""
+        logits = super().label_logits(x_BTD)
         if self.distillation_classifier is None:
             return logits
-        distilled = label_logits(self.distillation_classifier(self.final_norm(x_BTD[:, 1])))
-        return (logits + distilled) / 2
+        distilled = self.distillation_classifier(self.final_norm(x_BTD[:, 1]))
+        return (logits + distilled.astype(logits.dtype)) / 2
 
 
 def _mean_of_patches(x_BTD: jax.Array, num_first: int) -> jax.Array:

@@ -23,7 +23,6 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from sharding.context_values import bound
 from sharding.logical import manual_mesh_axes, sum_of_parts
 from sharding.mesh import BATCH_AXES
 
@@ -140,14 +140,9 @@ WHOLE = SequenceSplit()
 _current: contextvars.ContextVar[SequenceSplit] = contextvars.ContextVar("sequence", default=WHOLE)
 
 
-@contextlib.contextmanager
-def use(split: SequenceSplit) -> Iterator[None]:
+def use(split: SequenceSplit) -> contextlib.AbstractContextManager:
     """Trace everything within the block for sequences that are divided like this."""
-    token = _current.set(split)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, split)
 
 
 def current() -> SequenceSplit:

@@ -1,5 +1,6 @@
 """CLIP and SigLIP: embeddings, logits, losses and gradients of transformers, and round trips."""
 
+import dataclasses
 import json
 
 import jax
@@ -215,7 +216,7 @@ def test_published_config_gives_the_sizes_of_transformers(name):
     theirs = getattr(hf, f"{published['architectures'][0].removesuffix('Model')}Config")
     theirs = theirs(**published)
     for side, section in (("image", theirs.vision_config), ("text", theirs.text_config)):
-        assert ours.sizes(side) == (
+        assert dataclasses.astuple(ours.encoder(side))[:4] == (
             section.num_hidden_layers,
             section.num_attention_heads,
             section.hidden_size,
@@ -241,3 +242,71 @@ def test_config_that_the_model_cannot_express_is_refused():
     older = {**published, "text_config_dict": {"hidden_size": 768}}
     with pytest.raises(ValueError, match="hidden_size=768 in text_config_dict but 512"):
         read(older, architecture.keys, harmless=architecture.harmless)
+
+
+#: Class in transformers -> its config, and the name of what it returns for a text or an image.
+ENCODERS = {
+    "CLIPTextModel": (hf.CLIPTextConfig, "last_hidden_state"),
+    "CLIPTextModelWithProjection": (hf.CLIPTextConfig, "text_embeds"),
+    "CLIPVisionModel": (hf.CLIPVisionConfig, "pooler_output"),
+    "CLIPVisionModelWithProjection": (hf.CLIPVisionConfig, "image_embeds"),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_one_encoder_equals_that_of_transformers_and_comes_back(name, tmp_path):
+    config, output = ENCODERS[name]
+    is_text = config is hf.CLIPTextConfig
+    sizes = {**_TEXT, "eos_token_id": EOS} if is_text else _IMAGES
+    torch.manual_seed(0)
+    theirs = getattr(hf, name)(config(**sizes, projection_dim=23)).eval()
+    theirs.set_attn_implementation("eager")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    if is_text:
+        # The second row has padding on the left, which has positions, too.
+        tokens = inputs("clip")["tokens"]
+        tokens[1] = [1] * 5 + [*tokens[1, :9]]
+        mask = np.ones_like(tokens)
+        mask[1, :5] = mask[2, 5:] = 0
+        args = {"input_ids": torch.from_numpy(tokens).long()}
+        reference = theirs(**args, attention_mask=torch.from_numpy(mask))
+        found = np.asarray(ours(tokens, mask))
+        expected = getattr(reference, output).detach().numpy()
+        if output == "text_embeds":
+            found = found[np.arange(3), [13, 13, 4]]
+        else:
+            found, expected = found[mask > 0], expected[mask > 0]
+    else:
+        images = inputs("clip")["images"]
+        pixels = torch.from_numpy(images).permute(0, 3, 1, 2)
+        expected = getattr(theirs(pixel_values=pixels), output).detach().numpy()
+        found = np.asarray(ours(images))
+        found = found if output == "image_embeds" else found[:, 0]
+    # 1e-4 is float32 rounding accumulated over the layers, with sums in different orders.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    from_hf.convert(tmp_path / "theirs", tmp_path / "ours")
+    to_hf.convert(tmp_path / "ours", tmp_path / "back")
+    assert_same_bits(all_tensors(tmp_path / "back"), all_tensors(tmp_path / "theirs"))
+    configs = [json.loads((tmp_path / x / "config.json").read_text()) for x in ("theirs", "back")]
+    assert configs[0] == configs[1]
+
+
+def test_padding_before_a_text_must_be_another_token(tmp_path):
+    theirs = make("clip")
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load(tmp_path / "theirs")
+    batch = inputs("clip")
+    mask = np.ones_like(batch["tokens"])
+    mask[0, :2] = 0
+    batch["tokens"][0, :2] = 1
+    _, text = ours.encode(**batch, attention_mask=mask)
+    expected = theirs(
+        input_ids=torch.from_numpy(batch["tokens"]).long(),
+        pixel_values=torch.from_numpy(batch["images"]).permute(0, 3, 1, 2),
+        attention_mask=torch.from_numpy(mask),
+    )
+    np.testing.assert_allclose(text, expected.text_embeds.detach().numpy(), rtol=0, atol=1e-4)
+    batch["tokens"][0, :2] = EOS
+    with pytest.raises(ValueError, match="attention_mask hides the token that represents a text"):
+        ours.encode(**batch, attention_mask=mask)

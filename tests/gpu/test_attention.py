@@ -66,6 +66,15 @@ def test_packed_documents_are_given_to_the_kernel():
     assert not any(shape[-2:] == (8192, 8192) for shape in shapes)
 
 
+def test_chunks_are_given_to_the_kernel_as_documents():
+    """LLaMA 4: a query sees the keys of its own chunk; the scores of all pairs never exist."""
+    chunked = ("model.layer_types=('chunked', 'no_positions')", "model.attention_chunk=1024")
+    run = steps.make_run("llama", (*LONG, *chunked))
+    assert {kernel.kernel for kernel in run.attention_kernels} == {"cudnn"}
+    assert not any(kernel.scores_bytes for kernel in run.attention_kernels)
+    assert '"max_seg_per_batch":8' in steps.text_of(run).replace(" ", "").replace('"8"', "8")
+
+
 def test_soft_capped_scores_have_linear_memory():
     """Gemma 2: cuDNN has no soft caps, so a loop computes the scores of a few queries at a time."""
     pattern = ("model.layer_types=('window', 'full')", "model.sliding_window=4096")

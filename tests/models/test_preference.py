@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from models.losses import VocabLogits
 from models.preference import METRICS, PreferenceConfig, answer_log_probs, preference_loss
 
 _VOCAB = 11
@@ -52,9 +53,8 @@ def test_loss_and_gradient_equal_the_formula(beta, swapped):
         config = PreferenceConfig(beta=beta, label_smoothing=swapped)
 
         def loss(x_BTD, table_VD):
-            total, weight, metrics = preference_loss(
-                x_BTD, table_VD, batch, vocab_size=_VOCAB, config=config
-            )
+            logits = VocabLogits(x_BTD, table_VD, vocab_size=_VOCAB)
+            total, weight, metrics = preference_loss(logits, batch, config=config)
             return total, (weight, metrics)
 
         (total, (weight, metrics)), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(
@@ -81,9 +81,9 @@ def test_log_probs_have_no_gradient_and_are_zero_for_absent_pairs():
     x_BTD, table_VD = map(jnp.array, arrays)
 
     def total(x_BTD):
-        return answer_log_probs(x_BTD, table_VD, batch, vocab_size=_VOCAB).sum()
+        return answer_log_probs(VocabLogits(x_BTD, table_VD, vocab_size=_VOCAB), batch).sum()
 
     assert not np.asarray(jax.grad(total)(x_BTD)).any()
-    found = answer_log_probs(x_BTD, table_VD, batch, vocab_size=_VOCAB)
+    found = answer_log_probs(VocabLogits(x_BTD, table_VD, vocab_size=_VOCAB), batch)
     assert found.shape == (2, 2, 2)
     assert not np.asarray(found)[1, 1].any() and np.asarray(found)[0].all()

@@ -137,6 +137,10 @@ def test_two_stacks_in_a_pipeline_equal_sequential_execution(schedule, chunks, s
         ("aaabbbb", (("a", 3), ("b", 4))),
         ("wwwwwfwwwwwfww", (("wwwwwf", 2), ("w", 2))),
         ("abcde", (("abcde", 1), None)),
+        # ModernBERT with 3n, 3n + 1 and 3n + 2 layers; the first layer differs from all others.
+        ("Fwwfwwfww", (("Fww", 1), ("fww", 2))),
+        ("Fwwfwwf", (("F", 1), ("wwf", 2))),
+        ("Fwwfwwfw", (("Fw", 1), ("wfw", 2))),
     ],
 )
 def test_layers_are_divided_into_the_shortest_periods(types, expected):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models.layers import attention, blocked_attention, cudnn_attention, cudnn_kernel
+from models.layers.masks import Mask, Operands, Options
 from sharding import hardware
 from tests.models.layers import cudnn_stand_in
 
@@ -38,14 +39,14 @@ def draw(*, queries: int, keys: int, heads: int, kv_heads: int, head_dim: int):
 def both(arrays, bias=None, **options):
     """Return (output, gradients) of the wrapper, and of blocked attention."""
     *qkv, dy = arrays
-    defaults = {"is_causal": False, "window": None, "segments": None, "scale": 0.3}
-    options = defaults | options
+    segments = options.pop("segments", None)
+    mask = Mask(**{"is_causal": False, "window": None} | options)
     results = []
     with_cudnn = functools.partial(cudnn_attention.attend_with_cudnn, can_pack=True)
     for kernel in (with_cudnn, blocked_attention.attend_in_blocks):
 
         def attend(q, k, v, bias, kernel=kernel):
-            return kernel(q, k, v, bias_BNTS=bias, **options)
+            return kernel(Operands(q, k, v, bias, segments), Options(mask=mask, scale=0.3))
 
         def with_gradients(q, k, v, bias, dy, attend=attend):
             y, vjp = jax.vjp(attend, q, k, v, bias)
@@ -181,9 +182,9 @@ def test_attend_adds_a_bias_and_returns_its_gradient(monkeypatch, case, shape, h
     check(arrays, bias=bias, segments=segments, **CASES[case])
 
 
-def arrays_of(dtype: str, *, head_dim: int = 64, length: int = 64) -> tuple[Any, Any]:
+def arrays_of(dtype: str, *, head_dim: int = 64, length: int = 64) -> tuple[Any, Any, Any]:
     array = jax.ShapeDtypeStruct((2, length, 4, head_dim), dtype)
-    return array, array
+    return array, array, array
 
 
 @pytest.mark.parametrize(
@@ -201,26 +202,27 @@ def arrays_of(dtype: str, *, head_dim: int = 64, length: int = 64) -> tuple[Any,
 )
 def test_select_kernel_depends_on_the_hardware_of_the_trace(device, dtype, head_dim, kernel):
     with hardware.use(device):
-        selected = attention.select_kernel(*arrays_of(dtype, head_dim=head_dim), None, None)
+        selected = attention.select_kernel(Operands(*arrays_of(dtype, head_dim=head_dim)))
     assert selected.kernel == kernel
     assert (selected.scores_bytes > 0) == (kernel == "plain")
 
 
 def test_select_kernel_is_plain_if_configured():
     with hardware.use(H100), attention.use("plain"):
-        selected = attention.select_kernel(*arrays_of("bfloat16"), None, None)
+        selected = attention.select_kernel(Operands(*arrays_of("bfloat16")))
     assert (selected.kernel, selected.why) == ("plain", "model.attention=plain")
     assert selected.scores_bytes == 4 * 2 * 4 * 64 * 64
 
 
 def test_select_kernel_counts_documents_as_a_mask_on_devices_that_cannot_pack():
     ids: Any = jax.ShapeDtypeStruct((2, 64), "int32")
+    operands = Operands(*arrays_of("bfloat16"), None, (ids, ids))
     with hardware.use(A100):
-        selected = attention.select_kernel(*arrays_of("bfloat16"), None, (ids, ids))
+        selected = attention.select_kernel(operands)
     assert selected.kernel == "cudnn"
     assert selected.scores_bytes == 2 * 2 * 64 * 64
     with hardware.use(H100):
-        assert attention.select_kernel(*arrays_of("bfloat16"), None, (ids, ids)).scores_bytes == 0
+        assert attention.select_kernel(operands).scores_bytes == 0
 
 
 def test_kernel_traces_without_a_gpu():

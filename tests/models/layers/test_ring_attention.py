@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from models.layers import blocked_attention, cudnn_attention
-from models.layers.masks import Mask
+from models.layers.masks import Mask, Options
 from models.layers.ring_attention import BlockKernel, RingOptions, attend_on_ring
 from sharding.mesh import MeshConfig, make_mesh
 from sharding.ops.sequence import SequenceSplit
@@ -139,7 +139,6 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
     has_segments = "documents" in extras
     has_bias = "bias" in extras
     has_sinks = "sinks" in extras
-    block_kernel = KERNELS[kernel]
     softcap = SOFTCAP if "softcap" in extras else None
     if kernel == "cudnn":
         if has_bias and window:
@@ -147,18 +146,12 @@ def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):
         if softcap or (window and not is_causal):
             pytest.skip("cuDNN has neither soft caps nor windows around a token")
         cudnn_stand_in.install(monkeypatch)
-    elif softcap:
-        block_kernel = BlockKernel(
-            forward=functools.partial(blocked_attention.forward, softcap=softcap),
-            backward=functools.partial(blocked_attention.backward, softcap=softcap),
-        )
     mask = Mask(is_causal=is_causal, window=window)
     split = SequenceSplit(num_devices=size, ring_size=size, is_zigzag=is_causal)
     options = RingOptions(
         split=split,
-        mask=mask,
-        scale=0.3,
-        kernel=block_kernel,
+        attention=Options(mask=mask, scale=0.3, softcap=softcap),
+        kernel=KERNELS[kernel],
         bias_of=bias_of if has_bias else None,
     )
     ids = segment_ids() if has_segments else None

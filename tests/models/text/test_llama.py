@@ -1,8 +1,15 @@
-"""Settings of the LLaMA family that do not fit together are refused."""
+"""Settings of the LLaMA family that do not fit together are refused; attention in chunks."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-from models.text.llama import LlamaConfig
+from generate.generator import Generator
+from models.layers.attention import attend
+from models.text.llama import Llama, LlamaConfig
+from tests.generate.references import GREEDY
 
 SIZES = {
     "vocab_size": 64,
@@ -31,7 +38,9 @@ SIZES = {
             "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other",
         ),
         ({"activation": "sine"}, "model.activation='sine' is unknown; choose relu, relu2"),
-        ({"layer_types": ("chunked",)}, "model.layer_types: 'chunked' is unknown; choose full"),
+        ({"layer_types": ("local",)}, "model.layer_types: 'local' is unknown; choose full"),
+        ({"layer_types": ("chunked",)}, "model.attention_chunk=None must be set if, and only"),
+        ({"attention_chunk": 4}, "model.attention_chunk=4 must be set if, and only if"),
         ({"layer_types": ("full",) * 3}, "model.layer_types has 3 entries, for model.num_layers=2"),
         ({"layer_types": ("window", "full")}, "model.sliding_window=None must be set if, and only"),
         ({"layer_types": ("full",), "sliding_window": 4}, "model.sliding_window=4 must be set if"),
@@ -53,3 +62,51 @@ def test_settings_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ValueError) as caught:
         LlamaConfig(**SIZES | changes)
     assert str(caught.value).startswith(message)
+
+
+CHUNKED = {**SIZES, "layer_types": ("chunked", "no_positions"), "attention_chunk": 5}
+
+
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_tokens_of_a_chunk_see_each_other_only(has_padding):
+    """Output and gradient equal attention by its definition, in numpy in float64."""
+    length = 17
+    rng = np.random.default_rng(0)
+    q, k, v, dy = (rng.standard_normal((2, length, 1, 4)) for _ in range(4))
+    # The first row begins with padding; the second has two texts.
+    ids = np.array([[0] * 3 + [1] * 14, [1] * 8 + [2] * 9]) if has_padding else np.ones((2, length))
+    first = np.array([3, 0]) if has_padding else np.zeros(2)
+    chunk = (np.arange(length) - first[:, None]) // 5
+    place = np.arange(length)
+    visible = (place[:, None] >= place) & (chunk[:, :, None] == chunk[:, None])
+    visible &= ids[:, :, None] == ids[:, None]
+    logits = np.where(visible, np.einsum("btnh,bsnh->bts", q, k) / 2, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    batch = {"tokens": jnp.zeros((2, length), jnp.int32)}
+    if has_padding:
+        batch["segment_ids"] = jnp.asarray(ids, jnp.int32)
+    with jax.enable_x64(True):
+        masks = LlamaConfig(**CHUNKED).masks("chunked", batch)
+
+        def attended(v):
+            return attend(jnp.asarray(q), jnp.asarray(k), v, is_causal=True, **masks)
+
+        y, pullback = jax.vjp(attended, jnp.asarray(v))
+        np.testing.assert_allclose(y[:, :, 0], weights @ v[:, :, 0], rtol=1e-12, atol=1e-12)
+        dv = np.einsum("bts,bth->bsh", weights, dy[:, :, 0])
+        np.testing.assert_allclose(pullback(jnp.asarray(dy))[0][:, :, 0], dv, rtol=1e-12)
+
+
+def test_cached_chunks_continue_as_whole_rows_do():
+    """Without caches, each token is predicted from a pass over the whole row."""
+    model = Llama(LlamaConfig(**CHUNKED, init_stddev=0.5), rngs=nnx.Rngs(0))
+    prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3]]
+    found = Generator(model).generate(prompts, max_new_tokens=9, sampling=GREEDY)
+    whole = nnx.jit(lambda model, tokens: model(tokens))
+    for prompt, continued in zip(prompts, found, strict=True):
+        row = np.zeros((1, 16), np.int32)
+        row[0, : len(prompt) + 9] = [*prompt, *continued]
+        expected = np.argmax(np.asarray(whole(model, jnp.asarray(row)))[0], axis=-1)
+        assert [*expected[len(prompt) - 1 : len(prompt) + 8]] == continued
+    assert len({*found[0], *found[1]}) > 3

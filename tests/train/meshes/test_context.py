@@ -148,6 +148,7 @@ VARIANTS = {
         "model.attention_softcap=1.5",
         "model.logit_softcap=2.5",
     ),
+    "LLaMA 4": ("model.layer_types=('chunked', 'no_positions')", "model.attention_chunk=5"),
     "SmolLM3": ("model.layer_types=('full', 'no_positions')",),
     "DeepSeek-V2": (
         "model.num_kv_heads=4",
