@@ -18,6 +18,7 @@ class CausalModel(nnx.Module):
     """
 
     stacks: tuple[str, ...] = ("decoder",)
+    loss_stacks: tuple[str, ...] = ()
     can_split_sequence = True
     objectives = ("causal_lm", "chat", "preference")
     config: Any
@@ -61,7 +62,8 @@ class CausalModel(nnx.Module):
         x_BTD = self.embed(batch)
         for name in self.stacks:
             stack = getattr(self, name)
-            x_BTD = x_BTD if stack is None else stack(x_BTD, batch)
+            if stack is not None and name not in self.loss_stacks:
+                x_BTD = stack(x_BTD, batch)
         return self.outputs(x_BTD)[0] if self.config.head == "none" else self.logits(x_BTD)
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
