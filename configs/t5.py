@@ -32,7 +32,7 @@ GATED = {
     "xl": (24, 32, 64, 2048, 5120),
     "xxl": (24, 64, 64, 4096, 10240),
 }
-#: Switch Transformers: name -> number of experts. Their other sizes are those of a T5 1.0.
+#: Switch Transformers: name -> number of experts. All other sizes are like a T5 1.0's.
 EXPERTS = {
     **{f"switch-base-{count}": count for count in (8, 16, 32, 64, 128, 256)},
     "switch-large-128": 128,

@@ -251,9 +251,11 @@ def _copies(
     originals = {mapping.ours: mapping for mapping in mappings}
     copies = []
     for row in rows:
-        first = next(start for path, start in starts.items() if _stack(path) == row.copied_in)
+        stack = row.copied_in
+        assert stack is not None
+        first = next(start for path, start in starts.items() if _stack(path) == stack)
         original = originals[row.ours]
-        for number in range(math.prod(sizes[row.copied_in])):
+        for number in range(math.prod(sizes[stack])):
             theirs = row.theirs.format(layer=first + number)
             copies.append(
                 dataclasses.replace(original, theirs=theirs, tied=(original.theirs, *original.tied))

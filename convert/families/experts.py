@@ -280,7 +280,7 @@ _DEEPSEEK2 = dataclasses.replace(
 #: Pattern of the names of the layer after the last one, which predicts the token after the next.
 #: A base model has no loss, so it leaves it out.
 _FURTHER_LAYERS = r"(model\.)?layers\.{num_layers}\."
-#: Keys with the number of these layers; the second one is what transformers calls the first.
+#: Keys with the number of these layers; transformers writes the second one.
 _NUM_AHEAD = Keys(
     ("num_nextn_predict_layers", "num_mtp_layers"),
     lambda hf: {"mtp_depths": hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0},

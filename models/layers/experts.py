@@ -82,7 +82,7 @@ class ExpertsConfig:
         """Check the fields of experts.
 
         Args:
-            *layout: names of further fields, which decide what layers have experts.
+            *layout: names of further fields, which choose the layers with experts.
 
         Raises:
             ValueError: names fields, values and the rule that they violate.

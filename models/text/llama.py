@@ -118,7 +118,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
 
     @property
     def are_dense(self) -> tuple[bool, ...]:
-        """Whether each layer has an MLP instead of experts; those of `mtp` are like the last."""
+        """Whether each layer has an MLP instead of experts; blocks of `mtp` are like the last."""
         num_layers = self.num_layers + self.mtp_depths
         num_dense = num_layers if self.num_experts is None else self.dense_layers
         return tuple(number < num_dense for number in range(num_layers))

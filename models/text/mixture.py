@@ -157,7 +157,7 @@ class MixtureModel(Mixture, CausalModel):
         )
 
     def further_losses(self, x: Any, batch: dict) -> dict[str, jax.Array]:
-        """Return the sums of further losses, weighted like that of the next tokens, by name."""
+        """Return the sums of further losses by name, with the weights of the next tokens."""
         return {}
 
 

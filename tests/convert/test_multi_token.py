@@ -24,7 +24,7 @@ DEPTHS = 2
 
 
 def save_with_layers_ahead(name, directory):
-    """Write the model of a case with more layers, whose names are those of published files."""
+    """Write the model of a case with more layers, named as in published files."""
     cases.save(name, directory)
     file = directory / "model.safetensors"
     tensors = load_file(file)

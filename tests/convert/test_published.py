@@ -247,7 +247,7 @@ def test_published_switch_transformer_is_that_of_configs_and_has_the_logits_of_t
     sizes |= {f"num_{name}layers": 4 for name in ("", "decoder_")}
     sizes |= {f"num_sparse_{side}_layers": 2 for side in ("encoder", "decoder")}
     hf = SWITCH | sizes | {"num_experts": 3, "expert_capacity": 4}
-    model_class = transformers.SwitchTransformersForConditionalGeneration
+    model_class: Any = transformers.SwitchTransformersForConditionalGeneration
     torch.manual_seed(0)
     theirs = model_class(model_class.config_class(**hf, **cases.EAGER)).eval().float()
     cases.set_random_weights(theirs)

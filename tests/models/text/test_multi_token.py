@@ -45,8 +45,10 @@ def rotated(x):
     half = SIZE // 2
     steps = torch.arange(half, dtype=torch.float64)
     angles = torch.arange(len(x))[:, None] * 10000.0 ** (-steps / half)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
+    cos = angles.cos()[:, None]
+    sin = angles.sin()[:, None]
+    a = x[..., :half]
+    b = x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
@@ -130,6 +132,7 @@ def test_losses_and_gradients_equal_torch_document_by_document():
 
         def loss(params):
             losses, weights, _ = our_losses(params, model, batch)
+            assert isinstance(losses, dict) and isinstance(weights, dict)
             assert weights["mtp_loss"] is weights["lm_loss"]
             return sum(losses.values()), (losses, weights["lm_loss"])
 
@@ -157,7 +160,7 @@ def test_losses_and_gradients_equal_torch_document_by_document():
 
 
 def test_blocks_ahead_change_neither_parameters_nor_outputs_of_the_model():
-    tokens = np.arange(8, dtype=np.int32)[None]
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
     model = Llama(CONFIG, rngs=nnx.Rngs(0))
     without = Llama(LlamaConfig(**{**vars(CONFIG), "mtp_depths": 0}), rngs=nnx.Rngs(0))
     assert without.mtp is None
