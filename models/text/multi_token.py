@@ -24,8 +24,8 @@ if the token that it predicts is in the same row and segment.
 
 B batch, T seq, D embed.
 
-Source: DeepSeek-AI 2024 (arXiv:2412.19437), section 2.2; the order of norms is that of the
-published weights.
+Source: DeepSeek-AI 2024 (arXiv:2412.19437), section 2.2; published weights have the norms in this
+order.
 """
 
 import dataclasses

@@ -11,6 +11,7 @@ import pytest
 import torch
 from flax import nnx
 
+from generate.decoder import decoder_of
 from models.functions import functions_of
 from models.text.llama import Llama, LlamaConfig
 
@@ -165,6 +166,11 @@ def test_blocks_ahead_change_neither_parameters_nor_outputs_of_the_model():
     without = Llama(LlamaConfig(**{**vars(CONFIG), "mtp_depths": 0}), rngs=nnx.Rngs(0))
     assert without.mtp is None
     np.testing.assert_array_equal(model(tokens), without(tokens))
+    decoder = decoder_of(model)
+    params = decoder.params_of(model)
+    assert [*params["stacks"]] == ["decoder"]
+    logits, _ = decoder.prefill(params, tokens, jnp.array([8], jnp.int32), 2)
+    np.testing.assert_allclose(logits, model(tokens)[:, -1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
