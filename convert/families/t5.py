@@ -229,7 +229,6 @@ _SWITCH = dataclasses.replace(
     _T5,
     name="SwitchTransformersForConditionalGeneration",
     family="Switch Transformers",
-    tried=("google/switch-base-8",),
     model_type="switch_transformers",
     keys=(
         *_KEYS,

@@ -357,7 +357,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: The same of models with an encoder and a decoder.
+#: The sizes and keys of google/switch-base-8; not compared with the published file yet.
 SWITCH: dict[str, Any] = {
     "architectures": ["SwitchTransformersForConditionalGeneration"],
     "d_ff": 3072,

@@ -231,7 +231,7 @@ def test_published_modernbert_has_the_layers_of_transformers(size):
     assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
-def test_published_switch_transformer_is_that_of_configs_and_has_the_logits_of_transformers(
+def test_switch_transformer_is_that_of_configs_and_has_the_logits_of_transformers(
     tmp_path,
 ):
     architecture = find(SWITCH)
