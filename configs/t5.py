@@ -6,8 +6,9 @@ of about 4.25 nats per token of the spans (8.22 at the start).
     python -m train.main --config=configs/t5.py
 
 `--config=configs/t5.py:SIZE` selects a published size, for accelerators: small, base, large, 3b or
-11b for T5 1.0, v1.1-small to v1.1-xxl for T5 1.1, and mt5-small to mt5-xxl for mT5. These need a
-corpus and a tokenizer of matching size.
+11b for T5 1.0, v1.1-small to v1.1-xxl for T5 1.1, mt5-small to mt5-xxl for mT5, and switch-base-8
+to switch-large-128 for Switch Transformers with so many experts. These need a corpus and a
+tokenizer of matching size.
 """
 
 from ml_collections import ConfigDict
@@ -31,8 +32,14 @@ GATED = {
     "xl": (24, 32, 64, 2048, 5120),
     "xxl": (24, 64, 64, 4096, 10240),
 }
+#: Switch Transformers: name -> number of experts. All other sizes are like a T5 1.0's.
+EXPERTS = {
+    **{f"switch-base-{count}": count for count in (8, 16, 32, 64, 128, 256)},
+    "switch-large-128": 128,
+}
 SIZES = (
     ORIGINAL
+    | {name: ORIGINAL[name.split("-")[1]] for name in EXPERTS}
     | {f"v1.1-{name}": size for name, size in GATED.items()}
     | {f"mt5-{name}": size for name, size in GATED.items()}
 )
@@ -70,7 +77,14 @@ def get_config(size: str = "tiny") -> ConfigDict:
     config.model.head_dim = head_dim
     config.model.embed_dim = embed
     config.model.mlp_dim = mlp
-    if size in ORIGINAL:
+    if size in EXPERTS:
+        config.model.num_experts = EXPERTS[size]  # in every second layer
+        config.model.experts_per_token = 1
+        config.model.expert_capacity_tokens = 64
+        config.model.router_normalizes = False
+        config.model.router_loss = 0.001
+        config.model.router_z_loss = 0.001
+    if size in ORIGINAL or size in EXPERTS:
         config.model.activation = "relu"
         config.model.is_gated = False
         config.model.tie_embeddings = True

@@ -83,7 +83,7 @@ class Architecture:
 
     def base(self, name: str, **changes: Any) -> "Architecture":
         """Derive the architecture of the base model, which has no head."""
-        fields = {**self.fields, "head": "none"}
+        fields = {**self.fields, "head": "none", **changes.pop("fields", {})}
         changes = {"is_generative": False, **changes}
         return dataclasses.replace(self, name=name, is_base=True, fields=fields, **changes)
 

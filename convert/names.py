@@ -57,6 +57,8 @@ class Row:
     first: int = 0  # number in `theirs` of layer 0
     step: int = 1  # difference in `theirs` between the numbers of successive layers
     without: str | None = None  # row applies only to models that do not have this parameter
+    # stack whose layers each have a copy of this parameter, which is outside of all stacks
+    copied_in: str | None = None
     # number of this parameter among those whose tensors are stored as one, below each other:
     # [q; k; v] or [gate; up], of which each has a row with the name of the whole in `theirs`; or
     # among two that are interleaved
@@ -195,9 +197,13 @@ def tensor_mappings(
         paths.setdefault(_PERIOD_BLOCK.sub("", path), []).append(path)
     sizes = _stack_sizes(shapes)
     by_ours: dict[str, Row] = {}
+    copies: list[Row] = []
     for row in rows:
         if row.ours in paths and row.without not in paths:
-            by_ours.setdefault(row.ours, row)
+            if row.copied_in is None:
+                by_ours.setdefault(row.ours, row)
+            elif row.copied_in in sizes:
+                copies.append(row)
     assert by_ours.keys() == paths.keys(), paths.keys() ^ by_ours.keys()
     names = {row.theirs for row in by_ours.values()}
     mappings: list[TensorMapping] = []
@@ -228,7 +234,37 @@ def tensor_mappings(
                     part=row.part,
                 )
             )
+    mappings += _copies(copies, mappings, starts, sizes)
     return _with_rows(mappings)
+
+
+def _copies(
+    rows: Iterable[Row],
+    mappings: Iterable[TensorMapping],
+    starts: Mapping[str, int],
+    sizes: Mapping[str, tuple[int, int]],
+) -> list[TensorMapping]:
+    """Return the mappings of copies in the layers of a stack; files may lack them.
+
+    Args:
+        rows: rows with `copied_in`.
+        mappings: mappings of all parameters.
+        starts: path -> number of the first layer of its stack.
+        sizes: as from `_stack_sizes`.
+    """
+    originals = {mapping.ours: mapping for mapping in mappings}
+    copies = []
+    for row in rows:
+        stack = row.copied_in
+        assert stack is not None
+        first = next(start for path, start in starts.items() if _stack(path) == stack)
+        original = originals[row.ours]
+        for number in range(math.prod(sizes[stack])):
+            theirs = row.theirs.format(layer=first + number)
+            copies.append(
+                dataclasses.replace(original, theirs=theirs, tied=(original.theirs, *original.tied))
+            )
+    return copies
 
 
 #: Part of the path of a parameter that belongs to a block of a period.

@@ -39,6 +39,7 @@ _WITHOUT_COUNTERPART = (
     "router_loss_over",
     "router_z_loss",
     "balancing_rate",
+    "mtp_loss",
     "image_mean",
     "image_stddev",
     "positions",

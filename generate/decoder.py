@@ -67,6 +67,8 @@ class Decoder:
 
     def __init__(self, model: Any):
         self._functions = functions_of(model, remat=None)
+        skipped = getattr(model, "loss_stacks", ())
+        self._stack_names = [name for name in self._functions.num_layers if name not in skipped]
         objectives = getattr(model, "objectives", ())
         if self._functions.logits is None or self._objective not in objectives:
             raise ValueError(
@@ -90,10 +92,11 @@ class Decoder:
         """Split the stacked parameters into separate arrays for each layer."""
         parts = self._functions.split(params)
         stacks = {
-            name: [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count)]
-            for (name, layers), count in zip(
-                parts["stacks"].items(), self._functions.num_layers.values(), strict=True
-            )
+            name: [
+                jax.tree.map(lambda leaf, i=i: leaf[i], parts["stacks"][name])
+                for i in range(self._functions.num_layers[name])
+            ]
+            for name in self._stack_names
         }
         return {"non_stack": parts["non_stack"], "stacks": stacks}
 
@@ -180,7 +183,7 @@ class Decoder:
 
     def _stacks(self) -> tuple[list[str], list[str]]:
         """Return the names of stacks that only prompts pass, and of those that new tokens pass."""
-        return [], [*self._functions.num_layers]
+        return [], self._stack_names
 
     def _run(self, stacks: list[str], params: dict[str, Tree], x: Tree, batch: Batch) -> Tree:
         """Return the activations after the last block of the last stack."""
@@ -213,8 +216,8 @@ class Seq2SeqDecoder(Decoder):
         return jnp.full(shape, self._start_token, jnp.int32), jnp.ones_like(lengths_B)
 
     def _stacks(self) -> tuple[list[str], list[str]]:
-        *encoders, decoder = self._functions.num_layers
-        return encoders, [decoder]
+        first = self._stack_names.index("decoder")
+        return self._stack_names[:first], self._stack_names[first:]
 
     def _batch_of_prompts(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> Batch:
         start_B1, _ = self.given(tokens_BT, lengths_B)

@@ -219,7 +219,7 @@ def can_share_vocab(model: Any) -> bool:
     """Return whether the class that defines the model's `embed` and `head` can share the vocab."""
     for cls in type(model).__mro__:
         if "can_share_vocab" in vars(cls):
-            return cls.can_share_vocab
+            return model.can_share_vocab
         if {"embed", "head"} & vars(cls).keys():
             return False
     return False

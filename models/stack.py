@@ -44,7 +44,7 @@ A class can declare further properties:
 
 - `can_share_vocab = True`: `embed` and `head` can compute with a part of the vocab, because they
   use `models.layers.basic.lookup` and `models.losses.chunked_vocab_loss`. A subclass that overrides
-  either of the two methods must declare it again.
+  either of the two methods must declare it again. It may be a property that depends on the config.
 - `can_split_tokens = True`, in the class of a block: it mixes tokens only in `Attention`, `MLP` and
   `across_tokens` of models/layers/transformer.py, or calls `gather_tokens` before it mixes or
   slices them. Between such blocks, tokens may be split over devices; see sharding/logical.py.
@@ -56,6 +56,7 @@ A class can declare further properties:
   `data.objective=preference`.
 - `sees_whole_batch = True`: `head` or `teach` compares examples of the whole batch with each other,
   using sharding/logical.py. Such a batch is a single microbatch.
+- `loss_stacks = ("mtp",)`: stacks at the end that only a loss needs; a generation leaves them out.
 - `objectives = ("causal_lm",)`: the model only supports these values of `data.objective`.
 - `after_update(sums, layer_of_slot) -> {path: change}`: changes of parameters that no gradient
   makes, from the sums of a whole batch; they are added after each update by the optimizer.
@@ -245,8 +246,10 @@ class Stack(nnx.Module):
 
 
 def run_stacks(model: Any, x: Any, batch: Tree) -> Any:
-    """Apply the stacks of a model to the output of `embed`, each with what comes before it."""
+    """Apply the stacks that a generation needs to the output of `embed`, each with `before_`."""
     for name in model.stacks:
+        if name in getattr(model, "loss_stacks", ()):
+            continue
         if hasattr(model, f"before_{name}"):
             x = getattr(model, f"before_{name}")(x, batch)
         stack = getattr(model, name)

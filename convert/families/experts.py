@@ -20,6 +20,7 @@ from convert.families.llama_tables import (
     heads,
     latent_attention_rows,
     rope,
+    rows_ahead,
     rows_of,
     sizes,
     window,
@@ -27,6 +28,7 @@ from convert.families.llama_tables import (
 )
 from convert.keys import Config, Key, Keys, Only
 from convert.names import Row
+from convert.tensor_files import Tensor
 from models.text.llama import LlamaConfig
 
 #: Keys of the loss that balances experts, which is a setting of the run here.
@@ -275,8 +277,25 @@ _DEEPSEEK2 = dataclasses.replace(
     ),
 )
 
-#: Pattern of the names of the layers after the last one, which predict the token after the next.
+#: Pattern of the names of the layer after the last one, which predicts the token after the next.
+#: A base model has no loss, so it leaves it out.
 _FURTHER_LAYERS = r"(model\.)?layers\.{num_layers}\."
+#: Keys with the number of these layers; transformers writes the second one.
+_NUM_AHEAD = Keys(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    lambda hf: {"mtp_depths": hf.get("num_nextn_predict_layers") or hf.get("num_mtp_layers") or 0},
+    lambda fields: {"num_nextn_predict_layers": fields["mtp_depths"]},
+)
+
+
+def _detect_ahead(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
+    """Return whether the files have the layers that config.json announces.
+
+    transformers keeps the key, but neither reads nor writes their weights.
+    """
+    name = f"model.layers.{hf['num_hidden_layers']}.eh_proj.weight"
+    return {} if name in tensors else {"mtp_depths": 0}
+
 
 _DEEPSEEK3 = dataclasses.replace(
     _DEEPSEEK2,
@@ -307,10 +326,15 @@ _DEEPSEEK3 = dataclasses.replace(
         ),
         Only("scoring_func", ("sigmoid",)),
         Only("moe_layer_freq", (1,)),
+        _NUM_AHEAD,
+    ),
+    rows=(
+        *_DEEPSEEK2.rows,
+        *rows_ahead(NORMS_BEFORE, (), latent_attention_rows, expert_rows()),
     ),
     fields={"head": "lm"},
-    harmless=(*_DEEPSEEK2.harmless, "num_nextn_predict_layers"),
     other_heads=(_FURTHER_LAYERS,),
+    detect=_detect_ahead,
 )
 _GLM4_MOE = dataclasses.replace(
     LLAMA,
@@ -343,10 +367,12 @@ _GLM4_MOE = dataclasses.replace(
             router_scores="sigmoid",
             balancing_bias=True,
         ),
+        _NUM_AHEAD,
     ),
-    rows=_ROWS,
-    harmless=("attention_dropout", *_OF_LOSS, "num_nextn_predict_layers"),
+    rows=(*_ROWS, *rows_ahead(NORMS_BEFORE, (), attention_rows, expert_rows())),
+    harmless=("attention_dropout", *_OF_LOSS),
     other_heads=(_FURTHER_LAYERS,),
+    detect=_detect_ahead,
 )
 
 _YARN = {
@@ -432,6 +458,7 @@ ARCHITECTURES = tuple(
         model.base(
             model.name.replace("ForCausalLM", "Model"),
             other_heads=(r"lm_head\.", *model.other_heads),
+            fields={"mtp_depths": 0},
         ),
     )
 )

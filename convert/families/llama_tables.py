@@ -178,6 +178,33 @@ def rows_of(
     )
 
 
+#: Norm of a block that predicts tokens after the next -> its name in the files.
+_NORMS_AHEAD = {
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "output_norm": "shared_head.norm",
+}
+
+
+def rows_ahead(*blocks: Any) -> tuple[Row, ...]:
+    """Return the rows of the layers after the last one, which predict tokens after the next.
+
+    Args:
+        *blocks: arguments of `rows_of`, all of them.
+    """
+    copied: dict[str, Any] = {"kind": "vocab", "copied_in": "mtp"}
+    return (
+        *_block_rows("mtp.layers", *blocks),
+        *(
+            Row(f"mtp.layers.{ours}.scale", f"{THEIRS}.{theirs}.weight")
+            for ours, theirs in _NORMS_AHEAD.items()
+        ),
+        Row("mtp.layers.joint.kernel", f"{THEIRS}.eh_proj.weight", num_inputs=2),
+        Row("token_embedding", f"{THEIRS}.embed_tokens.weight", **copied),
+        Row("output_embedding", f"{THEIRS}.shared_head.head.weight", **copied),
+    )
+
+
 def heads(*, num_kv_heads: int | None = None, head_dim: int | None = None) -> Keys:
     """Return the keys with the number of kv heads and the size of heads.
 

@@ -1,7 +1,7 @@
-"""Keys and weight names of T5, T5 version 1.1, and mT5."""
+"""Keys and weight names of T5, T5 version 1.1, mT5, and Switch Transformers."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from convert.architecture import Architecture
@@ -19,36 +19,65 @@ def _attention(ours: str, theirs: str) -> tuple[Row, ...]:
     return *qkv, Row(f"{ours}.out.kernel", f"{theirs}.o.weight", num_inputs=2)
 
 
-def _stack(side: str) -> tuple[Row, ...]:
-    """Return the rows of the encoder or the decoder, without cross-attention."""
+def _blocks(side: str, stack: str, mlp: str) -> tuple[Row, ...]:
+    """Return the rows of a stack of the encoder or the decoder; arguments as for `_rows`."""
     mlp_number = {"encoder": 1, "decoder": 2}[side]
-    ours = f"{side}.layers"
+    ours = f"{stack}.layers"
     theirs = f"{side}.block.{{layer}}.layer"
-    mlp = f"{theirs}.{mlp_number}.DenseReluDense"
+    dense = f"{theirs}.{mlp_number}.{mlp}"
     gate = f"{ours}.mlp.gate.kernel"
+    router = f"{dense}.router.classifier"
+    expert = f"{dense}.experts.expert_{{expert}}"
     return (
-        Row(f"{side}_bias", f"{side}.block.0.{_BIAS}"),
         *_attention(f"{ours}.attention", f"{theirs}.0.SelfAttention"),
         Row(f"{ours}.attention_norm.scale", f"{theirs}.0.layer_norm.weight"),
         Row(f"{ours}.mlp_norm.scale", f"{theirs}.{mlp_number}.layer_norm.weight"),
-        Row(f"{ours}.mlp.up.kernel", f"{mlp}.wi.weight", without=gate),
-        Row(gate, f"{mlp}.wi_0.weight"),
-        Row(f"{ours}.mlp.up.kernel", f"{mlp}.wi_1.weight"),
-        Row(f"{ours}.mlp.down.kernel", f"{mlp}.wo.weight"),
+        Row(f"{ours}.mlp.up.kernel", f"{dense}.wi.weight", without=gate),
+        Row(gate, f"{dense}.wi_0.weight"),
+        Row(f"{ours}.mlp.up.kernel", f"{dense}.wi_1.weight"),
+        Row(f"{ours}.mlp.down.kernel", f"{dense}.wo.weight"),
+        Row(f"{ours}.mlp.router", f"{router}.weight", "linear"),
+        Row(f"{ours}.mlp.router_bias", f"{router}.bias"),
+        Row(f"{ours}.mlp.up", f"{expert}.wi.weight", "linear"),
+        Row(f"{ours}.mlp.down", f"{expert}.wo.weight", "linear"),
+    )
+
+
+def _cross_attention(stack: str) -> tuple[Row, ...]:
+    theirs = "decoder.block.{layer}.layer.1"
+    return (
+        *_attention(f"{stack}.layers.cross_attention", f"{theirs}.EncDecAttention"),
+        Row(f"{stack}.layers.cross_norm.scale", f"{theirs}.layer_norm.weight"),
+    )
+
+
+def _side(side: str, mlp: str) -> tuple[Row, ...]:
+    """Return the rows of the encoder or the decoder; arguments as for `_rows`."""
+    return (
+        Row(f"{side}_bias", f"{side}.block.0.{_BIAS}"),
+        *_blocks(side, side, mlp),
+        *_blocks(side, f"last_{side}", mlp),
         Row(f"{side}_norm.scale", f"{side}.final_layer_norm.weight"),
     )
 
 
 _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)
 
-_ROWS = (
-    Row("token_embedding", "shared.weight", "vocab", tied=_TIED),
-    *_stack("encoder"),
-    *_stack("decoder"),
-    *_attention("decoder.layers.cross_attention", "decoder.block.{layer}.layer.1.EncDecAttention"),
-    Row("decoder.layers.cross_norm.scale", "decoder.block.{layer}.layer.1.layer_norm.weight"),
-    Row("output_embedding", _HEAD, "vocab"),
-)
+
+def _rows(mlp: str) -> tuple[Row, ...]:
+    """Return the rows of a model.
+
+    Args:
+        mlp: name of the MLPs in the files.
+    """
+    return (
+        Row("token_embedding", "shared.weight", "vocab", tied=_TIED),
+        *_side("encoder", mlp),
+        *_side("decoder", mlp),
+        *_cross_attention("decoder"),
+        *_cross_attention("last_decoder"),
+        Row("output_embedding", _HEAD, "vocab"),
+    )
 
 
 def _detect_head(tensors: Mapping[str, Tensor], hf: Config) -> dict[str, Any]:
@@ -136,7 +165,7 @@ _T5 = Architecture(
         _mlp("relu"),
         Keys(("scale_decoder_outputs", "tie_word_embeddings"), _read_scaling, _write_scaling),
     ),
-    rows=_ROWS,
+    rows=_rows("DenseReluDense"),
     prefix="",
     template="$A {eos}",
     pair_template="$A {eos} $B {eos}",
@@ -162,4 +191,72 @@ _MT5 = dataclasses.replace(
     fields={"scale_outputs": False},
 )
 
-ARCHITECTURES = (_T5, _MT5)
+
+def _sparse_step(ours: str, num_layers: str, side: str, default_layers: int) -> Keys:
+    """Return the keys of the layers that have experts, of the encoder or the decoder.
+
+    Args:
+        ours: field of the step.
+        num_layers: key of the number of layers.
+        side: side of the keys.
+        default_layers: number of layers with experts if the keys are absent.
+    """
+    step_key = f"{side}_sparse_step"
+    count_key = f"num_sparse_{side}_layers"
+
+    def read(hf: Config) -> dict[str, Any]:
+        if hf.get(step_key) is not None:
+            return {ours: hf[step_key]}
+        layers = hf.get(num_layers) or hf["num_layers"]
+        count = hf.get(count_key, default_layers)
+        # transformers means to have no experts then, but has some in the second layer.
+        return {ours: layers // count if count > 0 else layers}
+
+    def write(fields: Config) -> dict[str, Any]:
+        step = fields[ours]
+        return {step_key: step, count_key: fields[num_layers] // step if step else 0}
+
+    return Keys((step_key, count_key), read, write)
+
+
+def _switch_limits(config: Any) -> Iterator[str]:
+    if not config.scale_outputs:
+        # transformers would read three tables, for the encoder, the decoder and the head.
+        yield "model.scale_outputs=False"
+
+
+_SWITCH = dataclasses.replace(
+    _T5,
+    name="SwitchTransformersForConditionalGeneration",
+    family="Switch Transformers",
+    model_type="switch_transformers",
+    keys=(
+        *_KEYS,
+        Key("dense_act_fn", "activation", "relu", ACTIVATIONS),
+        Only("is_gated_act", (False,)),
+        # This decides about the scale; whether the head is tied depends on the weights.
+        Key("tie_word_embeddings", "scale_outputs", True),
+        _sparse_step("sparse_step", "num_layers", "encoder", 3),
+        _sparse_step("decoder_sparse_step", "num_decoder_layers", "decoder", 3),
+        Key("num_experts", "num_experts", 8),
+        Key("expert_capacity", "expert_capacity_tokens", 64),
+        Key("router_bias", "router_bias", False),
+        Only("router_dtype", ("float32",)),
+        Only("router_ignore_padding_tokens", (False,)),
+        Only("router_type", ("tokens_masked",)),
+    ),
+    rows=_rows("mlp"),
+    limits=_switch_limits,
+    fields={"is_gated": False, "experts_per_token": 1, "router_normalizes": False},
+    harmless=(
+        *_T5.harmless,
+        "add_router_probs",
+        "feed_forward_proj",
+        "num_partitions",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "router_z_loss_coef",
+    ),
+)
+
+ARCHITECTURES = (_T5, _MT5, _SWITCH)

@@ -49,14 +49,13 @@ class ExpertsConfig:
     """Fields of the config of a model that may have experts."""
 
     num_experts: int | None = None  # experts of a layer; None for a model without any
-    experts_per_token: int = 2  # experts that a token is sent to
+    experts_per_token: int = 2  # experts that a token is sent to; 1: Switch
     expert_dim: int | None = None  # inner size of an expert; mlp_dim if None
     expert_bias: bool = False  # whether the projections of experts have biases: GPT-OSS
     # L of activation(min(gate, L)) · (1 + max(-L, min(up, L))), GPT-OSS; None: no limit
     gate_limit: float | None = None
     shared_expert_dim: int | None = None  # inner size of an MLP that all tokens go through, too
     shared_expert_gate: bool = False  # whether a sigmoid of x scales that MLP: Qwen 2
-    dense_layers: int = 0  # first layers, which have an MLP of mlp_dim instead of experts
     router_bias: bool = False  # whether a learned bias is added to the logits: GPT-OSS
     router_scores: str = "softmax"  # of the logits: softmax | sigmoid
     router_normalizes: bool = True  # whether the scores of a token's experts are scaled to sum to 1
@@ -70,34 +69,43 @@ class ExpertsConfig:
     router_loss_over: str = "row"  # load that it balances: of each row, or of the whole batch
     router_z_loss: float = 0.0  # factor of the mean squared log-sum-exp of the logits
     expert_capacity: float | None = None  # tokens per row and expert ÷ mean number; None: any
+    expert_capacity_tokens: int | None = None  # instead, tokens per row and expert: Switch
 
     @property
     def are_dense(self) -> tuple[bool, ...]:
-        """Whether each layer has an MLP instead of experts."""
-        num_layers = self.num_layers  # type: ignore[attr-defined]
-        num_dense = num_layers if self.num_experts is None else self.dense_layers
-        return tuple(number < num_dense for number in range(num_layers))
+        """Whether each layer has an MLP instead of experts; layers as in `batch["layer"]`."""
+        raise NotImplementedError
 
-    def check_experts(self) -> None:
+    @property
+    def numbers_with_experts(self) -> np.ndarray:
+        """int32[layers]: the number of each layer among those with experts."""
+        return (np.cumsum(~np.array(self.are_dense)) - 1).astype(np.int32)
+
+    def check_experts(self, *layout: str) -> None:
         """Check the fields of experts.
+
+        Args:
+            *layout: names of further fields, which choose the layers with experts.
 
         Raises:
             ValueError: names fields, values and the rule that they violate.
         """
         if self.num_experts is None:
-            defaults = {f.name: f.default for f in dataclasses.fields(ExpertsConfig)}
-            for name, default in defaults.items():
-                if getattr(self, name) != default:
+            names = {*layout, *(f.name for f in dataclasses.fields(ExpertsConfig))}
+            for field in dataclasses.fields(self):
+                name = field.name
+                if name in names and getattr(self, name) != field.default:
                     raise ValueError(
                         f"model.{name}={getattr(self, name)} needs experts; set model.num_experts, "
                         f"or leave model.{name} out"
                     )
             return
         self._check_choice(self.num_experts)
-        if not 0 <= self.dense_layers < self.num_layers:  # type: ignore[attr-defined]
+        if all(self.are_dense):
+            fields = ", ".join(f"model.{name}={getattr(self, name)}" for name in layout)
             raise ValueError(
-                f"model.dense_layers={self.dense_layers} must be at least 0 and less than "
-                f"model.num_layers={self.num_layers}"  # type: ignore[attr-defined]
+                f"model.num_experts={self.num_experts} with {fields} gives no layer experts; "
+                f"correct model.{layout[0]}, or leave model.num_experts out"
             )
         for name in ("router_loss", "router_z_loss", "balancing_rate"):
             if not getattr(self, name) >= 0:
@@ -107,10 +115,7 @@ class ExpertsConfig:
                 f"model.balancing_rate={self.balancing_rate} changes a bias, but "
                 "model.balancing_bias=False; set it to True"
             )
-        if self.expert_capacity is not None and not self.expert_capacity > 0:
-            raise ValueError(
-                f"model.expert_capacity={self.expert_capacity} must be positive, or None"
-            )
+        self._check_capacity()
         if self.gate_limit is not None and not (self.gate_limit > 0 and self.is_gated):  # type: ignore[attr-defined]
             raise ValueError(
                 f"model.gate_limit={self.gate_limit} must be positive, and needs "
@@ -120,6 +125,17 @@ class ExpertsConfig:
             raise ValueError(
                 "model.shared_expert_gate=True needs model.shared_expert_dim; set it, or leave "
                 "both out"
+            )
+
+    def _check_capacity(self) -> None:
+        for name in ("expert_capacity", "expert_capacity_tokens"):
+            capacity = getattr(self, name)
+            if capacity is not None and not capacity > 0:
+                raise ValueError(f"model.{name}={capacity} must be positive, or None")
+        if None not in (self.expert_capacity, self.expert_capacity_tokens):
+            raise ValueError(
+                f"model.expert_capacity={self.expert_capacity} and model.expert_capacity_tokens="
+                f"{self.expert_capacity_tokens} are the same setting; set one of them to None"
             )
 
     def _check_choice(self, experts: int) -> None:
@@ -187,9 +203,10 @@ class RouterReport:
             report_BR: report so far.
             routing: of the layer.
             weights_BT: 1 for tokens that count, 0 for padding.
-            number: int32[], number of the layer among those with experts.
+            number: int32[], number of the layer, as in `batch["layer"]`.
         """
         config = self._config
+        number = jnp.asarray(config.numbers_with_experts)[number]
         weights = weights_BT.astype(report_BR.dtype)
         per_token = config.experts_per_token
 
@@ -305,7 +322,7 @@ class Experts(nnx.Module):
         expert_dim: F.
         activation: key of ACTIVATIONS.
         is_gated: whether each MLP multiplies its activation by a third projection.
-        stddev: standard deviation for initializing the kernels.
+        stddevs: standard deviations for initializing the kernels of (up, gate and router, down).
         rngs: random keys for the initialization.
 
     Attributes:
@@ -327,13 +344,13 @@ class Experts(nnx.Module):
         expert_dim: int,
         activation: str,
         is_gated: bool,
-        stddev: float,
+        stddevs: tuple[float, float],
         rngs: nnx.Rngs,
     ):
         assert config.num_experts is not None
         self.config = config
         self.num_experts = config.num_experts
-        normal = jax.nn.initializers.normal(stddev)
+        normal, normal_down = (jax.nn.initializers.normal(stddev) for stddev in stddevs)
         # The router is whole on every device.
         router = (embed_dim, config.num_experts), ("embed", None)
         self.router = param(normal, rngs, *router)
@@ -345,7 +362,7 @@ class Experts(nnx.Module):
         down = (config.num_experts, expert_dim, embed_dim), ("experts", "mlp", "embed")
         self.gate = param(normal, rngs, *up) if is_gated else None
         self.up = param(normal, rngs, *up)
-        self.down = param(normal, rngs, *down)
+        self.down = param(normal_down, rngs, *down)
         has_bias = config.expert_bias
         of_up, of_down = ((shape[::2], axes[::2]) for shape, axes in (up, down))
         self.gate_bias = param(zeros, rngs, *of_up) if is_gated and has_bias else None
@@ -364,10 +381,10 @@ class Experts(nnx.Module):
         self.up_lora: Lora | None = nnx.data(None)
         self.down_lora: Lora | None = nnx.data(None)
         mlp = {"activation": activation, "is_gated": is_gated}
-        self.shared = _shared_mlp(config, embed_dim, stddev, mlp, rngs)
+        self.shared = _shared_mlp(config, embed_dim, stddevs, mlp, rngs)
         sizes = {"embed": embed_dim}, {"_gate": 1}
         self.shared_gate = (
-            Linear(*sizes, stddev=stddev, use_bias=False, rngs=rngs)
+            Linear(*sizes, stddev=stddevs[0], use_bias=False, rngs=rngs)
             if config.shared_expert_gate
             else None
         )
@@ -448,16 +465,23 @@ class Experts(nnx.Module):
         if config.router_normalizes:
             factors_BTC /= jnp.sum(factors_BTC, axis=-1, keepdims=True) + 1e-20
         factors_BTC *= config.router_scale
-        fits_BTC = None if config.expert_capacity is None else self._fits(choices_BTC)
+        fits_BTC = self._fits(choices_BTC)
         return Routing(choices_BTC, fits_BTC, factors_BTC, probabilities_BTE, logits_BTE)
 
-    def _fits(self, choices_BTC: jax.Array) -> jax.Array:
-        """Return bool[B, T, C], whether a choice is among the first ones of its row and expert."""
+    def _fits(self, choices_BTC: jax.Array) -> jax.Array | None:
+        """Return bool[B, T, C], whether a choice is among the first ones of its row and expert.
+
+        None: all are, because there is no capacity.
+        """
         config = self.config
-        assert config.expert_capacity is not None
+        capacity = config.expert_capacity_tokens
+        if config.expert_capacity is not None:
+            length = sequence.whole_length(choices_BTC.shape[1])
+            mean = length * config.experts_per_token / self.num_experts
+            capacity = max(1, math.ceil(config.expert_capacity * mean))
+        if capacity is None:
+            return None
         whole_BTC = sequence.whole_rows(choices_BTC)
-        mean = whole_BTC.shape[1] * config.experts_per_token / self.num_experts
-        capacity = max(1, math.ceil(config.expert_capacity * mean))
         is_choice = whole_BTC[..., None] == jnp.arange(self.num_experts)
         up_to = jnp.cumsum(is_choice.any(axis=2), axis=1, dtype=jnp.int32)
         fits_BTC = jnp.sum(jnp.where(is_choice, up_to[:, :, None], 0), axis=-1) <= capacity
@@ -465,15 +489,17 @@ class Experts(nnx.Module):
 
 
 def _shared_mlp(
-    config: ExpertsConfig, embed_dim: int, stddev: float, options: Mapping[str, Any], rngs: nnx.Rngs
+    config: ExpertsConfig,
+    embed_dim: int,
+    stddevs: tuple[float, float],
+    options: Mapping[str, Any],
+    rngs: nnx.Rngs,
 ) -> MLP | None:
     """Return the MLP for all tokens, if there is one."""
     if not config.shared_expert_dim:
         return None
-    stddevs = (stddev, stddev)
-    return MLP(
-        embed_dim, config.shared_expert_dim, use_bias=False, stddevs=stddevs, rngs=rngs, **options
-    )
+    options = {"use_bias": False, "stddevs": stddevs, **options}
+    return MLP(embed_dim, config.shared_expert_dim, rngs=rngs, **options)
 
 
 @dataclasses.dataclass(frozen=True)

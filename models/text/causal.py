@@ -20,6 +20,7 @@ class CausalModel(nnx.Module):
     """
 
     stacks: tuple[str, ...] = ("decoder",)
+    loss_stacks: tuple[str, ...] = ()
     can_split_sequence = True
     objectives = ("causal_lm", "chat", "preference")
     config: Any

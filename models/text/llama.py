@@ -24,16 +24,18 @@ from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
 from models.losses import VocabLogits
-from models.text.common import CAUSAL_HEADS, check_choices
+from models.stack import Stack
+from models.text.common import CAUSAL_HEADS, check_choices, vocab_loss
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from models.text.mixture import MixtureBlock, MixtureModel, activations_of, feed_forward
+from models.text.multi_token import MultiTokenBlock, MultiTokenConfig, shifted, targets_ahead
 
 #: Values of `model.norms`.
 _NORMS = ("before", "after", "around", "parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
+class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
     num_heads: int
@@ -41,6 +43,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
     head_dim: int
     embed_dim: int
     mlp_dim: int
+    dense_layers: int = 0  # first layers, which have an MLP of mlp_dim instead of experts
     rotary_fraction: float = 1.0  # share of a head's features that are rotated
     norm: str = "rms"  # rms | rms_1p | layer | layer_1p | layer_no_bias; see models/layers/basic.py
     activation: str = "silu"  # of the MLP; see models/layers/activations.py
@@ -100,8 +103,21 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig):
             )
         self.check_rotation()
         check_choices(self, head=CAUSAL_HEADS)
-        self.check_experts()
+        self.check_multi_token()
+        if not 0 <= self.dense_layers <= self.num_layers:
+            raise ValueError(
+                f"model.dense_layers={self.dense_layers} must be at least 0, and less than "
+                f"model.num_layers={self.num_layers}"
+            )
+        self.check_experts("dense_layers")
         check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
+
+    @property
+    def are_dense(self) -> tuple[bool, ...]:
+        """Whether each layer has an MLP instead of experts; blocks of `mtp` are like the last."""
+        num_layers = self.num_layers + self.mtp_depths
+        num_dense = num_layers if self.num_experts is None else self.dense_layers
+        return tuple(number < num_dense for number in range(num_layers))
 
     @property
     def rotary_dim(self) -> int:
@@ -185,23 +201,38 @@ class _Block(MixtureBlock):
         )
 
 
+class _MultiTokenBlock(MultiTokenBlock, _Block):
+    def __init__(self, config: LlamaConfig, kind: tuple[str, bool], *, rngs: nnx.Rngs):
+        super().__init__(config, kind, rngs=rngs)
+        self.add_joint(config, rngs)
+
+
 class Llama(MixtureModel):
     """A causal language model."""
 
     Config = LlamaConfig
-    stacks = ("decoder", "last_decoder")
-    can_share_vocab = True
+    stacks = ("decoder", "last_decoder", "mtp")
+    loss_stacks = ("mtp",)
     not_decayed = ("router_bias", "gate_bias", "up_bias", "down_bias")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         table = config.embed_dim, config.init_stddev, rngs
         self.token_embedding = config.make_table(*table)
-        kinds = [*zip(config.types, config.are_dense, strict=True)]
+        kinds = [*zip(config.types, config.are_dense, strict=False)]
         self.decoder, self.last_decoder = stacks_of(kinds, partial(_Block, config), rngs=rngs)
         self.final_norm = config.make_norm(config.embed_dim, rngs)
         has_own_table = config.head == "lm" and not config.tie_embeddings
         self.output_embedding = config.make_table(*table) if has_own_table else None
+        # Last, so that the other parameters do not depend on it.
+        depths = config.mtp_depths
+        make = partial(_MultiTokenBlock, config, kinds[-1])
+        self.mtp = Stack(lambda rngs: make(rngs=rngs), depths, rngs=rngs) if depths else None
+
+    @property
+    def can_share_vocab(self) -> bool:
+        """Whether stages can divide the vocab; not if `before_mtp`, which one runs, reads it."""
+        return self.config.mtp_depths == 0
 
     def embed_tokens(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
@@ -210,11 +241,41 @@ class Llama(MixtureModel):
 
     def outputs(self, x: Any) -> VocabLogits:
         """Return the logits for the activations after the last block."""
+        has_norm = isinstance(x, dict) and "ahead" in x
+        x_BTD = activations_of(x)
+        return self._logits(x_BTD if has_norm else self.final_norm(x_BTD))
+
+    def before_mtp(self, x: Any, batch: dict) -> dict:
+        """Apply the final norm, and add the embeddings of the tokens that each depth reads."""
+        ahead = (
+            self.embed_tokens({"tokens": shifted(batch["tokens"], depth)})
+            for depth in range(1, self.config.mtp_depths + 1)
+        )
+        report = {"report": x["report"]} if isinstance(x, dict) else {}
+        return {"x": self.final_norm(activations_of(x)), "ahead": tuple(ahead), **report}
+
+    def further_losses(self, x: Any, batch: dict) -> dict[str, jax.Array]:
+        """Return the loss of the tokens after the next; see models/text/multi_token.py.
+
+        As in the paper, it is divided by the number of next tokens: those at the end of a text,
+        which have nothing to predict, count as 0.
+        """
+        config = self.config
+        depths = config.mtp_depths
+        if not depths:
+            return {}
+        total: Any = 0
+        for depth, h_BTD in enumerate(x["ahead"], start=1):
+            targets = targets_ahead(batch, depth)
+            total += vocab_loss(self._logits(h_BTD), targets, config.loss)[0]
+        return {"mtp_loss": config.mtp_loss / depths * total}
+
+    def _logits(self, x_BTD: jax.Array) -> VocabLogits:
+        """Return the logits for activations after the final norm."""
         config = self.config
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
-        x_BTD = _scaled(self.final_norm(activations_of(x)), config.logit_scale)
         options = {"vocab_size": config.vocab_size, "softcap": config.logit_softcap}
-        return VocabLogits(x_BTD, table[...], **options)
+        return VocabLogits(_scaled(x_BTD, config.logit_scale), table[...], **options)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:

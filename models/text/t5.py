@@ -1,5 +1,7 @@
 """T5: an encoder and a decoder with relative instead of absolute positions.
 
+In a Switch Transformer, which is a T5 too, some layers have experts instead of an MLP.
+
 For the encoder, a batch has `tokens` and `segment_ids` as in models/text/common.py. For the
 decoder, it has `decoder_tokens` and `targets`, int32[B, T], `weights`, float32[B, T], and, if there
 are `segment_ids`, also `decoder_segment_ids`: a decoder token only sees encoder tokens of its own
@@ -8,7 +10,8 @@ segment.
 B batch, S seq of the encoder, T seq of the decoder, D embed, N heads, R buckets, V vocab.
 
 Source: Raffel et al. 2019 (arXiv:1910.10683), section 2.1; version 1.1: Shazeer 2020
-(arXiv:2002.05202); mT5: Xue et al. 2020 (arXiv:2010.11934), section 3.2.
+(arXiv:2002.05202); mT5: Xue et al. 2020 (arXiv:2010.11934), section 3.2; Switch Transformers: Fedus
+et al. 2021 (arXiv:2101.03961), section 2.
 """
 
 import dataclasses
@@ -22,17 +25,20 @@ from flax import nnx
 from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, lookup, param
 from models.layers.dropout import dropout
+from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, Experts, ExpertsConfig
 from models.layers.kv_cache import key_distances
 from models.layers.masks import segments
 from models.layers.relative_bias import RelativeBias
 from models.layers.transformer import MLP, Attention
 from models.losses import VocabLogits
-from models.stack import Stack, run_stacks
-from models.text.common import VocabConfig, check_token_ids, vocab_loss
+from models.stack import Stack, Sums, run_stacks
+from models.text.common import VocabConfig, check_choices, check_token_ids, vocab_loss
+from models.text.layer_types import stacks_of
+from models.text.mixture import Mixture, added_report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config(VocabConfig):
+class T5Config(VocabConfig, ExpertsConfig):
     """Sizes and regularization of a T5."""
 
     num_layers: int  # layers of the encoder
@@ -42,6 +48,8 @@ class T5Config(VocabConfig):
     embed_dim: int
     mlp_dim: int
     dropout: float = 0.0  # rate for embeddings, residual branches and outputs, in [0, 1)
+    sparse_step: int = 2  # of so many layers of the encoder, the second has experts; 0: none has
+    decoder_sparse_step: int = 2  # the same of the decoder
     activation: str = "relu"  # version 1.1: gelu_tanh
     is_gated: bool = False  # version 1.1: True
     tie_embeddings: bool = True  # whether the head uses the token embedding; version 1.1: False
@@ -58,18 +66,37 @@ class T5Config(VocabConfig):
                 f"model.max_distance={self.max_distance} more than half of it"
             )
         check_activation(self.activation)
+        for name in ("sparse_step", "decoder_sparse_step"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"model.{name}={getattr(self, name)} must be 0 or positive")
+        self.check_experts("sparse_step", "decoder_sparse_step")
+        check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
+
+    @property
+    def are_dense(self) -> tuple[bool, ...]:
+        """Whether each layer, of the encoder and then of the decoder, has an MLP."""
+        return (
+            *self._dense(self.num_layers, self.sparse_step),
+            *self._dense(self.num_decoder_layers, self.decoder_sparse_step),
+        )
+
+    def _dense(self, num_layers: int, step: int) -> tuple[bool, ...]:
+        if self.num_experts is None or step == 0:
+            return (True,) * num_layers
+        return tuple(number % step != 1 % step for number in range(num_layers))
 
 
 class Block(nnx.Module):
     """Self-attention, cross-attention if it is in the decoder, and an MLP: x + branch(norm(x)).
 
     Its activations are a dict: `encoder` [B, S, D], `decoder` [B, T, D], and the tables
-    `encoder_bias` and `decoder_bias` [R, N], which all layers read and return unchanged.
+    `encoder_bias` and `decoder_bias` [R, N], which all layers read and return unchanged. With
+    experts and a loss, it has a `report` too; see models/text/mixture.py.
     """
 
     can_split_tokens = True
 
-    def __init__(self, config: T5Config, *, is_decoder: bool, rngs: nnx.Rngs):
+    def __init__(self, config: T5Config, is_dense: bool, *, is_decoder: bool, rngs: nnx.Rngs):
         embed = config.embed_dim
         inner = config.num_heads * config.head_dim
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
@@ -91,14 +118,13 @@ class Block(nnx.Module):
         self.cross_norm = RMSNorm(embed, **norm) if is_decoder else None
         self.cross_attention = attention() if is_decoder else None
         self.mlp_norm = RMSNorm(embed, **norm)
-        self.mlp = MLP(
-            embed,
-            config.mlp_dim,
-            activation=config.activation,
-            is_gated=config.is_gated,
-            use_bias=False,
-            stddevs=(embed**-0.5, config.mlp_dim**-0.5),
-            rngs=rngs,
+        mlp: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
+        mlp_dim = config.mlp_dim if is_dense else config.expert_dim or config.mlp_dim
+        mlp |= {"stddevs": (embed**-0.5, mlp_dim**-0.5), "rngs": rngs}
+        self.mlp = (
+            MLP(embed, mlp_dim, use_bias=False, **mlp)
+            if is_dense
+            else Experts(config, embed_dim=embed, expert_dim=mlp_dim, **mlp)
         )
         self.config = config
         self.side = "decoder" if is_decoder else "encoder"
@@ -132,14 +158,19 @@ class Block(nnx.Module):
             )
             x_BTD += dropout(branch, config.dropout, keys, site=1)
         x_BTD += dropout(self.mlp(self.mlp_norm(x_BTD)), config.dropout, keys, site=2)
-        return {**x, self.side: x_BTD}
+        if "report" not in x or not isinstance(self.mlp, Experts):
+            return {**x, self.side: x_BTD}
+        is_token_BT = jnp.ones(x_BTD.shape[:2]) if ids is None else ids[0] != 0
+        report_BR = added_report(x["report"], config, self.mlp, is_token_BT, batch)
+        return {**x, self.side: x_BTD, "report": report_BR}
 
 
-class T5(nnx.Module):
+class T5(Mixture):
     """A sequence-to-sequence model."""
 
     Config = T5Config
-    stacks = ("encoder", "decoder")
+    stacks = ("encoder", "last_encoder", "decoder", "last_decoder")
+    not_decayed = ("router_bias", "gate_bias", "up_bias", "down_bias")
     can_share_vocab = True
     can_split_sequence = True
     objectives = ("span_corruption", "seq2seq")
@@ -153,14 +184,15 @@ class T5(nnx.Module):
         self.encoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
         self.decoder_bias = param(normal(stddev), rngs, bias, (None, "heads"))
 
-        def stack(num_layers: int, is_decoder: bool) -> Stack:
+        def stacks(num_layers: int, is_decoder: bool) -> tuple[Stack, Stack | None]:
+            are_dense = config.are_dense[-num_layers:] if is_decoder else config.are_dense
             make = partial(Block, config, is_decoder=is_decoder)
-            return Stack(lambda rngs: make(rngs=rngs), num_layers, rngs=rngs)
+            return stacks_of(are_dense[:num_layers], make, rngs=rngs)
 
         norm = {"epsilon": config.rms_norm_epsilon, "rngs": rngs}
-        self.encoder = stack(config.num_layers, False)
+        self.encoder, self.last_encoder = stacks(config.num_layers, False)
         self.encoder_norm = RMSNorm(config.embed_dim, **norm)
-        self.decoder = stack(config.num_decoder_layers, True)
+        self.decoder, self.last_decoder = stacks(config.num_decoder_layers, True)
         self.decoder_norm = RMSNorm(config.embed_dim, **norm)
         tied = config.tie_embeddings
         # A tied table is scaled down before the head instead of at initialization.
@@ -173,7 +205,7 @@ class T5(nnx.Module):
         x = {"encoder_bias": self.encoder_bias[...], "decoder_bias": self.decoder_bias[...]}
         for site, (side, name) in enumerate((("encoder", "tokens"), ("decoder", "decoder_tokens"))):
             x[side] = dropout(lookup(self.token_embedding[...], batch[name]), rate, keys, site=site)
-        return x
+        return x | self.first_report(x["encoder"], batch)
 
     def before_decoder(self, x: dict, batch: dict) -> dict:
         """Apply the final norm and dropout to the encoder's output."""
@@ -181,9 +213,10 @@ class T5(nnx.Module):
         output = dropout(self.encoder_norm(x["encoder"]), self.config.dropout, keys, site=2)
         return {**x, "encoder": output}
 
-    def head(self, x: dict, batch: dict) -> tuple[jax.Array, jax.Array, dict]:
-        """Return (sum of weighted token losses, sum of weights, no further metrics)."""
-        return *vocab_loss(self._logits(x, batch), batch, self.config.loss), {}
+    def head(self, x: dict, batch: dict) -> tuple[Sums, Sums, dict]:
+        """Return (sums of weighted losses, sums of weights, metrics of the routers)."""
+        loss, weight = vocab_loss(self._logits(x, batch), batch, self.config.loss)
+        return self.summed({"lm_loss": loss}, weight, x.get("report"), batch)
 
     def __call__(
         self,

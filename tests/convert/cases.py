@@ -143,6 +143,17 @@ _T5 = {
 }
 
 
+_SWITCH = {
+    **{name: value for name, value in _T5.items() if name != "feed_forward_proj"},
+    "num_layers": 5,
+    "num_decoder_layers": 4,
+    "num_sparse_encoder_layers": 2,
+    "num_sparse_decoder_layers": 2,
+    "num_experts": 3,
+    "expert_capacity": 4,  # less than some experts are chosen
+}
+
+
 _VIT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
@@ -561,6 +572,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "T5ForConditionalGeneration",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
+    "t5_switch": ("SwitchTransformersForConditionalGeneration", _SWITCH),
+    "t5_switch_biases": (
+        "SwitchTransformersForConditionalGeneration",
+        {
+            **_SWITCH,
+            "num_layers": 3,
+            "num_sparse_encoder_layers": 1,
+            "router_bias": True,
+        },
+    ),
     "mt5": (
         "MT5ForConditionalGeneration",
         {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
@@ -623,7 +644,7 @@ EVEN = {
 
 #: Cases whose head has a weight of its own. When transformers loads them, it unties the head with a
 #: warning.
-UNTIED_T5 = ("t5_v1.1", "mt5", "t5_v1.1_even")
+UNTIED_T5 = ("t5_v1.1", "mt5", "t5_v1.1_even", "t5_switch_biases")
 
 
 @functools.cache

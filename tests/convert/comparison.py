@@ -21,7 +21,8 @@ def inputs(name: str) -> dict[str, np.ndarray]:
 
     Text models get three rows of tokens with masks: one without padding, one padded on the right,
     and one padded on the left. Sequence classifiers read the first token of a row, so their third
-    row is padded on the right too. Vision models get normalized images, and MAE also the noise that
+    row is padded on the right too, like that of Switch Transformers, where padding that comes first
+    would take room in experts. Vision models get normalized images, and MAE also the noise that
     decides which patches are hidden.
     """
     rng = np.random.default_rng(0)
@@ -34,7 +35,7 @@ def inputs(name: str) -> dict[str, np.ndarray]:
         return images | noise if name in ("mae", "mae_odd") else images
     mask = np.ones((3, LENGTH), np.int32)
     mask[1, 9:] = 0
-    if name.endswith("sequence"):
+    if name.endswith("sequence") or "switch" in name:
         mask[2, 6:] = 0
     else:
         mask[2, :4] = 0

@@ -182,6 +182,7 @@ def known_parameters() -> dict[type, set[str]]:
         fields = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
         fields |= {"tie_embeddings": name not in cases.UNTIED_T5} if "t5" in name else {}
         fields |= {"use_pooler": True} if name == "vit_base" else {}
+        fields |= {"mtp_depths": 1} if name in ("deepseek3", "glm4_moe") else {}
         cls = architecture.model_class
         config = cls.Config(**fields)
         model = nnx.eval_shape(lambda cls=cls, config=config: cls(config, rngs=nnx.Rngs(0)))

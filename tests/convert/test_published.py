@@ -19,8 +19,10 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures, find
 from models.text.llama import LlamaConfig
 from models.text.modernbert import ModernBertConfig
+from models.text.t5 import T5Config
 from tests.convert import cases
 from tests.convert.published import CONFIGS, ENCODERS
+from tests.convert.published_experts import SWITCH
 from tests.runs import ROOT
 from train.config.config_files import load
 
@@ -94,7 +96,7 @@ SIZES_OF_EXPERTS = {
     "gpt-oss-120b": "openai/gpt-oss-120b",
 }
 #: Settings of training, which config.json does not have.
-_TRAINING = ("router_loss", "router_loss_over", "router_z_loss", "balancing_rate")
+_TRAINING = ("router_loss", "router_loss_over", "router_z_loss", "balancing_rate", "mtp_loss")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,8 @@ def test_sizes_of_configs_are_the_published_ones(file, size, name):
     for other in ("name", *_TRAINING):
         ours.pop(other, None)
     ours = LlamaConfig(**ours)
+    # The configs do not train the layers that predict tokens after the next.
+    published = dataclasses.replace(published, mtp_depths=0)
     assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
@@ -225,6 +229,36 @@ def test_published_modernbert_has_the_layers_of_transformers(size):
     ours = config.model.to_dict() | {"vocab_size": 50368, "max_positions": 8192}
     ours = ModernBertConfig(**{name: value for name, value in ours.items() if name != "name"})
     assert dataclasses.asdict(ours) == dataclasses.asdict(published)
+
+
+def test_switch_transformer_is_that_of_configs_and_has_the_logits_of_transformers(
+    tmp_path,
+):
+    architecture = find(SWITCH)
+    fields = read(SWITCH, architecture.keys, harmless=architecture.harmless)
+    published = T5Config(**fields | dict(architecture.fields))
+    config = load(str(ROOT / "configs" / "t5.py:switch-base-8"), ())
+    ours = config.model.to_dict() | {"vocab_size": published.vocab_size}
+    for other in ("name", *_TRAINING):
+        ours.pop(other, None)
+    assert dataclasses.asdict(T5Config(**ours)) == dataclasses.asdict(published)
+
+    sizes = {"d_model": 38, "d_ff": 50, "d_kv": 7, "num_heads": 3, "vocab_size": cases.VOCAB}
+    sizes |= {f"num_{name}layers": 4 for name in ("", "decoder_")}
+    sizes |= {f"num_sparse_{side}_layers": 2 for side in ("encoder", "decoder")}
+    hf = SWITCH | sizes | {"num_experts": 3, "expert_capacity": 4}
+    model_class: Any = transformers.SwitchTransformersForConditionalGeneration
+    torch.manual_seed(0)
+    theirs = model_class(model_class.config_class(**hf, **cases.EAGER)).eval().float()
+    cases.set_random_weights(theirs)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    tokens = np.random.default_rng(0).integers(2, cases.VOCAB, (2, 13), dtype=np.int32)
+    found = from_hf.load(tmp_path)(tokens, tokens[:, :9])
+    with torch.no_grad():
+        ids = torch.from_numpy(tokens).long()
+        expected = theirs(input_ids=ids, decoder_input_ids=ids[:, :9]).logits
+    np.testing.assert_allclose(found, expected.numpy(), rtol=0, atol=1e-4)  # as above
 
 
 def test_keys_without_effect_are_ignored_with_one_line(caplog):

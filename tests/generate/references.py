@@ -162,6 +162,15 @@ MODELS: dict[str, Any] = {
             use_qk_norm=True,
         )
     ),
+    "switch": lambda: hf.SwitchTransformersForConditionalGeneration(
+        hf.SwitchTransformersConfig(
+            **{name: value for name, value in _T5.items() if "tie" not in name},
+            num_sparse_encoder_layers=2,
+            num_sparse_decoder_layers=1,
+            num_experts=4,
+            expert_capacity=9,  # fewer than some experts are chosen
+        )
+    ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
 }
 

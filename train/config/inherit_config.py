@@ -22,13 +22,19 @@ from train.config.schema import checked_value
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
+    "balancing_rate",
     "drop_path",
     "dropout",
     "head",
     "label_smoothing",
     "loss",
     "mask_ratio",
+    "mtp_depths",
+    "mtp_loss",
     "normalise_targets",
+    "router_loss",
+    "router_loss_over",
+    "router_z_loss",
     "temperature",
     "vocab_multiple",
 )
