@@ -338,6 +338,11 @@ class DataConfig(Section, section="data"):
         return not self.reads_images or self.objective == "image_text"
 
     @property
+    def has_labels(self) -> bool:
+        """Whether the objective learns the labels of its examples."""
+        return self.objective in ("classification", "image_classification")
+
+    @property
     def has_perplexity(self) -> bool:
         """Whether the loss is a mean over tokens, so that its exponential is a perplexity."""
         return not self.reads_images and self.objective not in ("classification", "preference")

@@ -32,3 +32,22 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     from data.text.text_corpus import load_text
 
     return load_text(config)
+
+
+def expected_vocab_size(config: DataConfig) -> int | None:
+    """Return the vocabulary size of the corpus without reading the corpus.
+
+    Returns:
+        The size of the tokenizer, at most which a `bpe` tokenizer will have; None if the objective
+        reads no texts.
+
+    Raises:
+        ValueError: The tokenizer file is broken.
+        FileNotFoundError: The tokenizer file does not exist.
+    """
+    if not config.reads_text:
+        return None
+    from data.text.text_corpus import load_fixed_tokenizer
+
+    tokenizer = load_fixed_tokenizer(config)
+    return config.vocab_size if tokenizer is None else tokenizer.vocab_size

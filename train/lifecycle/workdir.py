@@ -90,24 +90,24 @@ def check(workdir: Path, run: Run) -> None:
         )
 
 
-def check_processes_agree(run: Run, corpus: Corpus) -> None:
-    """Check that all processes have the same config and the same data.
+def check_processes_agree(what: str, value: str) -> None:
+    """Check that all processes have the same config or the same data.
+
+    Args:
+        what: name of the value in the message, such as "config".
+        value: text that must be the same on all processes.
 
     Raises:
         ValueError: on all processes, if one of them differs from the first.
     """
     exchange = Exchange()
-    for what, value in (
-        ("config", repr(full_config(run))),
-        ("data", f"{corpus.fingerprint} {corpus.contents}"),
-    ):
-        digest = hashlib.sha256(value.encode()).hexdigest()
-        is_same = exchange.on_first(lambda digest=digest: digest) == digest
-        problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
-        if problem is not None:
-            raise ValueError(
-                f"{problem}; start all processes with the same command, software and files"
-            )
+    digest = hashlib.sha256(value.encode()).hexdigest()
+    is_same = exchange.on_first(lambda: digest) == digest
+    problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
+    if problem is not None:
+        raise ValueError(
+            f"{problem}; start all processes with the same command, software and files"
+        )
 
 
 def write_run_files(

@@ -233,18 +233,21 @@ class Run:
         return self.state_layout.abstract, self._abstract_batch()
 
     @_once
-    def compile_eval_step(self) -> jax.stages.Compiled:
-        """Compile `eval_step(params, teacher, batch)`. The result is cached.
-
-        `params_to_evaluate` returns the first two arguments.
-        """
+    def _trace_eval_step(self) -> jax.stages.Traced:
         step = make_eval_step(
             self.functions, self._step_config(), self._param_sharding(), self.rules
         )
         with use_mesh(self.trace_mesh):
             params, teacher = self.params_to_evaluate(self.state_layout.abstract)
-            traced = jax.jit(step).trace(params, teacher, self._abstract_batch())
-        return self._compile(traced).compiled
+            return jax.jit(step).trace(params, teacher, self._abstract_batch())
+
+    @_once
+    def compile_eval_step(self) -> jax.stages.Compiled:
+        """Compile `eval_step(params, teacher, batch)`. The result is cached.
+
+        `params_to_evaluate` returns the first two arguments.
+        """
+        return self._compile(self._trace_eval_step()).compiled
 
     def compile_reference_step(self) -> jax.stages.Compiled:
         """Compile `reference_step(params, batch) -> arrays [batch, ...]`, on all devices.
@@ -275,22 +278,25 @@ class Run:
         return (average, None) if self.functions.teach is None else (state.params, average)
 
     def compile(self) -> None:
-        """Compile both steps.
+        """Compile both steps."""
+        self.compile_eval_step()
+        self.compile_train_step()
+
+    def check_best_metric(self) -> None:
+        """Check the metric that ranks checkpoints; this traces the evaluation step.
 
         Raises:
             ValueError: evaluations do not report `checkpoint.best_metric`.
         """
-        self._check_best_metric(self.compile_eval_step())
-        self.compile_train_step()
-
-    def _check_best_metric(self, eval_step: Any) -> None:
-        tree = eval_step.out_tree
         checkpoint = self.config.checkpoint
-        sums = jax.tree.unflatten(tree, range(tree.num_leaves))
+        if not checkpoint.keep_best:
+            return
+        shapes = self._trace_eval_step().out_info
+        sums = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         names = [f"eval_{name}" for name in means_of(sums, lambda value, weight: 0)]
         if self.config.data.has_perplexity:
             names.append("eval_perplexity")
-        if checkpoint.keep_best and checkpoint.best_metric not in names:
+        if checkpoint.best_metric not in names:
             raise ValueError(
                 f"checkpoint.best_metric={checkpoint.best_metric!r} is not a metric of this run's "
                 f"evaluations; choose {', '.join(sorted(names))}"
