@@ -64,17 +64,23 @@ def train_batches(
 
 
 def validation_batches(
-    corpus: Corpus, config: DataConfig, rows: Sequence[int], num_batches: int | None = None
+    corpus: Corpus,
+    config: DataConfig,
+    rows: Sequence[int],
+    num_batches: int | None = None,
+    *,
+    name: str = "",
 ) -> grain.DatasetIterator[Batch]:
-    """Return an iterator over this process's rows of the validation batches, in order.
+    """Return an iterator over this process's rows of the batches of a validation set, in order.
 
     The iterator yields every row exactly once, and fills the last batch with rows of weight 0.
 
     Args:
-        corpus: corpus to read; an empty validation split gives no batches.
+        corpus: corpus to read; an empty validation set gives no batches.
         rows: rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
         num_batches: maximum number of batches; None for all of them.
+        name: name of the set; "" for the one without a name.
 
     Returns:
         An iterator over batches with the same keys as in `train_batches`; `index` is the number of
@@ -84,7 +90,7 @@ def validation_batches(
         ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
-    examples = corpus.validation
+    examples = corpus.named_validation[name] if name else corpus.validation
     size = config.global_batch_size
 
     def read(elements: Sequence[int]) -> Batch:

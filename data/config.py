@@ -7,6 +7,7 @@ from typing import Any
 
 from data.blend import parse_mixture
 from data.checks import require
+from data.named_paths import named_paths
 from fields.field import field
 from fields.paths import check_local
 from fields.section import Section
@@ -95,6 +96,26 @@ class DataConfig(Section, section="data"):
         nonempty=True,
         is_path=True,
         remedy="write for example ('my_texts/*.txt',)",
+    )
+    split: str = _name(
+        "train", "Split to train on if an entry of `paths` is a `DatasetDict` that was saved."
+    )
+    validation_paths: tuple[str, ...] = field(
+        (),
+        "Files or folders to evaluate on, as for `paths`; nothing is then held out of the training "
+        "data. `NAME=PATH` evaluates on several sets at once, each with metrics of its own such as "
+        "`eval_NAME_loss`: `wiki=wiki/*.jsonl,code=code.txt`. A path that begins like a name is "
+        "written with `./` in front. Images: one folder per set.",
+        nonempty=True,
+        is_path=True,
+        remedy="write for example ('held_out/*.txt',) or ('wiki=wiki/*.txt', 'code=code/*.txt')",
+    )
+    validation_splits: tuple[str, ...] = field(
+        (),
+        "Splits of a saved `DatasetDict` to evaluate on. Several have metrics of their own, such "
+        "as `eval_test_loss`. Empty: `validation`, if it has one.",
+        nonempty=True,
+        remedy="write for example ('validation', 'test')",
     )
     mixture: tuple[str, ...] = field(
         (),
@@ -200,7 +221,7 @@ class DataConfig(Section, section="data"):
     validation_fraction: float = field(
         0.05,
         "Fraction of documents or images held out for validation if the corpus has no validation "
-        "split of its own; 0: none.",
+        "split of its own and `validation_paths` is empty; 0: none.",
         ge=0,
         lt=1,
         remedy="choose for example 0.05",
@@ -263,6 +284,13 @@ class DataConfig(Section, section="data"):
         )
         for _, source in parse_mixture(self.mixture):
             check_local("data.mixture: the source", source)
+        named_paths(self.validation_paths)
+        require(
+            not (self.validation_paths and self.validation_splits),
+            f"data.validation_paths={self.validation_paths!r} and data.validation_splits="
+            f"{self.validation_splits!r} both name data to evaluate on; set one of them, for "
+            "example the folders of the splits in data.validation_paths",
+        )
 
     def _check_objective(self) -> None:
         for key, objectives in _READ_WITH.items():
@@ -336,6 +364,18 @@ class DataConfig(Section, section="data"):
     def reads_text(self) -> bool:
         """Whether the objective trains on texts, maybe together with images."""
         return not self.reads_images or self.objective == "image_text"
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """The names of the validation sets; a single set without a name has the name ""."""
+        if self.validation_paths:
+            return tuple(named_paths(self.validation_paths))
+        return self.validation_splits if len(self.validation_splits) > 1 else ("",)
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Fraction of the training data to hold out; 0 if there is other data to evaluate on."""
+        return 0.0 if self.validation_paths else self.validation_fraction
 
     @property
     def has_labels(self) -> bool:

@@ -27,6 +27,7 @@ from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
+from train.lifecycle.validation_data import load_data_to_evaluate
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import plan_config
 from train.planning.memory.budget import Budget, budget_of
@@ -108,9 +109,9 @@ def build_run(options: RunOptions) -> BuiltRun:
     run, planner = _assemble(config, fixed, mesh, sizes, options)
     workdir.check_processes_agree("config", repr(workdir.full_config(run)))
 
-    corpus = Exchange(LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
+    corpus = Exchange(LONGEST_START_S).on_all(lambda: _load_data(config, source, options))
     workdir.check_processes_agree("data", f"{corpus.fingerprint} {corpus.contents}")
-    if options.is_evaluation and not len(corpus.validation):
+    if options.is_evaluation and not corpus.validation_sets:
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
     sizes = _DataSizes(vocab_size=corpus.vocab_size, num_labels=len(corpus.labels) or None)
     if run.config.model_config(**dataclasses.asdict(sizes)) != run.model_config:
@@ -188,7 +189,7 @@ def _assemble(
     else:
         run = assemble(config)
         planner.check_estimate(run)  # traces the training step
-    run.check_best_metric()
+    run.check_metrics(ranks_checkpoints=not options.is_evaluation)
     return run, planner
 
 
@@ -264,6 +265,12 @@ def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfi
             changed = dataclasses.replace(getattr(config, section), **{name: completed[key]})
             sections[section] = changed
     return dataclasses.replace(config, **sections)
+
+
+def _load_data(config: RunConfig, source: Source | None, options: RunOptions) -> Corpus:
+    if options.is_evaluation:
+        return load_data_to_evaluate(config, options.workdir, source, options.reading)
+    return load_corpus(config.data, config.images)
 
 
 def _start_devices(

@@ -1,7 +1,6 @@
 """Parquet and Arrow files, converted to .jsonl files in the cache when they are first used.
 
 Afterwards everything is as for .jsonl files: documents and labeled examples, lines in messages.
-A folder that `datasets.Dataset.save_to_disk` has written stands for its .arrow files.
 """
 
 import json
@@ -14,44 +13,9 @@ from typing import Any
 from data.cache import locked
 from data.checks import files_key
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
-from untrusted.documents import read_json
-from untrusted.files import check_link, make_private_directory, open_new
-from untrusted.schema import check_fields
-
-#: Files that `save_to_disk` of a Dataset, and of a DatasetDict, write into their folders.
-_STATE = "state.json"
-_SPLITS = "dataset_dict.json"
+from untrusted.files import make_private_directory, open_new
 
 _log = logging.getLogger(__name__)
-
-
-def files_of_folder(folder: Path) -> list[Path]:
-    """Return the .arrow files of a dataset that `datasets` has saved, in order; [] if it is none.
-
-    Raises:
-        ValueError: It has several splits, or its rows were selected or reordered without rewriting
-            the files.
-    """
-    if (folder / _SPLITS).is_file():
-        splits = sorted(path.parent.name for path in folder.glob(f"*/{_STATE}"))
-        raise ValueError(
-            f"data.paths: {folder} has the splits {', '.join(splits)}; name the folder of one, "
-            f"such as {folder / splits[0] if splits else folder}"
-        )
-    if not (folder / _STATE).is_file():
-        return []
-    state = read_json(folder / _STATE, within=folder)
-    kinds = {"_data_files": list[dict[str, Any]], "_indices_files": list[Any] | None}
-    check_fields(state, kinds, folder / _STATE)
-    if state.get("_indices_files"):
-        raise ValueError(
-            f"data.paths: the rows of {folder} were selected or reordered; call flatten_indices() "
-            "before save_to_disk"
-        )
-    files = [folder / str(each.get("filename")) for each in state["_data_files"]]
-    for file in files:
-        check_link(file, folder)
-    return files
 
 
 def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:

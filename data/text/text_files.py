@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from data.checks import matches_of
+from data.saved_sets import files_of_folder
 from data.sequences import LazySequence
 from data.table_files import SUFFIXES
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
-from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
 from untrusted.files import open_regular, version_of
 from untrusted.messages import without_surrogates

@@ -19,7 +19,7 @@ from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
-from data.examples import Corpus
+from data.examples import Corpus, Label
 from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
 from distributed.messages import Exchange
@@ -29,6 +29,8 @@ from train.config.config_files import differences, load_data
 from train.config.schema import SECTIONS
 from train.lifecycle.config_history import write_config
 from train.run.run import Run
+from untrusted import schema
+from untrusted.documents import read_json
 from untrusted.files import check_links, write_text
 
 #: Sections and keys that a run must share with the checkpoints that it resumes from.
@@ -54,6 +56,9 @@ FREE = (
     "data.mixture",
     "data.num_threads",
     "data.paths",
+    "data.split",
+    "data.validation_paths",
+    "data.validation_splits",
     "data.verify",
     "images.num_workers",
     "images.on_broken",
@@ -192,6 +197,22 @@ def saved_config(workdir: Path) -> dict[str, Any] | None:
             f"{workdir} has checkpoints, but {CONFIG_FILE} is missing, which says what they are; "
             "put it back, or choose another --workdir"
         ) from None
+
+
+def saved_labels(workdir: Path) -> tuple[Label, ...]:
+    """Return the labels of a run's classifier, in order; empty if it has none.
+
+    Raises:
+        ValueError: their file is damaged.
+        OSError: the file cannot be read.
+    """
+    file = workdir / HF_FILES / LABELS_FILE
+    try:
+        labels = read_patiently(file, lambda: read_json(file, list, within=workdir))
+    except FileNotFoundError:
+        return ()
+    schema.check(labels, list[str | int], file)
+    return tuple(labels)
 
 
 def has_checkpoint(workdir: Path) -> bool:

@@ -60,6 +60,11 @@ def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
     return remembered
 
 
+def metric_prefix(name: str) -> str:
+    """Return the prefix of the metrics of a validation set; its name is "" if it has none."""
+    return f"eval_{name}_" if name else "eval_"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Executable:
     """A compiled step, and the options with which it was compiled."""
@@ -282,21 +287,36 @@ class Run:
         self.compile_eval_step()
         self.compile_train_step()
 
-    def check_best_metric(self) -> None:
-        """Check the metric that ranks checkpoints; this traces the evaluation step.
+    def check_metrics(self, *, ranks_checkpoints: bool) -> None:
+        """Check the names of metrics and the one that ranks checkpoints, if there may be doubts.
+
+        This traces the evaluation step.
+
+        Args:
+            ranks_checkpoints: whether the run trains, so that it keeps the best checkpoints.
 
         Raises:
-            ValueError: evaluations do not report `checkpoint.best_metric`.
+            ValueError: evaluations do not report `checkpoint.best_metric`, or two metrics of
+                different validation sets have the same name.
         """
         checkpoint = self.config.checkpoint
-        if not checkpoint.keep_best:
+        sets = self.config.data.validation_names
+        has_best = bool(checkpoint.keep_best) and ranks_checkpoints
+        if not has_best and len(sets) == 1:
             return
         shapes = self._trace_eval_step().out_info
         sums = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-        names = [f"eval_{name}" for name in means_of(sums, lambda value, weight: 0)]
+        means = [*means_of(sums, lambda value, weight: 0)]
         if self.config.data.has_perplexity:
-            names.append("eval_perplexity")
-        if checkpoint.best_metric not in names:
+            means.append("perplexity")
+        names = [f"{metric_prefix(each)}{name}" for each in sets for name in means]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"data.validation_paths={self.config.data.validation_paths!r}: two validation sets "
+                f"have a metric {twice[0]!r}; rename one of the sets"
+            )
+        if has_best and checkpoint.best_metric not in names:
             raise ValueError(
                 f"checkpoint.best_metric={checkpoint.best_metric!r} is not a metric of this run's "
                 f"evaluations; choose {', '.join(sorted(names))}"

@@ -22,9 +22,16 @@ def describe(run: Run, corpus: Corpus) -> str:
         *(f"attention {kernel}" for kernel in run.attention_kernels),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
-        f"{len(corpus.validation):,} validation {_describe_rows(run, corpus)}",
+        f"{_describe_validation(corpus)} {_describe_rows(run, corpus)}",
     ]
     return "\n".join(lines)
+
+
+def _describe_validation(corpus: Corpus) -> str:
+    """Count the rows of the validation sets, such as "20 validation (12 wiki, 8 code)"."""
+    sizes = {name: len(rows) for name, rows in corpus.validation_sets.items()}
+    names = ", ".join(f"{size:,} {name or 'without a name'}" for name, size in sizes.items())
+    return f"{sum(sizes.values()):,} validation" + (f" ({names})" if {*sizes} - {""} else "")
 
 
 def _describe_stages(run: Run) -> str:

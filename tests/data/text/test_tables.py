@@ -148,13 +148,6 @@ def _cut(directory: Path) -> Path:
     return file
 
 
-def _splits(directory: Path) -> Path:
-    rows = datasets.Dataset.from_list(ROWS)
-    folders = datasets.DatasetDict({"train": rows, "test": rows})
-    folders.save_to_disk(str(directory / "splits"))
-    return directory / "splits"
-
-
 def _outside(directory: Path) -> Path:
     write("folder", directory)
     state = directory / "saved" / "state.json"
@@ -169,7 +162,6 @@ def _outside(directory: Path) -> Path:
     [
         (_broken, "rows.parquet is not a whole Parquet file"),
         (_cut, "is not a whole Arrow file"),
-        (_splits, "has the splits test, train; name the folder of one"),
         (_outside, "secret.arrow"),
     ],
 )
