@@ -13,6 +13,7 @@ R: rows of the global batch that this process supplies.
 
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import cast
 
 import grain
@@ -20,6 +21,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Batch, ConcatExamples, Corpus, Examples
+from data.image_config import ImageConfig
 from data.mixture import mixed_order
 
 # Number of batches read ahead of the step: enough to hide one slow read from a network disk.
@@ -102,6 +104,20 @@ def validation_batches(
     all_batches = -(-len(examples) // size)
     num_batches = all_batches if num_batches is None else min(num_batches, all_batches)
     return _iterate(read, config, rows, num_batches, examples.row_bytes)
+
+
+def epoch_steps(corpus: Corpus, config: DataConfig, images: ImageConfig) -> Fraction:
+    """Return the number of steps after which every example of the train split was read once.
+
+    The examples of a mixture count together: after this many steps, small sources were read more
+    often than large ones.
+
+    Args:
+        images: config section `images`; repeated images count once.
+    """
+    # As in `Images`, which draws the images of a batch once for all of their repeats.
+    repeats = images.repeats if config.reads_images else 1
+    return Fraction(len(corpus.train), -(-config.global_batch_size // repeats))
 
 
 def batches_ahead(batch_bytes: int) -> int:

@@ -14,6 +14,7 @@ from checkpoint.paths import check_path
 from convert.options import ReadOptions
 from convert.source import Source
 from convert.to_hf import export_problem
+from data.batches import epoch_steps
 from data.corpus import expected_vocab_size, load_corpus
 from data.examples import Corpus
 from distributed import startup
@@ -25,6 +26,7 @@ from sharding.mesh import make_mesh, num_replicas
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
+from train.config.run_length import choose_length, with_num_steps
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
 from train.lifecycle.validation_data import load_data_to_evaluate
@@ -114,7 +116,10 @@ def build_run(options: RunOptions) -> BuiltRun:
     if options.is_evaluation and not corpus.validation_sets:
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
     sizes = _DataSizes(vocab_size=corpus.vocab_size, num_labels=len(corpus.labels) or None)
-    if run.config.model_config(**dataclasses.asdict(sizes)) != run.model_config:
+    if len(corpus.train):
+        config = with_num_steps(config, epoch_steps(corpus, config.data, config.images))
+    has_other_sizes = run.config.model_config(**dataclasses.asdict(sizes)) != run.model_config
+    if has_other_sizes or run.config.train.num_steps != config.train.num_steps:
         run, planner = _assemble(config, fixed, mesh, sizes, options)
     check_tokenizer(run.config, run.model_config, corpus)
     Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
@@ -227,6 +232,8 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
         )
         overrides = overrides.with_deepspeed(translated.values)
         Overrides(deepspeed=overrides.deepspeed).apply(config_dict)
+        command_line = overrides.command_line_keys & {"train.num_epochs"}
+        choose_length(config_dict, command_line or {o.key for o in overrides.deepspeed})
         open_batch = translated.open_batch
     if options.is_evaluation and not (
         config_dict.get("init_from") or workdir.has_checkpoint(options.workdir)

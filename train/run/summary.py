@@ -1,7 +1,10 @@
 """The summary that a run prints at its start."""
 
+from fractions import Fraction
+
 import jax
 
+from data.batches import epoch_steps
 from data.examples import Corpus
 from models.functions import can_share_vocab
 from train.run.run import Run
@@ -23,8 +26,24 @@ def describe(run: Run, corpus: Corpus) -> str:
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
         f"{_describe_validation(corpus)} {_describe_rows(run, corpus)}",
+        *([f"epochs  {_describe_epochs(run, corpus)}"] if len(corpus.train) else []),
     ]
     return "\n".join(lines)
+
+
+def _describe_epochs(run: Run, corpus: Corpus) -> str:
+    """Describe the length of the run and of an epoch."""
+    per_epoch = epoch_steps(corpus, run.config.data, run.config.images)
+    num_steps = run.config.train.num_steps
+    return (
+        f"{_rounded(num_steps / per_epoch)} in {num_steps:,} steps; an epoch has "
+        f"{_rounded(per_epoch)} steps"
+    )
+
+
+def _rounded(number: Fraction) -> str:
+    """Return a number with about three digits."""
+    return f"{float(number):.3g}" if number < 10 else f"{float(number):,.1f}".removesuffix(".0")
 
 
 def _describe_validation(corpus: Corpus) -> str:
