@@ -85,8 +85,9 @@ class DataConfig(Section, section="data"):
     )
     paths: tuple[str, ...] = field(
         (),
-        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .parquet and "
-        ".arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that `datasets` has saved. "
+        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .csv, .tsv, "
+        ".parquet and .arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that "
+        "`datasets` has saved; .txt and .jsonl files may be compressed (.gz, .zst). "
         "Each .jsonl line or row of a table is one document; a .txt file is cut at line ends "
         "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
         "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
@@ -120,8 +121,8 @@ class DataConfig(Section, section="data"):
     mixture: tuple[str, ...] = field(
         (),
         "For `name=mixture`: entries `WEIGHT SOURCE`, such as `0.7 wiki40b/en,0.3 my_texts/*.txt`. "
-        "A source is a name as above, a glob of .txt, .jsonl, .parquet or .arrow files, or the "
-        ".bin file of a token file.",
+        "A source is a name as above, a glob of files as in `paths`, or the .bin file of a token "
+        "file.",
         nonempty=True,
         remedy="write for example ('0.7 wiki40b/en',)",
     )

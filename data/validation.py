@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from data.config import DataConfig
+from data.formats import format_of
 from data.named_paths import named_paths
 from data.saved_sets import saved_splits
 
@@ -93,7 +94,7 @@ def _kind(config: DataConfig, paths: tuple[str, ...]) -> str:
         return "image_folder"
     if any(path.endswith((".bin", ".idx")) for path in paths):
         return "megatron"
-    is_text = any(Path(path).suffix for path in paths)
+    is_text = any(format_of(path) for path in paths)
     return "megatron" if config.name == "megatron" and not is_text else "text"
 
 

@@ -110,7 +110,7 @@ def find_validation_folders(
     """Find the images of each set of `data.validation_paths`, by its name.
 
     Args:
-        classes: classes of the training images, whose names are those of the folders; empty if the
+        classes: classes of the training images, which folders are named after; empty if the
             objective needs no labels.
 
     Raises:

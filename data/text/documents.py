@@ -85,7 +85,9 @@ def _find_text_files(config: DataConfig) -> Documents:
 
     def open_files() -> dict[str, Sequence[Any]]:
         lines = as_lines(files, config.cache_path, config.verify)
-        splits = text_files.split_files(lines, config.held_out_fraction, config.sequence_length)
+        splits = text_files.split_files(
+            lines, config.held_out_fraction, config.sequence_length, files
+        )
         return {
             split: text_files.lazy_documents(spans, config.text_field)
             for split, spans in splits.items()

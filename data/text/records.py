@@ -7,6 +7,7 @@ from typing import Any
 from data.checks import is_int
 from data.config import DataConfig
 from data.examples import Label
+from data.formats import format_of
 from data.sequences import LazySequence
 from data.text.spans import DocumentSpans
 from data.text.tables import as_lines
@@ -75,21 +76,22 @@ def texts_of_records(records: Records) -> Sequence[str]:
 def split_lines(config: DataConfig) -> dict[str, DocumentSpans]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
-    They are the lines of .jsonl files, and of tables, which are converted to such files.
+    They are the lines of .jsonl files, and of other files, which are converted to such files.
 
     Raises:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is of another kind, a table cannot be read, or there are too few lines
             for the splits.
     """
-    files = as_lines(find_files(config.paths), config.cache_path, config.verify)
-    others = [str(file) for file in files if file.suffix != ".jsonl"]
+    files = find_files(config.paths)
+    others = [str(file) for file in files if (format_of(file) or "").startswith(".txt")]
     if others:
         raise ValueError(
             f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
-            ".jsonl, .parquet and .arrow files; narrow the glob or convert the file"
+            ".jsonl, .csv, .tsv, .parquet and .arrow files; narrow the glob or convert the file"
         )
-    return split_files(files, config.held_out_fraction, config.sequence_length)
+    lines = as_lines(files, config.cache_path, config.verify)
+    return split_files(lines, config.held_out_fraction, config.sequence_length, files)
 
 
 def validation_lines(config: DataConfig) -> dict[str, DocumentSpans]:

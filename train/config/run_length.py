@@ -26,7 +26,7 @@ def choose_length(config: Any, overridden: Collection[str] = (), *, is_saved: bo
 
     Args:
         config: ConfigDict, changed in place.
-        overridden: keys that replace those of a file. The one of them counts.
+        overridden: keys set on top of the file; if one of the two is among them, it counts.
         is_saved: whether the file may be the config of a run, which has the number of steps of its
             epochs too. `with_num_steps` compares them.
 
@@ -53,7 +53,7 @@ def with_num_steps(config: RunConfig, epoch_steps: Fraction) -> RunConfig:
     """Return the config with the number of steps of its epochs, if it counts epochs.
 
     Args:
-        epoch_steps: steps of an epoch.
+        epoch_steps: exact length of an epoch, maybe a fraction.
 
     Raises:
         ValueError: the config is the one of a run that had another number of steps.

@@ -22,7 +22,7 @@ def load_data_to_evaluate(
     Args:
         directory: workdir of the run.
         source: `init_from` checkpoint, or None.
-        options: what the checkpoint of the run may do.
+        options: permissions for the checkpoint of the run.
 
     Raises:
         ValueError: the data, the tokenizer or the labels are missing or broken.

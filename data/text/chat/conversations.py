@@ -94,7 +94,8 @@ def validation_chats(config: DataConfig) -> dict[str, ChatLines]:
 
 def _as_chats(lines: Mapping[str, DocumentSpans], config: DataConfig) -> dict[str, ChatLines]:
     of_objective = Conversations if config.objective == "chat" else Preferences
-    return {name: of_objective(spans, config) for name, spans in lines.items()}
+    announced: set[str] = set()
+    return {name: of_objective(spans, config, announced) for name, spans in lines.items()}
 
 
 def encode(

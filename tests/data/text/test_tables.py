@@ -120,7 +120,7 @@ def test_texts_must_be_utf_8(tmp_path):
 def test_error_names_the_table_and_its_row(tmp_path):
     rows = [*ROWS[:4], {**ROWS[4], "label": None}, *ROWS[5:]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"/tables/rows\.parquet-\w+\.jsonl line 5 .*label"):
+    with pytest.raises(ValueError, match=r"/rows\.parquet row 5 .*label"):
         corpus_of(tmp_path / "rows.parquet", tmp_path / "cache", objective="classification")
 
 
