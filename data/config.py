@@ -41,6 +41,7 @@ _CAPTION_FIELDS = ("text_field", "tokenizer", "vocab_size", "sequence_length")
 # Fields that only some objectives read -> these objectives.
 _READ_WITH = {
     "isolate_documents": ("causal_lm", "masked_lm"),
+    "packing": ("causal_lm", "chat", "preference"),
     "whole_words": ("masked_lm", "masked_lm_pairs"),
     "target_length": ("span_corruption", "seq2seq"),
     "pair_field": ("classification",),
@@ -141,6 +142,14 @@ class DataConfig(Section, section="data"):
         False,
         "For `causal_lm` and `masked_lm`: tokens attend only within their own document, and "
         "positions restart in each.",
+    )
+    packing: str = field(
+        "in_order",
+        "How texts fill the rows of `causal_lm`, `chat` and `preference`. `in_order`: one after "
+        "another; `causal_lm` cuts documents at the ends of rows. `best_fit`: each into the "
+        "fullest row with room for it, so that few tokens are padding, and no document is cut that "
+        "is not longer than a row.",
+        choices=("in_order", "best_fit"),
     )
     mask_fraction: float = field(
         0.15,

@@ -37,6 +37,11 @@ class Examples(abc.ABC):
         """Size of a row in bytes; 0 for rows so small that they do not limit prefetching."""
         return 0
 
+    @property
+    def fill_rate(self) -> float | None:
+        """Share of the tokens of all rows that are not padding; None if rows are not packed."""
+        return None
+
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
@@ -102,6 +107,11 @@ class CheckedExamples(Examples):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def fill_rate(self) -> float | None:
+        """Share of the tokens of all rows that are not padding; None if rows are not packed."""
+        return self.rows.fill_rate
+
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index` of the source; see `Examples.example`."""
         self._check_source()
@@ -121,6 +131,12 @@ class ConcatExamples(Examples):
 
     def __len__(self) -> int:
         return self.offsets[-1]
+
+    @property
+    def fill_rate(self) -> float | None:
+        """Share of the tokens of all rows that are not padding; None if rows are not packed."""
+        filled = [len(part) * part.fill_rate for part in self.parts if part.fill_rate is not None]
+        return sum(filled) / len(self) if len(filled) == len(self.parts) else None
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index` of the concatenation; see `Examples.example`."""

@@ -332,7 +332,7 @@ def _template(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 def _packed(chats: EncodedChats, config: DataConfig) -> ChatExamples | PreferenceExamples:
     rows = ChatExamples if config.objective == "chat" else PreferenceExamples
-    return rows(chats, config.sequence_length)
+    return rows(chats, config.sequence_length, best_fit=config.packing == "best_fit")
 
 
 def _encoded_sets(

@@ -90,6 +90,9 @@ def _describe_rows(run: Run, corpus: Corpus) -> str:
     if run.config.data.reads_images:
         classes = f", {len(corpus.labels):,} classes" if corpus.labels else ""
         return f"images of {images.size} × {images.size} × {images.channels}{classes}"
+    fill_rate = corpus.train.fill_rate
+    filled = "" if fill_rate is None else f" ({100 * fill_rate:.1f} % filled)"
     return (
-        f"sequences of {run.config.data.sequence_length} tokens, vocabulary {corpus.vocab_size:,}"
+        f"sequences of {run.config.data.sequence_length} tokens{filled}, vocabulary "
+        f"{corpus.vocab_size:,}"
     )
