@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.blend import parse_mixture
+from data.blend import parse_mixture, weighted_token_files
 from data.checks import require
 from data.named_paths import named_paths
 from fields.field import field
@@ -91,10 +91,11 @@ class DataConfig(Section, section="data"):
         "`datasets` has saved; .txt and .jsonl files may be compressed (.gz, .zst). "
         "Each .jsonl line or row of a table is one document; a .txt file is cut at line ends "
         "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
-        "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
-        "either a folder of images per class or train/ and val/ folders of that kind; or two "
-        "folders, the second for validation. Or tables, as for `name=text`. For `image_text`: such "
-        "folders without classes, with a metadata.jsonl in each.",
+        "without the suffixes .bin and .idx, or a mixture in Megatron's spelling, `0.7 a 0.3 b`. "
+        "For `name=image_folder`: one folder, which contains either a folder of images per class "
+        "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
+        "tables, as for `name=text`. For `image_text`: such folders without classes, with a "
+        "metadata.jsonl in each.",
         nonempty=True,
         is_path=True,
         remedy="write for example ('my_texts/*.txt',)",
@@ -255,6 +256,11 @@ class DataConfig(Section, section="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        weighted = weighted_token_files(self.paths) if self.name == "megatron" else ()
+        if weighted:
+            self._set("name", "mixture")
+            self._set("mixture", weighted)
+            self._set("paths", ())
         self._check_sources()
         self._check_objective()
         self._check_lengths()

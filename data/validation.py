@@ -95,7 +95,11 @@ def _kind(config: DataConfig, paths: tuple[str, ...]) -> str:
     if any(path.endswith((".bin", ".idx")) for path in paths):
         return "megatron"
     is_text = any(format_of(path) for path in paths)
-    return "megatron" if config.name == "megatron" and not is_text else "text"
+    # In a mixture, only token files end with .bin.
+    reads_tokens = config.name == "megatron" or all(
+        entry.endswith(".bin") for entry in config.mixture or ("",)
+    )
+    return "megatron" if reads_tokens and not is_text else "text"
 
 
 @contextlib.contextmanager
