@@ -109,9 +109,9 @@ def build_run(options: RunOptions) -> BuiltRun:
     # Whatever the config alone decides is refused here, before data is downloaded or tokenized.
     sizes = Exchange(LONGEST_START_S).on_all(lambda: _expected_sizes(config))
     run, planner = _assemble(config, fixed, mesh, sizes, options)
-    workdir.check_processes_agree("config", repr(workdir.full_config(run)))
 
     corpus = Exchange(LONGEST_START_S).on_all(lambda: _load_data(config, source, options))
+    workdir.check_processes_agree("config", repr(workdir.full_config(run)))
     workdir.check_processes_agree("data", f"{corpus.fingerprint} {corpus.contents}")
     if options.is_evaluation and not corpus.validation_sets:
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")

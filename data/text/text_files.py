@@ -133,13 +133,14 @@ def split_files(
     held = splits["validation"].num_bytes
     total = held + splits["train"].num_bytes
     check_share(held, total, validation_fraction, sequence_length, what)
-    logger.info(
-        "Held out for validation: %d of %d documents, %.1f %% of %s bytes of text",
-        len(splits["validation"]),
-        len(spans),
-        100 * held / total,
-        f"{total:,}",
-    )
+    if validation_fraction:
+        logger.info(
+            "Held out for validation: %d of %d documents, %.1f %% of %s bytes of text",
+            len(splits["validation"]),
+            len(spans),
+            100 * held / total,
+            f"{total:,}",
+        )
     return splits
 
 
