@@ -13,6 +13,7 @@ R: rows of the global batch that this process supplies.
 
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import cast
 
 import grain
@@ -20,6 +21,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Batch, ConcatExamples, Corpus, Examples
+from data.image_config import ImageConfig
 from data.mixture import mixed_order
 
 # Number of batches read ahead of the step: enough to hide one slow read from a network disk.
@@ -64,17 +66,23 @@ def train_batches(
 
 
 def validation_batches(
-    corpus: Corpus, config: DataConfig, rows: Sequence[int], num_batches: int | None = None
+    corpus: Corpus,
+    config: DataConfig,
+    rows: Sequence[int],
+    num_batches: int | None = None,
+    *,
+    name: str = "",
 ) -> grain.DatasetIterator[Batch]:
-    """Return an iterator over this process's rows of the validation batches, in order.
+    """Return an iterator over this process's rows of the batches of a validation set, in order.
 
     The iterator yields every row exactly once, and fills the last batch with rows of weight 0.
 
     Args:
-        corpus: corpus to read; an empty validation split gives no batches.
+        corpus: corpus to read; an empty validation set gives no batches.
         rows: rows of the global batch that this process supplies, each from 0 to
             global_batch_size - 1, in the order in which they are returned.
         num_batches: maximum number of batches; None for all of them.
+        name: name of the set; "" for the one without a name.
 
     Returns:
         An iterator over batches with the same keys as in `train_batches`; `index` is the number of
@@ -84,7 +92,7 @@ def validation_batches(
         ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
-    examples = corpus.validation
+    examples = corpus.named_validation[name] if name else corpus.validation
     size = config.global_batch_size
 
     def read(elements: Sequence[int]) -> Batch:
@@ -96,6 +104,20 @@ def validation_batches(
     all_batches = -(-len(examples) // size)
     num_batches = all_batches if num_batches is None else min(num_batches, all_batches)
     return _iterate(read, config, rows, num_batches, examples.row_bytes)
+
+
+def epoch_steps(corpus: Corpus, config: DataConfig, images: ImageConfig) -> Fraction:
+    """Return the number of steps after which every example of the train split was read once.
+
+    The examples of a mixture count together: after this many steps, small sources were read more
+    often than large ones.
+
+    Args:
+        images: config section `images`; repeated images count once.
+    """
+    # As in `Images`, which draws the images of a batch once for all of their repeats.
+    repeats = images.repeats if config.reads_images else 1
+    return Fraction(len(corpus.train), -(-config.global_batch_size // repeats))
 
 
 def batches_ahead(batch_bytes: int) -> int:

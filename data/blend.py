@@ -48,6 +48,26 @@ def parse_mixture(entries: Sequence[str]) -> list[tuple[Fraction, str]]:
     return shares
 
 
+def weighted_token_files(paths: Sequence[str]) -> tuple[str, ...]:
+    """Return the entries of `data.mixture` for paths in the spelling of Megatron's `--data-path`.
+
+    For example, `("0.7 a 0.3 b",)` and `("0.7", "a", "0.3", "b")` are `("0.7 a.bin", "0.3 b.bin")`.
+
+    Args:
+        paths: paths of token files, with or without the suffix .bin or .idx.
+
+    Returns:
+        The entries; empty if there are no weights in front of the paths.
+    """
+    words = " ".join(paths).split()
+    pairs = [*zip(words[::2], words[1::2], strict=False)]
+    entries = [
+        f"{weight} {path.removesuffix('.idx').removesuffix('.bin')}.bin" for weight, path in pairs
+    ]
+    are_pairs = bool(words) and len(words) % 2 == 0 and all(map(_ENTRY.fullmatch, entries))
+    return tuple(entries) if are_pairs else ()
+
+
 class Blend:
     """The source of each element of an endless stream, and the element's number in that source.
 

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.blend import parse_mixture
+from data.blend import parse_mixture, weighted_token_files
 from data.checks import require
+from data.named_paths import named_paths
 from fields.field import field
 from fields.paths import check_local
 from fields.section import Section
@@ -40,6 +41,7 @@ _CAPTION_FIELDS = ("text_field", "tokenizer", "vocab_size", "sequence_length")
 # Fields that only some objectives read -> these objectives.
 _READ_WITH = {
     "isolate_documents": ("causal_lm", "masked_lm"),
+    "packing": ("causal_lm", "chat", "preference"),
     "whole_words": ("masked_lm", "masked_lm_pairs"),
     "target_length": ("span_corruption", "seq2seq"),
     "pair_field": ("classification",),
@@ -84,23 +86,45 @@ class DataConfig(Section, section="data"):
     )
     paths: tuple[str, ...] = field(
         (),
-        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .parquet and "
-        ".arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that `datasets` has saved. "
+        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .csv, .tsv, "
+        ".parquet and .arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that "
+        "`datasets` has saved; .txt and .jsonl files may be compressed (.gz, .zst). "
         "Each .jsonl line or row of a table is one document; a .txt file is cut at line ends "
         "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
-        "without the suffixes .bin and .idx. For `name=image_folder`: one folder, which contains "
-        "either a folder of images per class or train/ and val/ folders of that kind; or two "
-        "folders, the second for validation. Or tables, as for `name=text`. For `image_text`: such "
-        "folders without classes, with a metadata.jsonl in each.",
+        "without the suffixes .bin and .idx, or a mixture in Megatron's spelling, `0.7 a 0.3 b`. "
+        "For `name=image_folder`: one folder, which contains either a folder of images per class "
+        "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
+        "tables, as for `name=text`. For `image_text`: such folders without classes, with a "
+        "metadata.jsonl in each.",
         nonempty=True,
         is_path=True,
         remedy="write for example ('my_texts/*.txt',)",
     )
+    split: str = _name(
+        "train", "Split to train on if an entry of `paths` is a `DatasetDict` that was saved."
+    )
+    validation_paths: tuple[str, ...] = field(
+        (),
+        "Files or folders to evaluate on, as for `paths`; nothing is then held out of the training "
+        "data. `NAME=PATH` evaluates on several sets at once, each with metrics of its own such as "
+        "`eval_NAME_loss`: `wiki=wiki/*.jsonl,code=code.txt`. A path that begins like a name is "
+        "written with `./` in front. Images: one folder per set.",
+        nonempty=True,
+        is_path=True,
+        remedy="write for example ('held_out/*.txt',) or ('wiki=wiki/*.txt', 'code=code/*.txt')",
+    )
+    validation_splits: tuple[str, ...] = field(
+        (),
+        "Splits of a saved `DatasetDict` to evaluate on. Several have metrics of their own, such "
+        "as `eval_test_loss`. Empty: `validation`, if it has one.",
+        nonempty=True,
+        remedy="write for example ('validation', 'test')",
+    )
     mixture: tuple[str, ...] = field(
         (),
         "For `name=mixture`: entries `WEIGHT SOURCE`, such as `0.7 wiki40b/en,0.3 my_texts/*.txt`. "
-        "A source is a name as above, a glob of .txt, .jsonl, .parquet or .arrow files, or the "
-        ".bin file of a token file.",
+        "A source is a name as above, a glob of files as in `paths`, or the .bin file of a token "
+        "file.",
         nonempty=True,
         remedy="write for example ('0.7 wiki40b/en',)",
     )
@@ -119,6 +143,14 @@ class DataConfig(Section, section="data"):
         False,
         "For `causal_lm` and `masked_lm`: tokens attend only within their own document, and "
         "positions restart in each.",
+    )
+    packing: str = field(
+        "in_order",
+        "How texts fill the rows of `causal_lm`, `chat` and `preference`. `in_order`: one after "
+        "another; `causal_lm` cuts documents at the ends of rows. `best_fit`: each into the "
+        "fullest row with room for it, so that few tokens are padding, and no document is cut that "
+        "is not longer than a row.",
+        choices=("in_order", "best_fit"),
     )
     mask_fraction: float = field(
         0.15,
@@ -200,7 +232,7 @@ class DataConfig(Section, section="data"):
     validation_fraction: float = field(
         0.05,
         "Fraction of documents or images held out for validation if the corpus has no validation "
-        "split of its own; 0: none.",
+        "split of its own and `validation_paths` is empty; 0: none.",
         ge=0,
         lt=1,
         remedy="choose for example 0.05",
@@ -224,6 +256,11 @@ class DataConfig(Section, section="data"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        weighted = weighted_token_files(self.paths) if self.name == "megatron" else ()
+        if weighted:
+            self._set("name", "mixture")
+            self._set("mixture", weighted)
+            self._set("paths", ())
         self._check_sources()
         self._check_objective()
         self._check_lengths()
@@ -263,6 +300,13 @@ class DataConfig(Section, section="data"):
         )
         for _, source in parse_mixture(self.mixture):
             check_local("data.mixture: the source", source)
+        named_paths(self.validation_paths)
+        require(
+            not (self.validation_paths and self.validation_splits),
+            f"data.validation_paths={self.validation_paths!r} and data.validation_splits="
+            f"{self.validation_splits!r} both name data to evaluate on; set one of them, for "
+            "example the folders of the splits in data.validation_paths",
+        )
 
     def _check_objective(self) -> None:
         for key, objectives in _READ_WITH.items():
@@ -336,6 +380,23 @@ class DataConfig(Section, section="data"):
     def reads_text(self) -> bool:
         """Whether the objective trains on texts, maybe together with images."""
         return not self.reads_images or self.objective == "image_text"
+
+    @property
+    def validation_names(self) -> tuple[str, ...]:
+        """The names of the validation sets; a single set without a name has the name ""."""
+        if self.validation_paths:
+            return tuple(named_paths(self.validation_paths))
+        return self.validation_splits if len(self.validation_splits) > 1 else ("",)
+
+    @property
+    def held_out_fraction(self) -> float:
+        """Fraction of the training data to hold out; 0 if there is other data to evaluate on."""
+        return 0.0 if self.validation_paths else self.validation_fraction
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the objective learns the labels of its examples."""
+        return self.objective in ("classification", "image_classification")
 
     @property
     def has_perplexity(self) -> bool:

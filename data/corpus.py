@@ -1,8 +1,9 @@
 """The entry point of the data package: load any corpus, of text or of images."""
 
 from data.config import DataConfig
-from data.examples import Corpus
+from data.examples import Corpus, Label
 from data.image_config import ImageConfig, check_images
+from data.validation import with_split_folders
 
 
 def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus:
@@ -20,6 +21,7 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     """
     images = images or ImageConfig()
     check_images(config, images)  # RunConfig checks it too, but this function takes any sections
+    config = with_split_folders(config)
     # Imported here so that text corpora do not need Pillow, and image corpora no tokenizers.
     if config.objective == "image_text":
         from data.images.captioned import load_captioned_images
@@ -32,3 +34,46 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     from data.text.text_corpus import load_text
 
     return load_text(config)
+
+
+def load_validation(config: DataConfig, images: ImageConfig, labels: tuple[Label, ...]) -> Corpus:
+    """Load the sets of `data.validation_paths` alone; training data need not exist.
+
+    Args:
+        config: config section `data`; its tokenizer does not need to be trained.
+        labels: labels that the model has learned; empty if it has none.
+
+    Raises:
+        ValueError: A set or the tokenizer is broken or unsuitable for the objective.
+        FileNotFoundError: A glob matches nothing, or a folder or the tokenizer does not exist.
+    """
+    if config.objective == "image_text":
+        from data.images.captioned import load_validation_captions
+
+        return load_validation_captions(config, images)
+    if config.reads_images:
+        from data.images.image_corpus import load_validation_images
+
+        return load_validation_images(config, images, labels)
+    from data.text.text_corpus import load_validation_text
+
+    return load_validation_text(config, labels)
+
+
+def expected_vocab_size(config: DataConfig) -> int | None:
+    """Return the vocabulary size of the corpus without reading the corpus.
+
+    Returns:
+        The size of the tokenizer, at most which a `bpe` tokenizer will have; None if the objective
+        reads no texts.
+
+    Raises:
+        ValueError: The tokenizer file is broken.
+        FileNotFoundError: The tokenizer file does not exist.
+    """
+    if not config.reads_text:
+        return None
+    from data.text.text_corpus import load_fixed_tokenizer
+
+    tokenizer = load_fixed_tokenizer(config)
+    return config.vocab_size if tokenizer is None else tokenizer.vocab_size

@@ -7,8 +7,9 @@ process, thread or worker builds the same row, in any order, also after a restar
 import abc
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 
@@ -35,6 +36,11 @@ class Examples(abc.ABC):
     def row_bytes(self) -> int:
         """Size of a row in bytes; 0 for rows so small that they do not limit prefetching."""
         return 0
+
+    @property
+    def fill_rate(self) -> float | None:
+        """Share of the tokens of all rows that are not padding; None if rows are not packed."""
+        return None
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
@@ -76,6 +82,17 @@ class Examples(abc.ABC):
             raise IndexError(f"example {index} of {len(self)}")
 
 
+class NoExamples(Examples):
+    """A split without rows."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Raise an error: there is no row."""
+        raise IndexError(f"example {index} of 0")
+
+
 class CheckedExamples(Examples):
     """The rows of a source, after a check before each of them.
 
@@ -89,6 +106,11 @@ class CheckedExamples(Examples):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def fill_rate(self) -> float | None:
+        """Share of the tokens of all rows that are not padding; None if rows are not packed."""
+        return self.rows.fill_rate
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index` of the source; see `Examples.example`."""
@@ -109,6 +131,12 @@ class ConcatExamples(Examples):
 
     def __len__(self) -> int:
         return self.offsets[-1]
+
+    @property
+    def fill_rate(self) -> float | None:
+        """Share of the tokens of all rows that are not padding; None if rows are not packed."""
+        filled = [len(part) * part.fill_rate for part in self.parts if part.fill_rate is not None]
+        return sum(filled) / len(self) if len(filled) == len(self.parts) else None
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index` of the concatenation; see `Examples.example`."""
@@ -134,7 +162,8 @@ class Corpus:
     """The data that a run trains on and is evaluated on.
 
     Attributes:
-        validation: rows of the validation split; empty if nothing is held out.
+        validation: rows of the validation set without a name; empty if there is none.
+        named_validation: name -> rows, for validation sets that the config names.
         fingerprint: hash of all data that is read. Processes whose fingerprints differ would
             train on different data. It covers the sizes of image files, not their contents.
         contents: with `data.verify=full`, a hash of the contents that `fingerprint` does not cover;
@@ -148,6 +177,18 @@ class Corpus:
     fingerprint: str
     contents: str = ""
     labels: tuple[Label, ...] = ()
+    named_validation: Mapping[str, Examples] = field(default_factory=dict)
+
+    @property
+    def validation_sets(self) -> dict[str, Examples]:
+        """Name -> rows of every validation set that is not empty; "" is the one without a name."""
+        sets = {"": self.validation, **self.named_validation}
+        return {name: rows for name, rows in sets.items() if len(rows)}
+
+    def with_validation(self, sets: Mapping[str, Examples]) -> Self:
+        """Return the corpus with other validation sets, by name, of which "" has none."""
+        named = {name: rows for name, rows in sets.items() if name}
+        return replace(self, validation=sets.get("", NoExamples()), named_validation=named)
 
     @property
     def vocab_size(self) -> int | None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from data.blend import Blend, parse_mixture
 from data.config import DataConfig
-from data.table_files import SUFFIXES
+from data.formats import format_of
 
 
 def sources(config: DataConfig) -> list[DataConfig]:
@@ -48,7 +48,7 @@ def mixed_order(
 def _source(config: DataConfig, source: str) -> DataConfig:
     paths = ()
     name = source
-    if source.endswith((".txt", ".jsonl", *SUFFIXES)):
+    if format_of(source) is not None:
         paths = (source,)
         name = "text"
     elif source.endswith((".bin", ".idx")):

@@ -14,7 +14,8 @@ from checkpoint.paths import check_path
 from convert.options import ReadOptions
 from convert.source import Source
 from convert.to_hf import export_problem
-from data.corpus import load_corpus
+from data.batches import epoch_steps
+from data.corpus import expected_vocab_size, load_corpus
 from data.examples import Corpus
 from distributed import startup
 from distributed.compilation_cache import use_compilation_cache
@@ -25,8 +26,10 @@ from sharding.mesh import make_mesh, num_replicas
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
+from train.config.run_length import choose_length, with_num_steps
 from train.config.schema import RunConfig, validate_config
 from train.lifecycle import workdir
+from train.lifecycle.validation_data import load_data_to_evaluate
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import plan_config
 from train.planning.memory.budget import Budget, budget_of
@@ -103,16 +106,80 @@ def build_run(options: RunOptions) -> BuiltRun:
         memory = Exchange().on_all(lambda: workdir.planned_memory(options.workdir))
         config = dataclasses.replace(config, memory=memory)
 
-    corpus = Exchange(LONGEST_START_S).on_all(lambda: load_corpus(config.data, config.images))
-    if options.is_evaluation and not len(corpus.validation):
+    # Whatever the config alone decides is refused here, before data is downloaded or tokenized.
+    sizes = Exchange(LONGEST_START_S).on_all(lambda: _expected_sizes(config))
+    run, planner = _assemble(config, fixed, mesh, sizes, options)
+
+    corpus = Exchange(LONGEST_START_S).on_all(lambda: _load_data(config, source, options))
+    workdir.check_processes_agree("config", repr(workdir.full_config(run)))
+    workdir.check_processes_agree("data", f"{corpus.fingerprint} {corpus.contents}")
+    if options.is_evaluation and not corpus.validation_sets:
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
+    sizes = _DataSizes(vocab_size=corpus.vocab_size, num_labels=len(corpus.labels) or None)
+    if len(corpus.train):
+        config = with_num_steps(config, epoch_steps(corpus, config.data, config.images))
+    has_other_sizes = run.config.model_config(**dataclasses.asdict(sizes)) != run.model_config
+    if has_other_sizes or run.config.train.num_steps != config.train.num_steps:
+        run, planner = _assemble(config, fixed, mesh, sizes, options)
+    check_tokenizer(run.config, run.model_config, corpus)
+    Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
+    _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
+    problem = export_problem(run.config.model.name, run.model_config, source)
+    if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
+        _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
+    return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DataSizes:
+    """The sizes that a model takes from its data.
+
+    Attributes:
+        vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
+        num_labels: number of labels; None if the data has no labels.
+    """
+
+    vocab_size: int | None
+    num_labels: int | None
+
+
+def _expected_sizes(config: RunConfig) -> _DataSizes:
+    """Return the sizes of the data as far as they are known before it is read.
+
+    A `bpe` tokenizer may turn out smaller, and there may be more than two labels. The run is then
+    assembled again.
+    """
+    vocab_size = expected_vocab_size(config.data)
+    configured = config.model_fields.get("vocab_size")
+    if config.data.tokenizer == "bpe" and vocab_size is not None and isinstance(configured, int):
+        vocab_size = min(vocab_size, configured)
+    return _DataSizes(vocab_size=vocab_size, num_labels=2 if config.data.has_labels else None)
+
+
+def _assemble(
+    config: RunConfig,
+    fixed: Collection[str],
+    mesh: jax.sharding.Mesh,
+    sizes: _DataSizes,
+    options: RunOptions,
+) -> tuple[Run, MemoryFitter]:
+    """Assemble the run of a config, and trace its training step unless it only evaluates.
+
+    With `mesh.auto` or `memory.placement=auto`, the run has the plan that was chosen for it.
+
+    Args:
+        config: run's config, with the sizes that depend on the devices.
+        fixed: keys that a plan must not change.
+        mesh: mesh of all devices; with `mesh.auto`, the plan divides them.
+
+    Returns:
+        The run, and the object that checks the memory of its compiled steps.
+
+    Raises:
+        ValueError: the parts of the run are not compatible, or it does not fit into memory.
+    """
     budget = budget_of(config.memory, mesh)
-    assemble = partial(
-        assemble_run,
-        vocab_size=corpus.vocab_size,
-        num_labels=len(corpus.labels) or None,
-        device_budget=budget.device_bytes,
-    )
+    assemble = partial(assemble_run, device_budget=budget.device_bytes, **dataclasses.asdict(sizes))
     if config.mesh.auto:
         devices = _plan_devices(config, mesh, budget, assemble)
         saved = Exchange(LONGEST_START_S).on_all(lambda: workdir.saved_config(options.workdir))
@@ -127,14 +194,8 @@ def build_run(options: RunOptions) -> BuiltRun:
     else:
         run = assemble(config)
         planner.check_estimate(run)  # traces the training step
-    check_tokenizer(run.config, run.model_config, corpus)
-    workdir.check_processes_agree(run, corpus)
-    Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
-    _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
-    problem = export_problem(run.config.model.name, run.model_config, source)
-    if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
-        _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
-    return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
+    run.check_metrics(ranks_checkpoints=not options.is_evaluation)
+    return run, planner
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +232,8 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
         )
         overrides = overrides.with_deepspeed(translated.values)
         Overrides(deepspeed=overrides.deepspeed).apply(config_dict)
+        command_line = overrides.command_line_keys & {"train.num_epochs"}
+        choose_length(config_dict, command_line or {o.key for o in overrides.deepspeed})
         open_batch = translated.open_batch
     if options.is_evaluation and not (
         config_dict.get("init_from") or workdir.has_checkpoint(options.workdir)
@@ -209,6 +272,12 @@ def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfi
             changed = dataclasses.replace(getattr(config, section), **{name: completed[key]})
             sections[section] = changed
     return dataclasses.replace(config, **sections)
+
+
+def _load_data(config: RunConfig, source: Source | None, options: RunOptions) -> Corpus:
+    if options.is_evaluation:
+        return load_data_to_evaluate(config, options.workdir, source, options.reading)
+    return load_corpus(config.data, config.images)
 
 
 def _start_devices(

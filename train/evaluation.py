@@ -13,7 +13,7 @@ from data.examples import Corpus
 from distributed.messages import Exchange
 from train.lifecycle.phases import Phases
 from train.reporting.metrics import METRICS_FILE, read_metrics
-from train.run.run import Run
+from train.run.run import Run, metric_prefix
 from train.state.train_state import TrainState
 from train.step.means import means_of
 
@@ -34,17 +34,39 @@ def evaluate(
         is_stopping: called after every batch; if it returns True, the evaluation is abandoned.
 
     Returns:
-        `eval_loss` (nats), the head's metrics as `eval_*`, and for tokens `eval_perplexity`; None
-        if the evaluation was abandoned. Each is a sum over the whole split, divided by the sum of
-        its own weights; NaN without weights.
+        `eval_loss` (nats), the head's metrics as `eval_*`, and for tokens `eval_perplexity`, or
+        `eval_NAME_loss` and so on for a validation set with a name; None if the evaluation was
+        abandoned. Each is a sum over the whole set, divided by the sum of its own weights; NaN
+        without weights.
     """
     with phases("compile"):
-        eval_step = run.compile_eval_step()
-    sums: Any = None
-    config = run.config.data
+        run.compile_eval_step()
+    scores = {}
+    for name in corpus.validation_sets:
+        sums = _sums_of(name, run, corpus, state, phases, is_stopping)
+        if sums is None:
+            return None
+        prefix = metric_prefix(name)
+        scores |= {f"{prefix}{key}": value for key, value in _scores_of(sums, run).items()}
+    return scores
+
+
+def _sums_of(
+    name: str,
+    run: Run,
+    corpus: Corpus,
+    state: TrainState,
+    phases: Phases,
+    is_stopping: Callable[[], object],
+) -> Any:
+    """Return the sums of the head over a validation set; None if it was abandoned."""
+    eval_step = run.compile_eval_step()
     params = run.params_to_evaluate(state)
+    num_batches = run.config.eval.num_batches
+    sums: Any = None
     with phases("eval"):
-        for batch in validation_batches(corpus, config, run.rows, run.config.eval.num_batches):
+        batches = validation_batches(corpus, run.config.data, run.rows, num_batches, name=name)
+        for batch in batches:
             with phases("eval"):  # restarts the watchdog's timeout, train.failure_timeout_s
                 placed = run.place_batch(batch)
                 batch_sums = jax.device_get(eval_step(*params, placed))
@@ -52,19 +74,24 @@ def evaluate(
                 sums = batch_sums if sums is None else jax.tree.map(np.add, sums, batch_sums)
             if is_stopping():
                 return None
+    return sums
+
+
+def _scores_of(sums: Any, run: Run) -> dict[str, float]:
+    """Return the means of a validation set, and for tokens the perplexity."""
     means = means_of(sums, lambda value, weight: value / weight if weight else math.nan)
-    scores = {f"eval_{name}": float(value) for name, value in means.items()}
-    if config.has_perplexity:
-        of_tokens = [name for name in ("eval_mlm_loss", "eval_lm_loss") if name in scores]
-        loss = scores[of_tokens[0] if of_tokens else "eval_loss"]
-        scores["eval_perplexity"] = math.exp(loss) if loss < 700 else math.inf
+    scores = {name: float(value) for name, value in means.items()}
+    if run.config.data.has_perplexity:
+        of_tokens = [name for name in ("mlm_loss", "lm_loss") if name in scores]
+        loss = scores[of_tokens[0] if of_tokens else "loss"]
+        scores["perplexity"] = math.exp(loss) if loss < 700 else math.inf
     return scores
 
 
 def is_evaluated(run: Run, corpus: Corpus, step: int) -> bool:
     """Return whether the run evaluates after this step."""
     is_due = is_due_at(step, run.config.eval.every_steps, run.config.train.num_steps)
-    return is_due and len(corpus.validation) > 0
+    return is_due and bool(corpus.validation_sets)
 
 
 def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool:
@@ -75,7 +102,8 @@ def lacks_evaluation(run: Run, corpus: Corpus, step: int, workdir: Path) -> bool
 
     def lacks() -> bool:
         logged = read_metrics(path) if path.exists() else []
-        return not any(line["step"] == step and "eval_loss" in line for line in logged)
+        name = f"{metric_prefix(next(iter(corpus.validation_sets)))}loss"
+        return not any(line["step"] == step and name in line for line in logged)
 
     return Exchange().on_first(lacks)
 

@@ -46,12 +46,18 @@ from train.config.overrides import Overrides
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
-from train.lifecycle.restore import RestoredRun, restore_or_initialize
+from train.lifecycle.restore import (
+    RestoredRun,
+    initial_state,
+    restore_or_initialize,
+    restore_to_evaluate,
+)
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
-from train.references import add_references
+from train.references import add_references, compute_references, set_references
 from train.run.run import Run
+from train.state.train_state import TrainState
 
 _log = logging.getLogger("train.main")  # also when this file is the program
 
@@ -186,15 +192,15 @@ def evaluate(options: RunOptions) -> int:
     phases = Phases()
     with refusing_bad_input():
         built = build_run(options)
-        restored = _restore(built, options.workdir, phases)
+        step, state = _restore_to_evaluate(built, options.workdir, phases)
     try:
-        scores = evaluation.evaluate(built.run, built.corpus, restored.state, phases) or {}
+        scores = evaluation.evaluate(built.run, built.corpus, state, phases) or {}
     except BrokenExample as error:
         print_error(error)
         return FAILED
     if jax.process_index() == 0:
         values = (f"{name} {value:.6g}" for name, value in scores.items())
-        print(" ".join([f"step {restored.step}", *values]))
+        print(" ".join([f"step {step}", *values]))
     return FINISHED
 
 
@@ -205,6 +211,20 @@ def _restore(built: BuiltRun, workdir: Path, phases: Phases) -> RestoredRun:
         restored = restore_or_initialize(run, built.corpus, workdir, built.source)
         add_references(run, built.corpus, restored.state.params, restored.step, workdir)
     return restored
+
+
+def _restore_to_evaluate(built: BuiltRun, workdir: Path, phases: Phases) -> tuple[int, TrainState]:
+    """Return the newest step and its state, which may not have seen the data to evaluate on."""
+    if len(built.corpus.train):
+        restored = _restore(built, workdir, phases)
+        return restored.step, restored.state
+    run = built.run
+    with phases("restore"):
+        if run.functions.reference is not None:
+            initial = initial_state(run, built.corpus, built.source)
+            set_references(built.corpus, compute_references(run, built.corpus, initial.params))
+            jax.tree.map(lambda leaf: leaf.delete(), initial)  # there may be no room for two
+        return restore_to_evaluate(run, built.corpus, workdir, built.source)
 
 
 @contextlib.contextmanager

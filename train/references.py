@@ -16,7 +16,7 @@ import numpy as np
 
 from data.batches import validation_batches
 from data.cache import read_array, write_array
-from data.examples import Corpus
+from data.examples import Corpus, Examples, NoExamples
 from data.shapes import example_shapes
 from data.text.objectives.preference import PreferenceExamples
 from distributed.messages import Exchange
@@ -39,28 +39,52 @@ def add_references(run: Run, corpus: Corpus, params: Any, step: int, workdir: Pa
         ValueError: the run continues, and the file of its reference is missing or damaged.
         OSError: the file cannot be read or written.
     """
-    splits = [corpus.train, corpus.validation]
     if run.functions.reference is None:
         return
-    reference = _of_initial(run, corpus, params, workdir) if step == 0 else _read_kept(workdir)
-    sizes = [len(split) for split in splits]
+    if step == 0:
+        reference = compute_references(run, corpus, params)
+        if jax.process_index() == 0 and workdir.is_dir():
+            write_array(workdir / _FILE, reference)
+    else:
+        reference = _read_kept(workdir)
+    sizes = [len(split) for split in _splits(corpus)]
     if len(reference) != sum(sizes):
         raise ValueError(
             f"{workdir / _FILE} is for {len(reference)} rows, but the data has {sum(sizes)}; "
             "restore the file, or choose another --workdir"
         )
-    for split, part in zip(splits, np.split(reference, sizes[:1]), strict=True):
+    set_references(corpus, reference)
+
+
+def set_references(corpus: Corpus, reference: np.ndarray) -> None:
+    """Give the examples of all splits their rows of the reference, in order."""
+    splits = _splits(corpus)
+    ends = np.cumsum([len(split) for split in splits])
+    for split, part in zip(splits, np.split(reference, ends[:-1]), strict=True):
         assert isinstance(split, PreferenceExamples)
         split.reference_log_probs = part
 
 
-def _of_initial(run: Run, corpus: Corpus, params: Any, workdir: Path) -> np.ndarray:
-    """Compute the reference of all rows, and keep it."""
+def _splits(corpus: Corpus) -> list[Examples]:
+    """Return the splits whose rows have a reference: the train split, then the others."""
+    splits = [corpus.train, corpus.validation, *corpus.named_validation.values()]
+    return [split for split in splits if not isinstance(split, NoExamples)]
+
+
+def compute_references(run: Run, corpus: Corpus, params: Any) -> np.ndarray:
+    """Return the log-probabilities of the answers in all rows.
+
+    Args:
+        params: parameters of the model that the run begins with.
+
+    Returns:
+        float32[number of rows, pairs in a row, 2].
+    """
     compiled = run.compile_reference_step()
     config = run.config.data
     shape, dtype = example_shapes(config, run.config.images)[REFERENCE_LOG_PROBS]
     log_probs = [np.zeros((0, *shape), dtype)]
-    for split in (corpus.train, corpus.validation):
+    for split in _splits(corpus):
         _log.info("computing the log-probabilities of the answers in %d rows", len(split))
         rows_left = len(split)
         in_order = dataclasses.replace(corpus, validation=split)
@@ -68,10 +92,7 @@ def _of_initial(run: Run, corpus: Corpus, params: Any, workdir: Path) -> np.ndar
             outputs = compiled(params, run.place_batch(batch))
             log_probs.append(np.asarray(outputs[REFERENCE_LOG_PROBS], dtype)[:rows_left])
             rows_left -= len(log_probs[-1])
-    whole = np.concatenate(log_probs)
-    if jax.process_index() == 0 and workdir.is_dir():
-        write_array(workdir / _FILE, whole)
-    return whole
+    return np.concatenate(log_probs)
 
 
 def _read_kept(workdir: Path) -> np.ndarray:

@@ -17,15 +17,16 @@ import numpy as np
 
 from data.cache import make_cache
 from data.config import DataConfig
-from data.examples import Example
+from data.examples import Example, NoExamples
 from data.image_config import ImageConfig
-from data.images.folder import FolderImages, split_folders
+from data.images.folder import FolderImages, split_folders, validation_root
 from data.images.image_corpus import Images, open_splits
 from data.images.readability import leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split, hold_out
 from data.text.objectives.rows import special_id
 from data.text.text_corpus import TextCorpus, load_fixed_tokenizer, train_bpe
 from data.text.tokenization.tokenizer import Tokenizer
+from data.validation import naming_validation_paths, validation_sources
 from untrusted.documents import parse_json
 from untrusted.files import MAX_BYTES, digest_of, open_regular
 
@@ -107,7 +108,77 @@ def load_captioned_images(config: DataConfig, images: ImageConfig) -> TextCorpus
     """
     make_cache(config)
     tokenizer = load_fixed_tokenizer(config)
-    parts = [_read_pairs(root, config, images) for root in split_folders(config.paths)]
+    roots = split_folders(config.paths)
+    if config.validation_paths:
+        roots = roots[:1]
+    named = _validation_pairs(config, images)
+    parts = [_read_pairs(root, config, images) for root in roots]
+    parts, captions, splits = _usable([*parts, *named.values()], config, images)
+    own = parts[: len(roots)]
+    found = ImageDataset(
+        train=splits[0],
+        validation=splits[1] if len(roots) > 1 else None,
+        classes=(),
+        key=_key(own),
+        contents=_key(own, is_full=True) if config.verify == "full" else "",
+        named_validation=dict(zip(named, splits[len(roots) :], strict=True)),
+    )
+    dataset = hold_out(found, config, images)
+    texts = parts[0].captions
+    tokenizer = tokenizer or train_bpe(config, f"captions {found.key}", lambda: texts)
+    train, sets = open_splits(
+        dataset,
+        config,
+        images,
+        lambda source: CaptionedImages(source, config, images, captions, tokenizer),
+    )
+    keyed = f"{dataset.key} {tokenizer.fingerprint}"
+    corpus = TextCorpus(
+        tokenizer=tokenizer,
+        train=train,
+        validation=NoExamples(),
+        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
+        contents=dataset.contents,
+    )
+    return corpus.with_validation(sets)
+
+
+def load_validation_captions(config: DataConfig, images: ImageConfig) -> TextCorpus:
+    """Load the captioned images of `data.validation_paths` alone, without training data.
+
+    Raises:
+        ValueError: A line or the tokenizer is broken, or a folder has no usable lines.
+        FileNotFoundError: A folder, its metadata.jsonl or the tokenizer file does not exist.
+    """
+    make_cache(config)
+    tokenizer = load_fixed_tokenizer(config)
+    assert tokenizer is not None, config.tokenizer
+    named = _validation_pairs(config, images)
+    _, captions, splits = _usable([*named.values()], config, images)
+    corpus = TextCorpus(
+        tokenizer=tokenizer, train=NoExamples(), validation=NoExamples(), fingerprint=""
+    )
+    return corpus.with_validation(
+        {
+            name: CaptionedImages(split.source, config, images, captions, tokenizer)
+            for name, split in zip(named, splits, strict=True)
+        }
+    )
+
+
+def _validation_pairs(config: DataConfig, images: ImageConfig) -> dict[str, "_Pairs"]:
+    """Read the lines of each set of `data.validation_paths`, by its name."""
+    with naming_validation_paths():
+        return {
+            name: _read_pairs(validation_root(source), config, images)
+            for name, source in validation_sources(config).items()
+        }
+
+
+def _usable(
+    parts: Sequence["_Pairs"], config: DataConfig, images: ImageConfig
+) -> tuple[list["_Pairs"], list[str], list[Split]]:
+    """Drop pairs whose image is broken; return the others, their captions, and their splits."""
     is_sound = sound_files([path for part in parts for path in part.paths], config, images)
     bounds = np.cumsum([len(part.files) for part in parts])[:-1]
     kept = np.split(is_sound, bounds)
@@ -115,30 +186,7 @@ def load_captioned_images(config: DataConfig, images: ImageConfig) -> TextCorpus
     captions = [caption for part in parts for caption in part.captions]
     starts = [0, *np.cumsum([len(part.files) for part in parts])]
     splits = [_split(part, int(start)) for part, start in zip(parts, starts, strict=False)]
-    found = ImageDataset(
-        train=splits[0],
-        validation=splits[1] if len(splits) > 1 else None,
-        classes=(),
-        key=_key(parts),
-        contents=_key(parts, is_full=True) if config.verify == "full" else "",
-    )
-    dataset = hold_out(found, config, images)
-    texts = parts[0].captions
-    tokenizer = tokenizer or train_bpe(config, f"captions {found.key}", lambda: texts)
-    train, validation = open_splits(
-        dataset,
-        config,
-        images,
-        lambda source: CaptionedImages(source, config, images, captions, tokenizer),
-    )
-    keyed = f"{dataset.key} {tokenizer.fingerprint}"
-    return TextCorpus(
-        tokenizer=tokenizer,
-        train=train,
-        validation=validation,
-        fingerprint=hashlib.sha256(keyed.encode()).hexdigest(),
-        contents=dataset.contents,
-    )
+    return parts, captions, splits
 
 
 def _read_pairs(root: Path, config: DataConfig, images: ImageConfig) -> _Pairs:

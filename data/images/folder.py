@@ -19,12 +19,14 @@ from PIL import Image
 
 from data.checks import first_names
 from data.config import DataConfig
+from data.examples import Label
 from data.image_config import ImageConfig
 from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
 from data.images.tables import unpack_tables
 from data.images.transforms.crops import open_image
+from data.validation import naming_validation_paths, validation_sources
 from untrusted.files import digest_of, read_bytes, version_of
 
 # Names of folders that are splits rather than classes; upper and lower case are equivalent.
@@ -77,6 +79,8 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
             images, or validation classes that do not occur in training.
     """
     roots = split_folders(unpack_tables(config))
+    if config.validation_paths:
+        roots = roots[:1]
     has_labels = config.objective == "image_classification"
     if has_labels:
         _check_classes(roots[0], subfolders(roots[0]))
@@ -98,6 +102,63 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
         key=_key(listings, classes),
         contents=_key(listings, classes, is_full=True) if config.verify == "full" else "",
     )
+
+
+def find_validation_folders(
+    classes: Sequence[Label], config: DataConfig, images: ImageConfig
+) -> dict[str, Split]:
+    """Find the images of each set of `data.validation_paths`, by its name.
+
+    Args:
+        classes: classes of the training images, which folders are named after; empty if the
+            objective needs no labels.
+
+    Raises:
+        FileNotFoundError: A folder does not exist.
+        ValueError: A folder contains no usable images; or `images.on_broken` is 'refuse', and there
+            are broken files, or classes that do not occur in training.
+    """
+    names = tuple(map(str, classes))
+    with naming_validation_paths():
+        sources = validation_sources(config)
+        return {name: _validation_split(source, names, images) for name, source in sources.items()}
+
+
+def validation_root(config: DataConfig) -> Path:
+    """Return the folder of a validation set.
+
+    Args:
+        config: config of the set; see data/validation.py.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: The set has several folders.
+    """
+    if len(config.paths) != 1:
+        raise ValueError(
+            f"data.paths={config.paths!r}: a validation set of images must be one folder; give "
+            "each folder a name of its own, as in 'a=folder_a,b=folder_b'"
+        )
+    root = Path(unpack_tables(config)[0]).expanduser()
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"data.paths: there is no folder {root} (in {Path.cwd()}); correct the path"
+        )
+    return root
+
+
+def _validation_split(config: DataConfig, classes: Sequence[str], images: ImageConfig) -> Split:
+    listing = list_images(validation_root(config), images)
+    if classes:
+        (listing,) = _of_classes([listing])
+        lacking = sorted(set(listing.folders) - set(classes))
+        what = f"of {len(listing.folders)} classes in {listing.root} do not occur in training"
+        leave_out(list(map(repr, lacking)), what, "add training images of these classes", images)
+        listing = listing.without_folders(lacking)
+    _check_none_empty([listing])
+    (listing,) = _without_broken([listing], config, images)
+    _check_none_empty([listing])
+    return _split(listing, classes)
 
 
 def split_folders(paths: Sequence[str]) -> list[Path]:

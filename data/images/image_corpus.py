@@ -5,8 +5,8 @@ R: rows, S: height and width in pixels, C: channels.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,13 @@ from data.examples import (
     Corpus,
     Example,
     Examples,
+    Label,
+    NoExamples,
     generator,
     stack,
 )
 from data.image_config import ImageConfig
+from data.images.folder import find_validation_folders
 from data.images.sources import ImageDataset, ImageSource, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
@@ -36,6 +39,8 @@ from untrusted.imports import is_import_path
 
 # Appended to the random key of a row to make the key of its mask.
 _MASK = 1
+# Name of the training images among the targets of workers; no validation set can have it.
+_TRAIN = "<train>"
 
 logger = logging.getLogger(__name__)
 
@@ -247,16 +252,41 @@ def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
     """
     make_cache(config)
     dataset = hold_out(_find(config, images), config, images)
-    train, validation = open_splits(
+    named = find_validation_folders(dataset.classes, config, images)
+    dataset = replace(dataset, named_validation=named)
+    train, sets = open_splits(
         dataset, config, images, lambda source: Images(source, config, images)
     )
-    return Corpus(
+    corpus = Corpus(
         train=train,
-        validation=validation,
+        validation=NoExamples(),
         fingerprint=dataset.key,
         contents=dataset.contents,
         labels=dataset.classes,
     )
+    return corpus.with_validation(sets)
+
+
+def load_validation_images(
+    config: DataConfig, images: ImageConfig, labels: tuple[Label, ...]
+) -> Corpus:
+    """Load the images of `data.validation_paths` alone, without training data.
+
+    Args:
+        labels: labels that the model has learned.
+
+    Raises:
+        ValueError: A folder has no usable images.
+        FileNotFoundError: A folder does not exist.
+    """
+    make_cache(config)
+    sets = {
+        name: Images(split.source, config, images)
+        for name, split in find_validation_folders(labels, config, images).items()
+    }
+    _read_in_workers(sets, images)
+    corpus = Corpus(train=NoExamples(), validation=NoExamples(), fingerprint="", labels=labels)
+    return corpus.with_validation(sets)
 
 
 def open_splits(
@@ -264,8 +294,10 @@ def open_splits(
     config: DataConfig,
     images: ImageConfig,
     make_rows: Callable[[ImageSource], Images],
-) -> tuple[Images, Images]:
-    """Return the rows of the training and the validation images, maybe read in worker processes.
+) -> tuple[Images, dict[str, Images]]:
+    """Return the rows of the training images, and of each validation set by its name.
+
+    They may be read in worker processes.
 
     Args:
         dataset: images, with a validation split.
@@ -284,17 +316,22 @@ def open_splits(
             f"data.global_batch_size={config.global_batch_size} with images.repeats="
             f"{images.repeats} needs {needed} training images, but "
             f"data.name={config.name!r} has {num_images} with data.validation_fraction="
-            f"{config.validation_fraction} and images.train_fraction={images.train_fraction}; "
+            f"{config.held_out_fraction} and images.train_fraction={images.train_fraction}; "
             "reduce the batch size, or add images"
         )
     train = make_rows(dataset.train.source)
-    validation = make_rows(dataset.validation.source)
+    splits = dataset.named_validation or {"": dataset.validation}
+    sets = {name: make_rows(split.source) for name, split in splits.items()}
+    _read_in_workers({**sets, _TRAIN: train}, images)
+    return train, sets
+
+
+def _read_in_workers(targets: Mapping[str, Images], images: ImageConfig) -> None:
+    """Read rows in worker processes from now on, if `images.num_workers` asks for it."""
     if images.num_workers:
-        targets = {"train": train, "validation": validation}
         workers = Workers(images.num_workers, targets, f"images.num_workers={images.num_workers}")
         for split, rows in targets.items():
             rows.read_in(workers, split)
-    return train, validation
 
 
 def _find(config: DataConfig, images: ImageConfig) -> ImageDataset:

@@ -100,7 +100,10 @@ def find_own_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
         split = Split(source=source, names=numbered_names(len(source)), labels=labels)
         splits.append(split.chosen(np.array(list(scan), np.int64)))
     return ImageDataset(
-        train=splits[0], validation=splits[1], classes=classes, key=f"own {digest.hexdigest()}"
+        train=splits[0],
+        validation=None if config.validation_paths else splits[1],
+        classes=classes,
+        key=f"own {digest.hexdigest()}",
     )
 
 

@@ -2,7 +2,8 @@
 
 import abc
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from PIL import Image
@@ -90,6 +91,7 @@ class ImageDataset:
 
     Attributes:
         validation: validation images; None if the data set has no validation split.
+        named_validation: name -> images, for the sets of `data.validation_paths`; "" has no name.
         classes: classes in the order of their numbers; empty if the objective needs no labels.
         key: string that identifies the content of the data set.
         contents: string that also covers the contents of files if `key` covers only their sizes
@@ -101,6 +103,7 @@ class ImageDataset:
     classes: tuple[Label, ...]
     key: str
     contents: str = ""
+    named_validation: Mapping[str, Split] = field(default_factory=dict)
 
 
 def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> ImageDataset:
@@ -116,12 +119,13 @@ def hold_out(found: ImageDataset, config: DataConfig, images: ImageConfig) -> Im
     validation = found.validation
     choice = ""
     if validation is None:
-        is_held = _chosen_of_each(train, config.validation_fraction, b"validation", spared=1)
-        if config.validation_fraction and len(is_held) > 1 and not is_held.any():
+        fraction = config.held_out_fraction
+        is_held = _chosen_of_each(train, fraction, b"validation", spared=1)
+        if fraction and len(is_held) > 1 and not is_held.any():
             is_held[np.argmin(_hashes(train, b"validation"))] = True
         validation = train.chosen(np.flatnonzero(is_held))
         train = train.chosen(np.flatnonzero(~is_held))
-        choice += f" {config.validation_fraction}"
+        choice += f" {fraction}"
     if images.train_fraction < 1:
         is_used = _chosen_of_each(train, images.train_fraction, b"train", least=1)
         train = train.chosen(np.flatnonzero(is_used))

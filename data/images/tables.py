@@ -23,8 +23,8 @@ from PIL import Image
 from data.cache import locked
 from data.checks import files_key, first_names, matches_of
 from data.config import DataConfig
+from data.saved_sets import files_of_folder
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
-from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
 from untrusted.files import make_private_directory, new_directory
 from untrusted.messages import shortened

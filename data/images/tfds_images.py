@@ -88,6 +88,8 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     label = features[1]
     classes = tuple(builder.info.features[label].names) if label is not None else ()
     held_out = next((name for name in ("validation", "test") if name in splits), None)
+    if config.validation_paths:
+        held_out = None
 
     def split(name: str) -> Split:
         source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)

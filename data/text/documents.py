@@ -60,7 +60,7 @@ def find_corpus(config: DataConfig) -> Documents:
     elif config.name == "megatron":
         corpus = _find_token_files(config)
     elif is_import_path(config.name):
-        corpus = _find_user_corpus(config.name)
+        corpus = _find_user_corpus(config)
     else:
         corpus = _find_tfds(config)
 
@@ -80,12 +80,14 @@ def _find_text_files(config: DataConfig) -> Documents:
     files = text_files.find_files(config.paths)
     key = (
         f"text {text_files.REVISION} {text_files.TEXT_PART_BYTES} {config.text_field} "
-        f"{config.validation_fraction} {files_key(files, config.verify)}"
+        f"{config.held_out_fraction} {files_key(files, config.verify)}"
     )
 
     def open_files() -> dict[str, Sequence[Any]]:
         lines = as_lines(files, config.cache_path, config.verify)
-        splits = text_files.split_files(lines, config.validation_fraction, config.sequence_length)
+        splits = text_files.split_files(
+            lines, config.held_out_fraction, config.sequence_length, files
+        )
         return {
             split: text_files.lazy_documents(spans, config.text_field)
             for split, spans in splits.items()
@@ -100,9 +102,9 @@ def _find_token_files(config: DataConfig) -> Documents:
 
     def open_files() -> dict[str, Sequence[Any]]:
         parts = [token_files.open_token_file(prefix) for prefix in prefixes]
-        return hold_out_last(parts, config.validation_fraction)  # as in Megatron
+        return hold_out_last(parts, config.held_out_fraction)  # as in Megatron
 
-    key = f"megatron {config.validation_fraction} {files_key(files, config.verify)}"
+    key = f"megatron {config.held_out_fraction} {files_key(files, config.verify)}"
     return Documents(key=key, open=open_files, is_encoded=True)
 
 
@@ -111,21 +113,26 @@ def _find_tfds(config: DataConfig) -> Documents:
         return tfds_text.find_text_feature(builder, config.text_field)
 
     builder = tfds_sets.open_builder(config.name, config.cache_path, feature_of)
-    fraction = "" if "validation" in builder.info.splits else config.validation_fraction
+    # None: all of the split `train`, and nothing else.
+    fraction = None if config.validation_paths else config.validation_fraction
+    keyed = "" if fraction is not None and "validation" in builder.info.splits else fraction
     return Documents(
-        key=f"tfds {config.text_field} {fraction} {tfds_sets.builder_key(builder)}",
-        open=lambda: tfds_text.open_tfds_documents(
-            builder, feature_of(builder), config.validation_fraction
-        ),
+        key=f"tfds {config.text_field} {keyed} {tfds_sets.builder_key(builder)}",
+        open=lambda: tfds_text.open_tfds_documents(builder, feature_of(builder), fraction),
     )
 
 
-def _find_user_corpus(name: str) -> Documents:
+def _find_user_corpus(config: DataConfig) -> Documents:
+    name = config.name
     returned = call_own(name, "str")
     documents = {split: _checked_documents(returned[split], name, split) for split in SPLITS}
+    kind = "user"
+    if config.validation_paths:
+        kind = "user's train split"
+        documents["validation"] = ()
     # The function may return a fingerprint of its own, so that not all documents are read here.
     fingerprint = returned.get("fingerprint") or _hash_documents(documents)
-    return Documents(key=f"user {name} {fingerprint}", open=lambda: documents)
+    return Documents(key=f"{kind} {name} {fingerprint}", open=lambda: documents)
 
 
 def _checked_documents(values: Sequence[object], name: str, split: str) -> Sequence[str]:

@@ -7,10 +7,12 @@ from typing import Any
 from data.checks import is_int
 from data.config import DataConfig
 from data.examples import Label
+from data.formats import format_of
 from data.sequences import LazySequence
 from data.text.spans import DocumentSpans
 from data.text.tables import as_lines
 from data.text.text_files import find_files, record_of_json, split_files
+from data.validation import naming_validation_paths, validation_sources
 
 
 class Records(Sequence[dict[str, Any]]):
@@ -74,21 +76,34 @@ def texts_of_records(records: Records) -> Sequence[str]:
 def split_lines(config: DataConfig) -> dict[str, DocumentSpans]:
     """Split the lines of `data.paths` into train and validation, without parsing them.
 
-    They are the lines of .jsonl files, and of tables, which are converted to such files.
+    They are the lines of .jsonl files, and of other files, which are converted to such files.
 
     Raises:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is of another kind, a table cannot be read, or there are too few lines
             for the splits.
     """
-    files = as_lines(find_files(config.paths), config.cache_path, config.verify)
-    others = [str(file) for file in files if file.suffix != ".jsonl"]
+    files = find_files(config.paths)
+    others = [str(file) for file in files if (format_of(file) or "").startswith(".txt")]
     if others:
         raise ValueError(
             f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
-            ".jsonl, .parquet and .arrow files; narrow the glob or convert the file"
+            ".jsonl, .csv, .tsv, .parquet and .arrow files; narrow the glob or convert the file"
         )
-    return split_files(files, config.validation_fraction, config.sequence_length)
+    lines = as_lines(files, config.cache_path, config.verify)
+    return split_files(lines, config.held_out_fraction, config.sequence_length, files)
+
+
+def validation_lines(config: DataConfig) -> dict[str, DocumentSpans]:
+    """Return the lines of each set of `data.validation_paths`, by its name, without parsing them.
+
+    Raises:
+        FileNotFoundError: A glob matches nothing.
+        ValueError: A file is of another kind, a table cannot be read, or a set has no lines.
+    """
+    with naming_validation_paths():
+        sources = validation_sources(config)
+        return {name: split_lines(source)["train"] for name, source in sources.items()}
 
 
 def scan(splits: dict[str, Records]) -> tuple[str, dict[str, list[Label | None]]]:
@@ -129,11 +144,31 @@ def check_labels(
             f"split, all strings or all whole numbers, but has {', '.join(some)}; fix the files, "
             "or choose another field"
         )
-    for index, label in enumerate(labels["validation"]):
-        if label not in known:
+    known_labels = tuple(sorted(known))  # pyright: ignore[reportArgumentType]
+    remedy = "add lines with this label, or set data.validation_fraction=0"
+    check_known_labels(labels["validation"], splits["validation"], known_labels, remedy=remedy)
+    return known_labels
+
+
+def check_known_labels(
+    labels: Sequence[Label | None],
+    records: Records,
+    known: tuple[Label, ...],
+    *,
+    remedy: str = "remove the line, or train on lines with this label",
+) -> None:
+    """Check the labels of validation lines.
+
+    Args:
+        labels: label of each line; None if the objective has no labels.
+        known: labels of the train split.
+
+    Raises:
+        ValueError: A label is not known.
+    """
+    for index, label in enumerate(labels):
+        if label is not None and label not in known:
             raise ValueError(
-                f"data.paths: {splits['validation'].spans.place_of(index)} is held out and has the "
-                f"label {label!r}, which no line of the train split has; add lines with this "
-                "label, or set data.validation_fraction=0"
+                f"data.paths: {records.spans.place_of(index)} is held out and has the label "
+                f"{label!r}, which no line of the train split has; {remedy}"
             )
-    return tuple(sorted(known))  # pyright: ignore[reportArgumentType]

@@ -1,10 +1,12 @@
 """The positions of documents in text files, from which each document is read on access."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from data.examples import BrokenExample
+from data.formats import TABLES
 from untrusted.files import open_regular, version_of
 
 
@@ -15,12 +17,19 @@ class DocumentSpans:
         spans: int64[number of documents, 4]: file number, first byte, end byte, line number. A
             corpus can have 10^8 documents, so they are stored in one array.
         versions: (size, modification time) that each file had when its spans were found.
+        named: files that messages name instead, because these were converted from them. A line has
+            the number of the line, or of a table's row, that it was converted from.
     """
 
     def __init__(
-        self, files: list[Path], spans: np.ndarray, versions: list[tuple[int, int]]
+        self,
+        files: list[Path],
+        spans: np.ndarray,
+        versions: list[tuple[int, int]],
+        named: Sequence[Path] | None = None,
     ) -> None:
         self._files = files
+        self._named = files if named is None else named
         self._spans = spans
         self._versions = versions
 
@@ -43,7 +52,9 @@ class DocumentSpans:
 
     def place_of(self, index: int) -> str:
         """Return the file and the first line of a document, for messages."""
-        return f"{self.file_of(index)} line {self._spans[index, 3]}"
+        file = self._named[self._spans[index, 0]]
+        unit = "row" if file.suffix in TABLES else "line"
+        return f"{file} {unit} {self._spans[index, 3]}"
 
     def read(self, index: int) -> str:
         """Read a document, and convert its line ends to newlines.

@@ -1,79 +1,59 @@
-"""Parquet and Arrow files, converted to .jsonl files in the cache when they are first used.
+"""Files of other formats, converted to .jsonl or .txt files in the cache when they are first used.
 
-Afterwards everything is as for .jsonl files: documents and labeled examples, lines in messages.
-A folder that `datasets.Dataset.save_to_disk` has written stands for its .arrow files.
+    rows.parquet, rows.arrow      a line for each row
+    rows.csv, rows.tsv            a line for each row, with the number of the line that it begins at
+    a.jsonl.gz, b.txt.zst         the content
+
+Afterwards everything is as for .jsonl and .txt files. Messages name the original file, and the
+number of its line or row.
 """
 
+import csv
+import gzip
+import io
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from data.cache import locked
 from data.checks import files_key
-from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error, open_table
-from untrusted.documents import read_json
-from untrusted.files import check_link, make_private_directory, open_new
-from untrusted.schema import check_fields
+from data.formats import COMPRESSED, DELIMITERS, PLAIN, TABLES, format_of
+from data.table_files import Budget, convert, num_rows_or_error, open_table
+from untrusted.files import make_private_directory, open_new, open_regular
+from untrusted.messages import shortened
 
-#: Files that `save_to_disk` of a Dataset, and of a DatasetDict, write into their folders.
-_STATE = "state.json"
-_SPLITS = "dataset_dict.json"
+# Compressed content is copied in pieces of at most this many bytes.
+_PIECE_BYTES = 2**20
+# Longest value in a .csv file; the default of Python is 128 KiB.
+_MAX_VALUE_BYTES = 64 * 2**20
 
 _log = logging.getLogger(__name__)
 
 
-def files_of_folder(folder: Path) -> list[Path]:
-    """Return the .arrow files of a dataset that `datasets` has saved, in order; [] if it is none.
-
-    Raises:
-        ValueError: It has several splits, or its rows were selected or reordered without rewriting
-            the files.
-    """
-    if (folder / _SPLITS).is_file():
-        splits = sorted(path.parent.name for path in folder.glob(f"*/{_STATE}"))
-        raise ValueError(
-            f"data.paths: {folder} has the splits {', '.join(splits)}; name the folder of one, "
-            f"such as {folder / splits[0] if splits else folder}"
-        )
-    if not (folder / _STATE).is_file():
-        return []
-    state = read_json(folder / _STATE, within=folder)
-    kinds = {"_data_files": list[dict[str, Any]], "_indices_files": list[Any] | None}
-    check_fields(state, kinds, folder / _STATE)
-    if state.get("_indices_files"):
-        raise ValueError(
-            f"data.paths: the rows of {folder} were selected or reordered; call flatten_indices() "
-            "before save_to_disk"
-        )
-    files = [folder / str(each.get("filename")) for each in state["_data_files"]]
-    for file in files:
-        check_link(file, folder)
-    return files
-
-
 def as_lines(files: Sequence[Path], cache: Path, verify: str) -> list[Path]:
-    """Replace Parquet and Arrow files by .jsonl files in the cache, which are made if necessary.
+    """Replace files of other formats by .jsonl or .txt files in the cache, made if necessary.
 
     Args:
         verify: config key `data.verify`: how a changed file is noticed.
 
     Returns:
-        The files, in the same order. Files of other kinds are returned as they are.
+        The files, in the same order. .jsonl and .txt files are returned as they are.
 
     Raises:
         ValueError: A file cannot be read.
     """
-    return [_lines_of(file, cache, verify) if file.suffix in SUFFIXES else file for file in files]
+    return [file if file.suffix in PLAIN else _converted(file, cache, verify) for file in files]
 
 
-def _lines_of(file: Path, cache: Path, verify: str) -> Path:
+def _converted(file: Path, cache: Path, verify: str) -> Path:
     directory = cache / "tables"
     make_private_directory(directory)
-    # Messages about a line name this file, whose lines are the rows of the table.
-    target = directory / f"{file.name}-{files_key([file], verify)[:16]}.jsonl"
+    suffix = ".txt" if (format_of(file) or "").startswith(".txt") else ".jsonl"
+    target = directory / f"{file.name}-{files_key([file], verify)[:16]}{suffix}"
     with locked(target):
         if not target.exists():
             temporary = target.with_suffix(".tmp")
@@ -88,17 +68,113 @@ def _lines_of(file: Path, cache: Path, verify: str) -> Path:
 
 
 def _write_lines(argument: dict[str, str]) -> dict[str, Any]:
-    """Write the rows of a table as lines of JSON; in a process with limits."""
+    """Write the content of a file as lines; in a process with limits."""
     file = Path(argument["table"])
 
     def write(budget: Budget) -> None:
         with open_new(Path(argument["lines"])) as stream:
-            for record in _records(file, budget):
-                line = json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            for line in _lines(file, budget):
                 budget.spend(len(line))
                 stream.write(line)
 
     return num_rows_or_error(write, [file])
+
+
+def _lines(file: Path, budget: Budget) -> Iterator[bytes]:
+    """Yield the lines to write, or pieces of them."""
+    if file.suffix in COMPRESSED:
+        yield from _decompressed(file)
+    elif file.suffix in TABLES:
+        yield from map(_as_line, _records(file, budget))
+    else:
+        written = 0
+        for number, record in _delimited(file):
+            # Blank lines are skipped, so a row has the number of its line in the file.
+            yield b"\n" * (number - written - 1) + _as_line(record)
+            written = number
+
+
+def _as_line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def _decompressed(file: Path) -> Iterator[bytes]:
+    """Yield the content of a compressed file, in pieces that end at line ends if they are short."""
+    with open_regular(file) as stream:
+        content = gzip.GzipFile(fileobj=stream) if file.suffix == ".gz" else _Zstandard(stream)
+        try:
+            with io.BufferedReader(content, _PIECE_BYTES) as reader:  # pyright: ignore
+                while piece := reader.readline(_PIECE_BYTES):
+                    yield piece
+        except (EOFError, OSError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # errors of the format have no number
+            raise ValueError(
+                f"data.paths: {file} is not a whole {file.suffix} file ({shortened(error)}); "
+                "compress it again"
+            ) from error
+
+
+class _Zstandard(io.RawIOBase):
+    """The content of a file that zstd has compressed."""
+
+    def __init__(self, stream: BinaryIO):
+        import pyarrow as pa  # slow, and most corpora do not need it
+
+        pa.set_memory_pool(pa.system_memory_pool())
+        self._stream = pa.CompressedInputStream(pa.PythonFile(stream, "r"), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._stream.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+
+def _delimited(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (number of its first line, fields) of each row of a .csv or .tsv file.
+
+    The first line names the fields. Values may be quoted, and then contain line ends.
+    """
+    csv.field_size_limit(_MAX_VALUE_BYTES)
+    with io.TextIOWrapper(open_regular(file), "utf-8-sig", newline="") as stream:
+        rows = csv.reader(stream, delimiter=DELIMITERS[file.suffix], strict=True)
+        names: list[str] = []
+        number = 1
+        try:
+            for row in rows:
+                if not names and row:
+                    names = row
+                    _check_header(names, f"{file} line {number}")
+                elif row:
+                    if len(row) != len(names):
+                        raise ValueError(
+                            f"data.paths: {file} line {number} has {len(row)} values, but the "
+                            f"header has {len(names)} names; quote values that contain "
+                            f"{DELIMITERS[file.suffix]!r} or line ends"
+                        )
+                    yield number, dict(zip(names, row, strict=True))
+                number = rows.line_num + 1
+        except csv.Error as error:
+            raise ValueError(
+                f"data.paths: {file} line {number} is no row of a {file.suffix} file ({error}); "
+                "fix the line"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data.paths: {file} is not UTF-8 text after line {number}; convert it to UTF-8"
+            ) from error
+
+
+def _check_header(names: Sequence[str], where: str) -> None:
+    twice = [name for name in names if names.count(name) > 1 or not name]
+    if twice:
+        raise ValueError(
+            f"data.paths: {where} must name the columns, each with a name of its own, but has "
+            f"{shortened(twice[0])} more than once or an empty name; correct the first line"
+        )
 
 
 def _records(file: Path, budget: Budget) -> Iterator[dict[str, Any]]:

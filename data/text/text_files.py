@@ -1,6 +1,6 @@
 """Local .txt and .jsonl files as sequences of documents that are read on access.
 
-Parquet and Arrow files are converted to .jsonl files first (tables.py).
+Files of other formats are converted to such files first (tables.py).
 
 One pass over the files finds the byte span of each document. Only the spans stay in memory.
 """
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from data.checks import matches_of
+from data.formats import format_of, named_formats
+from data.saved_sets import files_of_folder
 from data.sequences import LazySequence
-from data.table_files import SUFFIXES
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
 from data.text.spans import DocumentSpans
-from data.text.tables import files_of_folder
 from untrusted.documents import parse_json
 from untrusted.files import open_regular, version_of
 from untrusted.messages import without_surrogates
@@ -80,16 +80,19 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
             )
         files |= matched_files
     for file in sorted(files):
-        if file.suffix not in (".txt", ".jsonl", *SUFFIXES):
+        if format_of(file) is None:
             raise ValueError(
-                f"data.paths matches {str(file)!r}, but only .txt, .jsonl, .parquet and .arrow "
-                "files can be read; narrow the glob or convert the file"
+                f"data.paths matches {str(file)!r}, but only {named_formats()} files can be read; "
+                "narrow the glob or convert the file"
             )
     return sorted(files)
 
 
 def split_files(
-    files: list[Path], validation_fraction: float, sequence_length: int
+    files: list[Path],
+    validation_fraction: float,
+    sequence_length: int,
+    named: Sequence[Path] | None = None,
 ) -> dict[str, DocumentSpans]:
     """Find the spans of the documents of the files, in two splits.
 
@@ -101,6 +104,7 @@ def split_files(
         files: .txt and .jsonl files.
         validation_fraction: fraction of the text to hold out.
         sequence_length: tokens of a sequence, each of which has at least one byte.
+        named: files that messages name instead, from which these were converted.
 
     Raises:
         ValueError: The files contain too few documents for the splits, or a file cannot be read.
@@ -120,21 +124,23 @@ def split_files(
     shares = held_out_shares(sizes, hashes, may_cut, validation_fraction)
     spans, is_held = _cut_at_boundary(spans, shares, files)
     splits = {
-        "train": DocumentSpans(files, spans[~is_held], versions),
-        "validation": DocumentSpans(files, spans[is_held], versions),
+        "train": DocumentSpans(files, spans[~is_held], versions, named),
+        "validation": DocumentSpans(files, spans[is_held], versions, named),
     }
-    named = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
-    _require_documents(named, validation_fraction, *map(len, splits.values()))
+    first = files[0] if named is None else named[0]
+    what = str(first) if len(files) == 1 else f"{first} and {len(files) - 1} more files"
+    _require_documents(what, validation_fraction, *map(len, splits.values()))
     held = splits["validation"].num_bytes
     total = held + splits["train"].num_bytes
-    check_share(held, total, validation_fraction, sequence_length, named)
-    logger.info(
-        "Held out for validation: %d of %d documents, %.1f %% of %s bytes of text",
-        len(splits["validation"]),
-        len(spans),
-        100 * held / total,
-        f"{total:,}",
-    )
+    check_share(held, total, validation_fraction, sequence_length, what)
+    if validation_fraction:
+        logger.info(
+            "Held out for validation: %d of %d documents, %.1f %% of %s bytes of text",
+            len(splits["validation"]),
+            len(spans),
+            100 * held / total,
+            f"{total:,}",
+        )
     return splits
 
 

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.batches import train_batches, validation_batches
-from data.blend import Blend, parse_mixture
+from data.blend import Blend, parse_mixture, weighted_token_files
+from data.config import DataConfig
 from data.text.text_corpus import load_text
+from data.text.token_files import write_token_file
 from tests.data.corpora import SEED, documents, jsonl_config
 
 
@@ -136,3 +138,32 @@ def test_mixture_trains_one_tokenizer_from_all_sources(tmp_path):
 def test_invalid_mixtures_are_rejected(mixture, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         mixture_config(tmp_path, mixture=mixture)
+
+
+@pytest.mark.parametrize(
+    "paths", [("0.7 {0}/a 0.3 {0}/b.idx",), ("0.7", "{0}/a", "0.3", "{0}/b.bin")]
+)
+def test_token_files_are_mixed_in_the_spelling_of_megatron(paths, tmp_path):
+    for name, token in (("a", 5), ("b", 6), ("v", 7)):
+        documents = [np.full(40, token)] * 5
+        write_token_file(str(tmp_path / name), documents, np.dtype(np.uint16))
+    config = DataConfig(
+        name="megatron",
+        paths=tuple(path.format(tmp_path) for path in paths),
+        validation_paths=(str(tmp_path / "v"),),
+        tokenizer="bytes",
+        global_batch_size=10,
+        sequence_length=4,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert config.mixture == (f"0.7 {tmp_path}/a.bin", f"0.3 {tmp_path}/b.bin")
+    assert (config.name, config.paths) == ("mixture", ())
+    corpus = load_text(config)
+    batch = next(train_batches(corpus, config, range(10), seed=SEED))
+    assert sorted(row.max() for row in batch["targets"] % 256) == [5] * 7 + [6] * 3
+    assert corpus.validation[0]["targets"].tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("paths", [("1",), ("a b",), ("0.7 a", "b"), ("a", "b")])
+def test_other_paths_are_no_mixture(paths):
+    assert weighted_token_files(paths) == ()

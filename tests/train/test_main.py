@@ -233,14 +233,30 @@ BAD = {
     "model path": (("model.name=nowhere:Model",), "model.name='nowhere:Model'"),
     "small vocabulary": (("model.vocab_size=100",), "tokenizer's 257 tokens"),
     "labels of no checkpoint": (("train.init_labels=new",), "needs config.init_from"),
+    "optimizer name": (("optimizer.name=adamm",), "optimizer.name='adamm'"),
+    "optimizer path": (("optimizer.name=tests.runs:nowhere",), "tests.runs:nowhere"),
+    "LoRA target": (("lora.rank=2", "lora.targets=qvk"), "qvk"),
+    "best metric": (
+        (
+            "checkpoint.keep_best=1",
+            "checkpoint.best_metric=eval_los",
+            "checkpoint.every_steps=2",
+            "eval.every_steps=2",
+        ),
+        "choose eval_loss, eval_perplexity",
+    ),
     "unknown corpus": (("data.name=wikki40b", "data.paths="), "wikki40b"),
 }
+#: Those whose data must be looked for.
+BAD_DATA = ("missing file", "unknown corpus")
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_reported_in_one_sentence_without_traceback(
-    case, corpus_overrides, tmp_path, capsys
+def test_bad_input_is_reported_before_data_is_read_in_one_sentence(
+    case, corpus_overrides, tmp_path, capsys, monkeypatch
 ):
+    if case not in BAD_DATA:
+        monkeypatch.setattr("train.build.load_corpus", lambda *_: pytest.fail("data was read"))
     overrides, expected = BAD[case]
     assert run_main(tmp_path / "run", (*TINY, *corpus_overrides, *overrides)) == 2
     assert expected in error_line(capsys)

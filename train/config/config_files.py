@@ -18,6 +18,7 @@ from fields.paths import check_local
 from train.config.defaults import default_config
 from train.config.old_keys import replace_old_keys
 from train.config.overrides import Overrides, store
+from train.config.run_length import choose_length
 from untrusted.documents import read_yaml
 from untrusted.imports import (
     allow_imports,
@@ -60,7 +61,9 @@ def load(
     else:
         config = _load_python(file, argument)
         allow_imports_in(config.to_dict())
-    Overrides.of(overrides).apply(config)
+    overrides = Overrides.of(overrides)
+    overrides.apply(config)
+    choose_length(config, overrides.command_line_keys, is_saved=is_data)
     if is_data:
         check_imports(config.to_dict())  # Now, not after hours of tokenizing.
     return config
@@ -158,6 +161,7 @@ def shorten(config: Any) -> None:
     """Shorten the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch."""
     with config.ignore_type():  # The values in the file may have any type.
         config.train.num_steps = 3
+        config.train.num_epochs = None
         config.log.every_steps = 1
         config.eval.every_steps = 0
         config.eval.num_batches = 1

@@ -13,6 +13,13 @@ class TrainConfig(Section, section="train"):
     """Length, microbatches, seed, failures and averaging of a run."""
 
     num_steps: int = field(100, "Optimizer updates, each on one global batch.", ge=1, required=True)
+    num_epochs: float | None = field(
+        None,
+        "Passes over the training data, in place of `num_steps`: as many steps as they need, "
+        "rounded up. On the command line, either of the two replaces the other of a config file.",
+        gt=0,
+        remedy="choose for example 3, or None to count steps",
+    )
     num_microbatches: int = field(
         1,
         "Microbatches per step, for pipelines and gradient accumulation. num_microbatches × "

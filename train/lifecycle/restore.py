@@ -64,9 +64,8 @@ def restore_or_initialize(
         batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
         restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)
         if restored is None:
-            params = None if source is None else start_params(run, source, corpus.labels)
             step = 0
-            state = run.state_layout.initial(params)
+            state = initial_state(run, corpus, source)
         else:
             step, portable, data_state = restored
             state = run.state_layout.from_portable(portable)
@@ -85,10 +84,39 @@ def restore_or_initialize(
                 run.config.train.num_steps,
                 "nothing is left to train" if done else "resuming from there",
             )
-        if not len(corpus.validation):
+        if not corpus.validation_sets:
             _log.warning("the validation split is empty: nothing will be evaluated")
         on_error.pop_all()
     return RestoredRun(step=step, state=state, batches=batches, checkpoints=checkpoints)
+
+
+def restore_to_evaluate(
+    run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
+) -> tuple[int, TrainState]:
+    """Return the newest intact step of a workdir and its state, whatever data it has trained on.
+
+    Without a checkpoint, this is step 0 with the initial state.
+
+    Raises:
+        ValueError: there are checkpoints but none is intact, or they belong to another model.
+        OSError: a checkpoint cannot be read, though it may be intact.
+    """
+    with contextlib.closing(Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)) as saved:
+        restored = saved.restore(run.state_layout.portable, may_lack=MAY_LACK)
+    if restored is None:
+        return 0, initial_state(run, corpus, source)
+    step, portable, _ = restored
+    return step, run.state_layout.from_portable(portable)
+
+
+def initial_state(run: Run, corpus: Corpus, source: Source | None) -> TrainState:
+    """Return the state before the first step.
+
+    Args:
+        source: checkpoint with the initial parameters; None: the model initializes them.
+    """
+    params = None if source is None else start_params(run, source, corpus.labels)
+    return run.state_layout.initial(params)
 
 
 def _set_position(batches: DatasetIterator, saved: dict[str, Any], where: str) -> None:

@@ -19,7 +19,7 @@ from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
 from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
 from convert.source import Source
-from data.examples import Corpus
+from data.examples import Corpus, Label
 from data.text.chat.template import TOOLS_FILE
 from data.text.text_corpus import TextCorpus
 from distributed.messages import Exchange
@@ -29,6 +29,8 @@ from train.config.config_files import differences, load_data
 from train.config.schema import SECTIONS
 from train.lifecycle.config_history import write_config
 from train.run.run import Run
+from untrusted import schema
+from untrusted.documents import read_json
 from untrusted.files import check_links, write_text
 
 #: Sections and keys that a run must share with the checkpoints that it resumes from.
@@ -54,6 +56,9 @@ FREE = (
     "data.mixture",
     "data.num_threads",
     "data.paths",
+    "data.split",
+    "data.validation_paths",
+    "data.validation_splits",
     "data.verify",
     "images.num_workers",
     "images.on_broken",
@@ -90,24 +95,24 @@ def check(workdir: Path, run: Run) -> None:
         )
 
 
-def check_processes_agree(run: Run, corpus: Corpus) -> None:
-    """Check that all processes have the same config and the same data.
+def check_processes_agree(what: str, value: str) -> None:
+    """Check that all processes have the same config or the same data.
+
+    Args:
+        what: name of the value in the message, such as "config".
+        value: text that must be the same on all processes.
 
     Raises:
         ValueError: on all processes, if one of them differs from the first.
     """
     exchange = Exchange()
-    for what, value in (
-        ("config", repr(full_config(run))),
-        ("data", f"{corpus.fingerprint} {corpus.contents}"),
-    ):
-        digest = hashlib.sha256(value.encode()).hexdigest()
-        is_same = exchange.on_first(lambda digest=digest: digest) == digest
-        problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
-        if problem is not None:
-            raise ValueError(
-                f"{problem}; start all processes with the same command, software and files"
-            )
+    digest = hashlib.sha256(value.encode()).hexdigest()
+    is_same = exchange.on_first(lambda: digest) == digest
+    problem = exchange.agree(None if is_same else f"its {what} differs from process 0")
+    if problem is not None:
+        raise ValueError(
+            f"{problem}; start all processes with the same command, software and files"
+        )
 
 
 def write_run_files(
@@ -192,6 +197,22 @@ def saved_config(workdir: Path) -> dict[str, Any] | None:
             f"{workdir} has checkpoints, but {CONFIG_FILE} is missing, which says what they are; "
             "put it back, or choose another --workdir"
         ) from None
+
+
+def saved_labels(workdir: Path) -> tuple[Label, ...]:
+    """Return the labels of a run's classifier, in order; empty if it has none.
+
+    Raises:
+        ValueError: their file is damaged.
+        OSError: the file cannot be read.
+    """
+    file = workdir / HF_FILES / LABELS_FILE
+    try:
+        labels = read_patiently(file, lambda: read_json(file, list, within=workdir))
+    except FileNotFoundError:
+        return ()
+    schema.check(labels, list[str | int], file)
+    return tuple(labels)
 
 
 def has_checkpoint(workdir: Path) -> bool:

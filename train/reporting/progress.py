@@ -74,8 +74,10 @@ class Progress:
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Print all metrics of an evaluation on a line of its own."""
-        digits = {"eval_perplexity": 2}
-        parts = [f"{name} {value:.{digits.get(name, 4)}f}" for name, value in metrics.items()]
+        parts = [
+            f"{name} {value:.{2 if name.endswith('_perplexity') else 4}f}"
+            for name, value in metrics.items()
+        ]
         self._print_line(step, parts)
 
     def _print_line(self, step: int, parts: list[str]) -> None:

@@ -60,6 +60,11 @@ def _once(method: Callable[["Run"], T]) -> Callable[["Run"], T]:
     return remembered
 
 
+def metric_prefix(name: str) -> str:
+    """Return the prefix of the metrics of a validation set; its name is "" if it has none."""
+    return f"eval_{name}_" if name else "eval_"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Executable:
     """A compiled step, and the options with which it was compiled."""
@@ -233,18 +238,21 @@ class Run:
         return self.state_layout.abstract, self._abstract_batch()
 
     @_once
-    def compile_eval_step(self) -> jax.stages.Compiled:
-        """Compile `eval_step(params, teacher, batch)`. The result is cached.
-
-        `params_to_evaluate` returns the first two arguments.
-        """
+    def _trace_eval_step(self) -> jax.stages.Traced:
         step = make_eval_step(
             self.functions, self._step_config(), self._param_sharding(), self.rules
         )
         with use_mesh(self.trace_mesh):
             params, teacher = self.params_to_evaluate(self.state_layout.abstract)
-            traced = jax.jit(step).trace(params, teacher, self._abstract_batch())
-        return self._compile(traced).compiled
+            return jax.jit(step).trace(params, teacher, self._abstract_batch())
+
+    @_once
+    def compile_eval_step(self) -> jax.stages.Compiled:
+        """Compile `eval_step(params, teacher, batch)`. The result is cached.
+
+        `params_to_evaluate` returns the first two arguments.
+        """
+        return self._compile(self._trace_eval_step()).compiled
 
     def compile_reference_step(self) -> jax.stages.Compiled:
         """Compile `reference_step(params, batch) -> arrays [batch, ...]`, on all devices.
@@ -275,23 +283,40 @@ class Run:
         return (average, None) if self.functions.teach is None else (state.params, average)
 
     def compile(self) -> None:
-        """Compile both steps.
-
-        Raises:
-            ValueError: evaluations do not report `checkpoint.best_metric`.
-        """
-        self._check_best_metric(self.compile_eval_step())
+        """Compile both steps."""
+        self.compile_eval_step()
         self.compile_train_step()
 
-    def _check_best_metric(self, eval_step: Any) -> None:
-        tree = eval_step.out_tree
+    def check_metrics(self, *, ranks_checkpoints: bool) -> None:
+        """Check the names of metrics and the one that ranks checkpoints, if there may be doubts.
+
+        This traces the evaluation step.
+
+        Args:
+            ranks_checkpoints: whether the run trains, so that it keeps the best checkpoints.
+
+        Raises:
+            ValueError: evaluations do not report `checkpoint.best_metric`, or two metrics of
+                different validation sets have the same name.
+        """
         checkpoint = self.config.checkpoint
-        # The names need no values.
-        sums = jax.tree.unflatten(tree, [np.zeros(())] * tree.num_leaves)
-        names = [f"eval_{name}" for name in means_of(sums, lambda value, weight: 0)]
+        sets = self.config.data.validation_names
+        has_best = bool(checkpoint.keep_best) and ranks_checkpoints
+        if not has_best and len(sets) == 1:
+            return
+        shapes = self._trace_eval_step().out_info
+        sums = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        means = [*means_of(sums, lambda value, weight: 0)]
         if self.config.data.has_perplexity:
-            names.append("eval_perplexity")
-        if checkpoint.keep_best and checkpoint.best_metric not in names:
+            means.append("perplexity")
+        names = [f"{metric_prefix(each)}{name}" for each in sets for name in means]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"data.validation_paths={self.config.data.validation_paths!r}: two validation sets "
+                f"have a metric {twice[0]!r}; rename one of the sets"
+            )
+        if has_best and checkpoint.best_metric not in names:
             raise ValueError(
                 f"checkpoint.best_metric={checkpoint.best_metric!r} is not a metric of this run's "
                 f"evaluations; choose {', '.join(sorted(names))}"

@@ -1,7 +1,10 @@
 """The summary that a run prints at its start."""
 
+from fractions import Fraction
+
 import jax
 
+from data.batches import epoch_steps
 from data.examples import Corpus
 from models.functions import can_share_vocab
 from train.run.run import Run
@@ -22,9 +25,32 @@ def describe(run: Run, corpus: Corpus) -> str:
         *(f"attention {kernel}" for kernel in run.attention_kernels),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {len(corpus.train):,} training and "
-        f"{len(corpus.validation):,} validation {_describe_rows(run, corpus)}",
+        f"{_describe_validation(corpus)} {_describe_rows(run, corpus)}",
+        *([f"epochs  {_describe_epochs(run, corpus)}"] if len(corpus.train) else []),
     ]
     return "\n".join(lines)
+
+
+def _describe_epochs(run: Run, corpus: Corpus) -> str:
+    """Describe the length of the run and of an epoch."""
+    per_epoch = epoch_steps(corpus, run.config.data, run.config.images)
+    num_steps = run.config.train.num_steps
+    return (
+        f"{_rounded(num_steps / per_epoch)} in {num_steps:,} steps; an epoch has "
+        f"{_rounded(per_epoch)} steps"
+    )
+
+
+def _rounded(number: Fraction) -> str:
+    """Return a number with about three digits."""
+    return f"{float(number):.3g}" if number < 10 else f"{float(number):,.1f}".removesuffix(".0")
+
+
+def _describe_validation(corpus: Corpus) -> str:
+    """Count the rows of the validation sets, such as "20 validation (12 wiki, 8 code)"."""
+    sizes = {name: len(rows) for name, rows in corpus.validation_sets.items()}
+    names = ", ".join(f"{size:,} {name or 'without a name'}" for name, size in sizes.items())
+    return f"{sum(sizes.values()):,} validation" + (f" ({names})" if {*sizes} - {""} else "")
 
 
 def _describe_stages(run: Run) -> str:
@@ -64,6 +90,9 @@ def _describe_rows(run: Run, corpus: Corpus) -> str:
     if run.config.data.reads_images:
         classes = f", {len(corpus.labels):,} classes" if corpus.labels else ""
         return f"images of {images.size} × {images.size} × {images.channels}{classes}"
+    fill_rate = corpus.train.fill_rate
+    filled = "" if fill_rate is None else f" ({100 * fill_rate:.1f} % filled)"
     return (
-        f"sequences of {run.config.data.sequence_length} tokens, vocabulary {corpus.vocab_size:,}"
+        f"sequences of {run.config.data.sequence_length} tokens{filled}, vocabulary "
+        f"{corpus.vocab_size:,}"
     )

@@ -7,7 +7,7 @@ import collections
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from data.sequences import LazySequence
 from data.text.chat.lines import ChatLines, Conversations, Preferences
 from data.text.chat.rendering import Span
 from data.text.chat.template import ChatTemplate, Dialogue, Rendered
-from data.text.records import split_lines
+from data.text.records import split_lines, validation_lines
+from data.text.spans import DocumentSpans
 from data.text.tokenization.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -83,8 +84,18 @@ def open_chats(config: DataConfig) -> dict[str, ChatLines]:
         FileNotFoundError: A glob matches nothing.
         ValueError: A file is of another kind, or there are too few lines for the splits.
     """
+    return _as_chats(split_lines(config), config)
+
+
+def validation_chats(config: DataConfig) -> dict[str, ChatLines]:
+    """Return the conversations of each set of `data.validation_paths`, by its name."""
+    return _as_chats(validation_lines(config), config)
+
+
+def _as_chats(lines: Mapping[str, DocumentSpans], config: DataConfig) -> dict[str, ChatLines]:
     of_objective = Conversations if config.objective == "chat" else Preferences
-    return {split: of_objective(spans, config) for split, spans in split_lines(config).items()}
+    announced: set[str] = set()
+    return {name: of_objective(spans, config, announced) for name, spans in lines.items()}
 
 
 def encode(

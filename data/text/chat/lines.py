@@ -13,16 +13,20 @@ lists of messages share, and is not repeated if the answers begin with it:
 
 import abc
 import json
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
 
 from data.config import DataConfig
+from data.text.chat.layouts import READ_AS, layout_of, messages_of, turn_of
 from data.text.chat.rendering import Message
 from data.text.chat.template import Dialogue
 from data.text.spans import DocumentSpans
 from untrusted.documents import parse_json
 from untrusted.messages import shortened
+
+_log = logging.getLogger(__name__)
 
 #: An escape sequence that may be half of a character.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -34,9 +38,15 @@ class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
     #: How many conversations a line has.
     num_dialogues = 1
 
-    def __init__(self, spans: DocumentSpans, config: DataConfig):
+    def __init__(self, spans: DocumentSpans, config: DataConfig, announced: set[str]):
+        """Open lines.
+
+        Args:
+            announced: layouts of conversations that the log has explained; added to.
+        """
         self.spans = spans
         self.config = config
+        self._announced = announced
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -50,6 +60,20 @@ class ChatLines(Sequence[tuple[Dialogue, ...]], abc.ABC):
             _check_characters(record, where)
         return record, where
 
+    def in_layout(self, record: dict[str, Any], field: str, where: str) -> list[Message] | None:
+        """Return messages in the layout of another project; None if `field` has them.
+
+        The first line in each layout is logged.
+        """
+        layout = layout_of(record, field)
+        if layout is None:
+            return None
+        messages = messages_of(record, layout, field, where)
+        if layout not in self._announced:
+            self._announced.add(layout)
+            _log.info("%s has the layout of %s: %s", where, layout, READ_AS[layout])
+        return messages
+
 
 class Conversations(ChatLines):
     """A sequence of conversations; an item is a conversation whose answers are all learned."""
@@ -57,7 +81,9 @@ class Conversations(ChatLines):
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         record, where = self.record(index)
         field = self.config.messages_field
-        messages = record.get(field)
+        messages = self.in_layout(record, field, where)
+        if messages is None:
+            messages = _parsed(record.get(field), f"{where}: {field}")
         if not isinstance(messages, list) or not messages:
             raise ValueError(
                 f"{where} has the fields {sorted(record)}, but no messages in data.messages_field="
@@ -83,7 +109,9 @@ class Preferences(ChatLines):
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
         record, where = self.record(index)
         prompt_field, *answer_fields = self.config.preference_fields
-        prompt = _messages(record.get(prompt_field, []), "user", prompt_field, where)
+        prompt = self.in_layout(record, prompt_field, where)
+        if prompt is None:
+            prompt = _messages(record.get(prompt_field, []), "user", prompt_field, where)
         both = []
         for field in answer_fields:
             if field not in record:
@@ -107,10 +135,20 @@ class Preferences(ChatLines):
         return tuple(Dialogue(messages, num_given=num_shared, tools=tools) for messages in both)
 
 
+def _parsed(value: Any, where: str) -> Any:
+    """Return messages; a .csv file has them as JSON."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("[")
+    return parse_json(value, where, list) if is_json else value
+
+
 def _messages(value: Any, role: str, field: str, where: str) -> list[Message]:
     """Return a field as messages; a text becomes a message of a role."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    if isinstance(value, dict) and "from" in value:
+        return [turn_of(value, where)]
+    if isinstance(value, list) and any(isinstance(x, dict) and "from" in x for x in value):
+        return [turn_of(turn, where) for turn in value]
     if not isinstance(value, list):
         raise ValueError(
             f"{where}: the field {field!r} must be a text or a list of messages; fix the line, or "

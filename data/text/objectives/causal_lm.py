@@ -7,13 +7,21 @@ end-of-document token:
     row 0         tokens  E a b c     targets  a b c d
     row 1         tokens  d E e f     targets  E e f g
 
+With `data.packing=best_fit`, documents are not cut unless they have more than T tokens, and rows
+have a little padding (see packing.py):
+
+    row 0         tokens  E a b c     targets  a b c d
+    row 1         tokens  E e f -     targets  e f g -
+
 T: tokens per sequence.
 """
 
 import numpy as np
 
 from data.examples import Example, Examples
+from data.text.objectives.packing import pack
 from data.text.objectives.rows import padded, segments
+from data.text.token_store import document_ends
 
 
 class CausalLMExamples(Examples):
@@ -64,5 +72,66 @@ class CausalLMExamples(Examples):
         }
         if self._isolate_after is not None:
             row |= segments(row["tokens"] == self._isolate_after)
+            row["segment_ids"] *= is_target
+        return row
+
+
+class WholeDocumentExamples(Examples):
+    """Rows for causal language modeling that begin and end with whole documents where possible.
+
+    A document with more than T tokens is cut into pieces of T tokens and a rest. A row has the
+    same keys as those of `CausalLMExamples`.
+
+    Args:
+        tokens: uint16 or uint32 [number of tokens]: an end-of-document token, then every document
+            followed by another one.
+        sequence_length: T.
+        eos_id: id of the end-of-document token.
+        isolates: whether documents do not attend to each other.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int, eos_id: int, *, isolates: bool):
+        self._tokens = tokens
+        self._length = sequence_length
+        self._isolates = isolates
+        # A document begins with the end of the one before, from which its first token is predicted;
+        # the model also learns to predict its end.
+        ends = document_ends(tokens, eos_id)
+        sizes = np.diff(ends)
+        num_pieces = -(-sizes // sequence_length)
+        document = np.repeat(np.arange(len(sizes)), num_pieces)
+        first = np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+        offset = (np.arange(len(document)) - first) * sequence_length
+        self._starts = ends[:-1][document] + offset
+        self._sizes = np.minimum(sizes[document] - offset, sequence_length)
+        self._packing = pack(self._sizes, sequence_length, best_fit=True)
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the tokens of all rows that are not padding."""
+        return self._packing.fill_rate
+
+    def example(self, index: int, key: tuple[int, ...]) -> Example:
+        """Return row `index`; nothing in it is random."""
+        del key
+        spans = [
+            (int(self._starts[item]), int(self._starts[item] + self._sizes[item]))
+            for item in self._packing.items_of(index)
+        ]
+        tokens = np.concatenate([self._tokens[start:stop] for start, stop in spans])
+        targets = np.concatenate([self._tokens[start + 1 : stop + 1] for start, stop in spans])
+        is_target = np.arange(self._length) < len(tokens)
+        row = {
+            "tokens": padded(tokens, self._length),
+            "targets": padded(targets, self._length),
+            "weights": is_target.astype(np.float32),
+        }
+        if self._isolates:
+            starts = np.zeros(self._length, bool)
+            starts[np.cumsum([0, *(stop - start for start, stop in spans[:-1])])] = True
+            row |= segments(starts)
             row["segment_ids"] *= is_target
         return row

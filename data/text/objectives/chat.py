@@ -15,11 +15,12 @@ import numpy as np
 
 from data.examples import Example, Examples
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.rows import firsts_of_rows, packed_chats
+from data.text.objectives.packing import pack
+from data.text.objectives.rows import packed_chats
 
 
 class ChatExamples(Examples):
-    """Rows of whole conversations, packed in order.
+    """Rows of whole conversations.
 
     A row has `tokens`, `targets`, `segment_ids` and `positions: int32[T]`, and
     `weights: float32[T]`, which is 1 where the target is learned.
@@ -27,21 +28,27 @@ class ChatExamples(Examples):
     Args:
         chats: conversations, each of at most T + 1 tokens.
         sequence_length: T.
+        best_fit: whether conversations change their order to fill the rows; see packing.py.
     """
 
-    def __init__(self, chats: EncodedChats, sequence_length: int):
+    def __init__(self, chats: EncodedChats, sequence_length: int, *, best_fit: bool = False):
         self._chats = chats
         self._length = sequence_length
         sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
-        self._firsts = firsts_of_rows(sizes.tolist(), sequence_length)
+        self._packing = pack(sizes, sequence_length, best_fit=best_fit)
 
     def __len__(self) -> int:
-        return len(self._firsts) - 1
+        return len(self._packing)
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the tokens of all rows that are not padding."""
+        return self._packing.fill_rate
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""
         del key
-        numbers = range(self._firsts[index], self._firsts[index + 1])
+        numbers = self._packing.items_of(index).tolist()
         row = packed_chats(self._chats, numbers, self._length)
         row["weights"] = (row.pop("answers") > 0).astype(np.float32)
         return row

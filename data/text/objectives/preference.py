@@ -15,7 +15,8 @@ import numpy as np
 
 from data.examples import Example, Examples
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.rows import firsts_of_rows, packed_chats
+from data.text.objectives.packing import pack
+from data.text.objectives.rows import packed_chats
 
 #: A row has at most one pair for this many tokens. Arrays of pairs are small then.
 _TOKENS_PER_PAIR = 64
@@ -27,7 +28,7 @@ def max_pairs(sequence_length: int) -> int:
 
 
 class PreferenceExamples(Examples):
-    """Rows of pairs, packed in order.
+    """Rows of pairs.
 
     A row has `tokens`, `targets`, `segment_ids`, `positions` and `answers: int32[T]`, and
     `weights: float32[P]`, which is 1 for each pair that is there. Pair p has the answers 2p + 1,
@@ -38,6 +39,7 @@ class PreferenceExamples(Examples):
         chats: conversations, each of at most T / 2 + 1 tokens: for every pair the one with the
             chosen answer, then the one with the rejected answer.
         sequence_length: T.
+        best_fit: whether pairs change their order to fill the rows; see packing.py.
 
     Attributes:
         reference_log_probs: float32[rows, P, 2], log-probabilities of the answers by the reference;
@@ -46,24 +48,29 @@ class PreferenceExamples(Examples):
 
     reference_log_probs: np.ndarray | None = None
 
-    def __init__(self, chats: EncodedChats, sequence_length: int):
+    def __init__(self, chats: EncodedChats, sequence_length: int, *, best_fit: bool = False):
         self._chats = chats
         self._length = sequence_length
         self._most = max_pairs(sequence_length)
         sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
-        pair_sizes = sizes.reshape(-1, 2).sum(axis=1).tolist()
-        self._firsts = firsts_of_rows(pair_sizes, sequence_length, self._most)
+        pair_sizes = sizes.reshape(-1, 2).sum(axis=1)
+        self._packing = pack(pair_sizes, sequence_length, best_fit=best_fit, max_items=self._most)
 
     def __len__(self) -> int:
-        return len(self._firsts) - 1
+        return len(self._packing)
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the tokens of all rows that are not padding."""
+        return self._packing.fill_rate
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""
         del key
-        start = 2 * self._firsts[index]
-        stop = 2 * self._firsts[index + 1]
-        row = packed_chats(self._chats, range(start, stop), self._length)
-        row["weights"] = (np.arange(self._most) < (stop - start) // 2).astype(np.float32)
+        pairs = self._packing.items_of(index).tolist()
+        numbers = [2 * pair + i for pair in pairs for i in (0, 1)]
+        row = packed_chats(self._chats, numbers, self._length)
+        row["weights"] = (np.arange(self._most) < len(pairs)).astype(np.float32)
         if self.reference_log_probs is not None:
             row["reference_log_probs"] = self.reference_log_probs[index]
         return row

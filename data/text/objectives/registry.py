@@ -4,7 +4,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import Examples
-from data.text.objectives.causal_lm import CausalLMExamples
+from data.text.objectives.causal_lm import CausalLMExamples, WholeDocumentExamples
 from data.text.objectives.masked_lm import MaskedLMExamples
 from data.text.objectives.masked_lm_pairs import MaskedLMPairExamples
 from data.text.objectives.span_corruption import SpanCorruptionExamples, piece_length
@@ -32,6 +32,13 @@ def make_examples(
         return MaskedLMPairExamples(tokens, config, tokenizer)
     if config.objective == "span_corruption":
         return SpanCorruptionExamples(tokens, config, tokenizer, keep_partial=keep_partial)
+    if config.packing == "best_fit":
+        return WholeDocumentExamples(
+            tokens,
+            config.sequence_length,
+            tokenizer.eos_id,
+            isolates=config.isolate_documents,
+        )
     return CausalLMExamples(
         tokens,
         config.sequence_length,

@@ -3,7 +3,7 @@
 T: tokens per row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -99,34 +99,11 @@ def segments(starts: np.ndarray) -> Example:
     }
 
 
-def firsts_of_rows(sizes: Iterable[int], length: int, max_items: int | None = None) -> np.ndarray:
-    """Pack items into rows in order, each into the current row if it fits, or into a new one.
-
-    Args:
-        sizes: tokens of each item, at most `length`.
-        length: T.
-        max_items: most items of a row; None for any number.
-
-    Returns:
-        int64[number of rows + 1], the first item of each row, then the number of items.
-    """
-    firsts = []
-    room = num_items = number = 0
-    for number, size in enumerate(sizes, 1):
-        if size > room or num_items == max_items:
-            firsts.append(number - 1)
-            room = length
-            num_items = 0
-        room -= size
-        num_items += 1
-    return np.array([*firsts, number], np.int64)
-
-
-def packed_chats(chats: EncodedChats, numbers: range, length: int) -> Example:
+def packed_chats(chats: EncodedChats, numbers: Sequence[int], length: int) -> Example:
     """Pack conversations into a row; positions restart in each.
 
     Args:
-        numbers: numbers of those in the row, which fit into it.
+        numbers: numbers of those in the row, in order, which fit into it.
         length: T.
 
     Returns:

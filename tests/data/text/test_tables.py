@@ -120,7 +120,7 @@ def test_texts_must_be_utf_8(tmp_path):
 def test_error_names_the_table_and_its_row(tmp_path):
     rows = [*ROWS[:4], {**ROWS[4], "label": None}, *ROWS[5:]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match=r"/tables/rows\.parquet-\w+\.jsonl line 5 .*label"):
+    with pytest.raises(ValueError, match=r"/rows\.parquet row 5 .*label"):
         corpus_of(tmp_path / "rows.parquet", tmp_path / "cache", objective="classification")
 
 
@@ -148,13 +148,6 @@ def _cut(directory: Path) -> Path:
     return file
 
 
-def _splits(directory: Path) -> Path:
-    rows = datasets.Dataset.from_list(ROWS)
-    folders = datasets.DatasetDict({"train": rows, "test": rows})
-    folders.save_to_disk(str(directory / "splits"))
-    return directory / "splits"
-
-
 def _outside(directory: Path) -> Path:
     write("folder", directory)
     state = directory / "saved" / "state.json"
@@ -169,7 +162,6 @@ def _outside(directory: Path) -> Path:
     [
         (_broken, "rows.parquet is not a whole Parquet file"),
         (_cut, "is not a whole Arrow file"),
-        (_splits, "has the splits test, train; name the folder of one"),
         (_outside, "secret.arrow"),
     ],
 )

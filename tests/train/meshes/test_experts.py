@@ -180,7 +180,7 @@ def trained_on_one_device(routing, change=None):
 
 def check(routing, mesh, change=None):
     expected_steps, expected = trained_on_one_device(routing, change)
-    steps, params = trained((*ROUTINGS[routing], *MESHES[mesh]), change, config_of(routing))
+    steps, params = trained((*ROUTINGS[routing], *MESHES[mesh]), change, config=config_of(routing))
     for actual_step, expected_step in zip(steps, expected_steps, strict=True):
         for name, value in expected_step.items():
             np.testing.assert_allclose(
