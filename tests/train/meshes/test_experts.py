@@ -231,7 +231,7 @@ def test_best_metric_can_be_what_evaluations_report():
     overrides = (*SHARED, *overrides_of_data("llama", ()), *MODELS["llama"], *keys)
     run, _ = make_run(overrides, str(ROOT / "configs/llama.py"))
     with pytest.raises(ValueError, match="eval_expert_load_max, eval_expert_load_min, eval_loss"):
-        run.compile()
+        run.check_metrics(ranks_checkpoints=True)
     sums = {"loss": 6.0, "weight": 2.0, "load": (Extremes(jnp.array([[4.0, 1.0]])), 2.0)}
     means = means_of(sums, lambda value, weight: value / weight)
     assert means == {"loss": 3, "load_min": 0.5, "load_max": 2}
