@@ -26,7 +26,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,9 +43,11 @@ _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("ru
 _alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
 
 
-def axis_rules(rules: Rules) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def axis_rules(rules: Rules) -> Iterator[Rules]:
     """Set the rules (logical axis -> mesh axes) that `constrain` follows within the block."""
-    return bound(_active_rules, rules)
+    with bound(_active_rules, rules):
+        yield rules
 
 
 def active_rules() -> Rules:

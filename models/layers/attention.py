@@ -169,7 +169,9 @@ def attend(
     split = split_here()
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
-    operands = Operands(q_BTNH, k_BSKH, v_BSKH, bias, segments)
+    # A bias that is still relative is only for tokens of several devices, which have no caches.
+    whole_bias = None if isinstance(bias, RelativeBias) else bias
+    operands = Operands(q_BTNH, k_BSKH, v_BSKH, whole_bias, segments)
     y_BTNH = attend_to_cache(operands, options, cached_BSKH, sinks_N)
     if y_BTNH is not None:
         return y_BTNH

@@ -360,7 +360,7 @@ class _Attention:
         """Return the options of a block with this mask."""
         return dataclasses.replace(self.options.attention, mask=mask)
 
-    def arrays_of(self, block: _Block, passing: _Passing) -> tuple[jax.Array, ...]:
+    def arrays_of(self, block: _Block, passing: _Passing) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the queries, keys and values of a block."""
         q = block.queries(self.q_BTNH)
         return q, block.keys(passing.k_BSKH), block.keys(passing.v_BSKH)
@@ -390,7 +390,7 @@ class _Attention:
 
             def attend(mask: Mask, block=block, segments=segments, merged=merged):
                 arrays = self.arrays_of(block, passing)
-                operands = Operands(*arrays, self.bias_of(block, hop)[0], segments)
+                operands = Operands(*arrays, bias=self.bias_of(block, hop)[0], segments=segments)
                 new = self.options.kernel.forward(operands, self.options_of(mask))
                 return _merge(merged[0], merged[1], new.y, new.lse)
 
@@ -417,7 +417,7 @@ class _Attention:
                 bias=bias,
                 bias_gradient=bias_gradient,
             ):
-                operands = Operands(*arrays, bias, segments)
+                operands = Operands(*arrays, bias=bias, segments=segments)
                 results = Results(lse=block.queries(lse_BNT, dim=2), y=block.queries(y))
                 options = self.options_of(mask)
                 dy_of_block = block.queries(dy)

@@ -67,8 +67,8 @@ class Attention(nnx.Module):
         self.q = Linear(embed, heads, stddev=stddevs[0], **options)
         self.k = Linear(embed, kv_heads, stddev=stddevs[1], **of_keys)
         self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)
-        use_out_bias = use_bias if use_out_bias is None else use_out_bias
-        self.out = Linear(heads, embed, stddev=stddevs[2], use_bias=use_out_bias, rngs=rngs)
+        of_out = options if use_out_bias is None else options | {"use_bias": use_out_bias}
+        self.out = Linear(heads, embed, stddev=stddevs[2], **of_out)
         self.q_norm, self.k_norm = make_head_norms() if make_head_norms else (None, None)
         normal = jax.nn.initializers.normal(stddevs[0])
         self.sinks = param(normal, rngs, (num_heads,), ("heads",)) if has_sinks else None

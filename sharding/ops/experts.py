@@ -275,7 +275,7 @@ def _backward(
     parts = _split(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
     dx, gradients = _send_and_compute(placement, parts, compute, _Gradients())
     dweights = jax.tree.map(
-        lambda w, *terms: sum(terms).astype(w.dtype),
+        lambda w, total, *terms: sum(terms, start=total).astype(w.dtype),
         trained,
         gradients.of_blocks,
         *gradients.of_rounds,
@@ -375,9 +375,11 @@ def _backward_part(
     else:
         none = jax.tree.map(lambda w: jnp.zeros(w.shape, _wide(w)), weights.trained)
         *carry, dweights = jax.lax.fori_loop(0, order.num_rounds, of_round, (*zeros, none))
-    of_blocks, of_rounds = before.of_blocks, (*before.of_rounds, dweights)
+    of_blocks = before.of_blocks
+    of_rounds = (*before.of_rounds, dweights)
     if of_blocks is None:
-        of_blocks, of_rounds = jax.tree.map(lambda x: x.astype(_wide(x)), dweights), ()
+        of_blocks = jax.tree.map(lambda x: x.astype(_wide(x)), dweights)
+        of_rounds = ()
     dx_AD, dfactors, of_blocks = order.for_blocks(of_block, (*carry, of_blocks))
     return dx_AD, _Gradients(of_blocks, of_rounds, (*before.of_factors, dfactors))
 

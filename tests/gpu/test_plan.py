@@ -65,8 +65,9 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
         fixed=overrides.keys,
         num_layers=4,
         layer_remats=("none",),
-        allows=lambda context, model: True,
+        allows=lambda mesh: True,
         sees_whole_batch=False,
+        has_experts=False,
         can_share_vocab=True,
         cuts=lambda num_chunks, share_vocab: [()],
     )
@@ -113,7 +114,7 @@ def test_part_has_the_times_of_its_own_layers():
     target = parse_target("h100:1x8")
     parts = [
         CompiledReplica(
-            ReplicaStep(context=1, model=1, batch=batch, remat="none"),
+            ReplicaStep(context=1, expert=1, model=1, batch=batch, remat="none"),
             config,
             described_devices(target, target_budget(config.memory, target), run_for),
         )
