@@ -161,16 +161,14 @@ def attend(
         cached_BSKH: array that a cache keeps instead of keys and values (kv_cache.py).
     """
     if (calls := _calls.get()) is not None:
-        heads = {"num_heads": q_BTNH.shape[2], "num_kv_heads": k_BSKH.shape[2]}
-        calls[AttentionCall(**heads, is_causal=is_causal)] = None
+        calls[AttentionCall(q_BTNH.shape[2], k_BSKH.shape[2], is_causal)] = None
     mask = Mask(is_causal=is_causal, window=window)
     scale = 1.0 / math.sqrt(q_BTNH.shape[-1]) if scale is None else scale
     options = Options(mask=mask, scale=scale, softcap=softcap, chunk=chunk)
     split = split_here()
     if split is None and isinstance(bias, RelativeBias):
         bias = bias.whole(q_BTNH.shape[1])
-    # A bias that is still relative is only for tokens of several devices, which have no caches.
-    whole_bias = None if isinstance(bias, RelativeBias) else bias
+    whole_bias = None if isinstance(bias, RelativeBias) else bias  # caches have no split sequences
     operands = Operands(q_BTNH, k_BSKH, v_BSKH, whole_bias, segments)
     y_BTNH = attend_to_cache(operands, options, cached_BSKH, sinks_N)
     if y_BTNH is not None:
@@ -180,8 +178,8 @@ def attend(
         on_device = functools.partial(_attend_on_context, options, split)
     of_heads = bias if sinks_N is None else _WithSinks(bias=bias, sinks_1N=sinks_N[None])
     arrays = q_BTNH, k_BSKH, v_BSKH, of_heads, segments
-    flops = _flops(operands, options)
-    return declare_flops(flops, functools.partial(over_heads, on_device), *arrays)
+    attend_over_heads = functools.partial(over_heads, on_device)
+    return declare_flops(_flops(operands, options), attend_over_heads, *arrays)
 
 
 def _flops(operands: Operands, options: Options) -> int:

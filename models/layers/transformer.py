@@ -63,11 +63,15 @@ class Attention(nnx.Module):
         heads = {"heads": num_heads, "head_dim": head_dim}
         kv_heads = {"kv_heads": num_kv_heads or num_heads, "head_dim": head_dim}
         options: dict[str, Any] = {"use_bias": use_bias, "rngs": rngs}
-        of_keys = options if use_key_bias is None else options | {"use_bias": use_key_bias}
+        of_keys: dict[str, Any] = {**options}
+        if use_key_bias is not None:
+            of_keys["use_bias"] = use_key_bias
         self.q = Linear(embed, heads, stddev=stddevs[0], **options)
         self.k = Linear(embed, kv_heads, stddev=stddevs[1], **of_keys)
         self.v = Linear(embed, kv_heads, stddev=stddevs[1], **options)
-        of_out = options if use_out_bias is None else options | {"use_bias": use_out_bias}
+        of_out: dict[str, Any] = {**options}
+        if use_out_bias is not None:
+            of_out["use_bias"] = use_out_bias
         self.out = Linear(heads, embed, stddev=stddevs[2], **of_out)
         self.q_norm, self.k_norm = make_head_norms() if make_head_norms else (None, None)
         normal = jax.nn.initializers.normal(stddevs[0])

@@ -44,11 +44,11 @@ def _read_bytes(source: Instruction, readers: Mapping[str, list[Instruction]]) -
     """Return the bytes that a fusion reads of a parameter, or of a slice or bitcast of one."""
     whole = sum(array.bytes for array in arrays_of(source.type))
     part = 0
-    if source.name not in readers:
-        return whole
-    for reader in readers[source.name]:
-        if reader.opcode in (*_SLICES, "bitcast"):
-            part += _read_bytes(reader, readers)  # perhaps a slice of a slice
+    for reader in readers.get(source.name, []):
+        if reader.opcode in (*_SLICES, "bitcast") and reader.name in readers:
+            part += _read_bytes(reader, readers)  # perhaps of a slice of the slice
+        elif reader.opcode in _SLICES:
+            part += sum(array.bytes for array in arrays_of(reader.type))
         elif reader.opcode in _UPDATES and reader.operands[0] == source.name:
             part += 0  # updated in place, so the rest is not read
         else:

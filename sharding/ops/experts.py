@@ -36,7 +36,7 @@ A tokens of all devices, D embed, E experts of one device, C experts per token.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -274,12 +274,8 @@ def _backward(
     compute = partial(_backward_part, expert, weights)
     parts = _split(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
     dx, gradients = _send_and_compute(placement, parts, compute, _Gradients())
-    dweights = jax.tree.map(
-        lambda w, total, *terms: sum(terms, start=total).astype(w.dtype),
-        trained,
-        gradients.of_blocks,
-        *gradients.of_rounds,
-    )
+    totals = reduce(_add, gradients.of_rounds, gradients.of_blocks)
+    dweights = jax.tree.map(lambda w, total: total.astype(w.dtype), trained, totals)
     dfactors_PA = jnp.stack(gradients.of_factors)
     dfactors_PAC = dfactors_PA.reshape(len(parts), -1, factors_BTC.shape[-1])
     return (
