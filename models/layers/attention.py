@@ -95,7 +95,7 @@ def use(setting: str) -> contextlib.AbstractContextManager:
     return bound(_setting, setting)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class AttentionCall:
     """The heads and the mask of one attention, before devices divide its heads.
 
