@@ -4,7 +4,6 @@ import json
 import shutil
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
@@ -154,17 +153,3 @@ def test_float8_without_blocks_is_refused(size, float8, tmp_path):
     )
     with pytest.raises(ValueError, match="quantization_config, but quantized weights cannot be"):
         read_source(tmp_path)
-
-
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
-    directory = cases.save("deepseek3", tmp_path)
-    expected = hf_files.parameters(directory)
-    further = {"model__layers__3__eh_proj__weight": torch.ones(2, 2)}
-    further["model__layers__3__mlp__gate__weight"] = torch.ones(3)
-    hf_files.edit(directory, hf_files.add(**further))
-    found = hf_files.parameters(directory)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert "left out, because DeepseekV3ForCausalLM does not have them" in caplog.text
-    hf_files.edit(directory, hf_files.add(model__layers__4__eh_proj__weight=torch.ones(2, 2)))
-    with pytest.raises(ValueError, match=r"unknown 1 tensor.*layers\.4\.eh_proj"):
-        read_source(directory)
