@@ -19,8 +19,10 @@ from checkpoint.lazy import Index, LazyArray
 from convert.model_on_disk import Shapes, Source
 from models.layers.experts import ExpertsConfig
 
-#: Fields of the config of a model with experts, which a dense model does not have.
-FIELDS = tuple(field.name for field in dataclasses.fields(ExpertsConfig))
+#: Fields that say which layers have experts.
+_WHERE = ("dense_layers", "sparse_step", "decoder_sparse_step")
+#: Fields of the config of a model with experts, which mean nothing for a dense model.
+FIELDS = (*(field.name for field in dataclasses.fields(ExpertsConfig)), *_WHERE)
 #: Names of the new parameters of a layer.
 NEW = ("router", "router_bias", "balance")
 #: Part of a linear layer -> end of the name that the weight of experts has in its place.
@@ -37,11 +39,12 @@ def upcycles(ours: Any, theirs: Any) -> bool:
     return ours is not None and getattr(theirs, "num_experts", ours) is None
 
 
-def check_fields(fields: Mapping[str, Any], path: object) -> None:
+def check_fields(fields: Mapping[str, Any], theirs: Any, path: object) -> None:
     """Check that all MLPs of a dense model can become experts of a run.
 
     Args:
         fields: section `model` of the run.
+        theirs: config of the dense model.
         path: dense model, for the message of the ValueError.
     """
     has_bias = fields.get("mlp_bias", False)
@@ -50,10 +53,12 @@ def check_fields(fields: Mapping[str, Any], path: object) -> None:
         "expert_bias": (has_bias,),
         "shared_expert_dim": (None,),
         "dense_layers": (0,),
+        "sparse_step": (1,),
+        "decoder_sparse_step": (1,),
         "gate_limit": (None,),
     }
     for name, values in allowed.items():
-        value = fields.get(name, getattr(ExpertsConfig, name))
+        value = fields.get(name, getattr(theirs, name, values[-1]))
         if value not in values:
             raise ValueError(
                 f"model.{name}={value}, but all experts start as copies of the MLPs of "
@@ -85,7 +90,10 @@ def with_experts(source: Source, ours: Any) -> Source:
             for name in shapes
         }
 
-    fields = {**source.fields, **{name: getattr(ours, name) for name in FIELDS}}
+    fields = {
+        **source.fields,
+        **{name: getattr(ours, name) for name in FIELDS if hasattr(ours, name)},
+    }
     return dataclasses.replace(source, fields=fields, open=open_arrays)
 
 

@@ -134,7 +134,7 @@ def _take_model(config: Any, source: Source, overridden: Collection[str]) -> Non
         with config.unlocked(), config.ignore_type():
             model[key] = value
     if are_copied:
-        check_fields(model, config.init_from)
+        check_fields(model, theirs, config.init_from)
 
 
 def _plain(value: Any) -> Any:

@@ -100,7 +100,7 @@ def test_jsonl_reads_the_named_field_and_skips_blank_lines(tmp_path):
     ("file", "content", "error", "message"),
     [
         ("b.txt", b"x", FileNotFoundError, r"data\.paths: no file matches '.*a\.\*'"),
-        ("a.csv", b"x", ValueError, r"data\.paths matches '.*a\.csv', but only \.txt, \.jsonl"),
+        ("a.md", b"x", ValueError, r"data\.paths matches '.*a\.md', but only \.txt, \.jsonl"),
         ("a.txt", b" \n\n", ValueError, r"there is no text in .*a\.txt; add text"),
         ("a.txt", b"ok \xff", ValueError, r"a\.txt is not UTF-8 text \(byte 3 is 0xff\)"),
         ("a.jsonl", b'{"text": "x"}\n{"te', ValueError, r"a\.jsonl line 2 is not valid JSON"),
