@@ -132,12 +132,16 @@ def test_frozen_weights_get_no_gradients():
 MESHES = {
     "expert=2": ({"expert": 2}, None),
     "expert=8": ({"expert": 8}, None),
-    "expert=2 × data=2 × model=2": ({"expert": 2, "data": 2, "model": 2}, None),
-    "expert=4 × model=2": ({"expert": 4, "model": 2}, None),
-    "data × expert": ({"data": 2, "expert": 4}, ["data", "expert"]),
+    "expert=2, data=2, model=2": ({"expert": 2, "data": 2, "model": 2}, None),
+    "expert=4, model=2": ({"expert": 4, "model": 2}, None),
+    "data, expert": ({"data": 2, "expert": 4}, ["data", "expert"]),
 }
 
 
+@pytest.mark.thorough(
+    but=["expert=2, data=2, model=2-all to two-in a step", "data, expert-at random-automatic"]
+)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("is_manual", [True, False], ids=["in a step", "automatic"])
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 @pytest.mark.parametrize("name", MESHES)
@@ -148,7 +152,7 @@ def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
     monkeypatch.setattr(experts, "_MIN_PART_ROWS", 3)  # three parts
-    check_on_mesh("expert=2 × data=2 × model=2", choose, is_manual=True)
+    check_on_mesh("expert=2, data=2, model=2", choose, is_manual=True)
 
 
 def check_on_mesh(name, choose, is_manual):
