@@ -72,6 +72,8 @@ def converted(model_class: str, config: transformers.PretrainedConfig) -> Any:
     """Return our abstract model for a config of transformers."""
     found = architectures()[model_class]
     fields = read(json.loads(config.to_json_string()), found.keys, harmless=found.harmless)
+    if "mtp_depths" in fields:
+        fields["mtp_depths"] = 0  # transformers' model has no losses of later tokens
     return abstract(found.model_class, found.model_class.Config(**fields, **found.fields))
 
 
