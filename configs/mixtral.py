@@ -32,8 +32,7 @@ _QWEN3 = {
     "qk_norm": True,
     "num_experts": 128,
     "experts_per_token": 8,
-    "router_loss": 0.001,
-    "router_loss_over": "batch",
+    "router_loss": 0.001,  # over each row; over the batch, as in the paper, in one microbatch only
 }
 _OLMOE = {
     "vocab_size": 50304,

@@ -231,8 +231,6 @@ EXPERTS = (
         "data.global_batch_size=256",
         "train.num_microbatches=16",
         "train.remat=attention,attention_out",
-        # A loss over the whole batch needs one microbatch.
-        "model.router_loss_over=row",
         published=12040,
         source="NeMo Automodel",
     ),
@@ -246,7 +244,6 @@ EXPERTS = (
         "data.global_batch_size=512",
         "train.remat=none",
         "train.num_microbatches=32",
-        "model.router_loss_over=row",
         published=9058,
         source="Megatron-Bridge, in float8",
     ),
