@@ -30,7 +30,7 @@ An all-gather moves `devices` copies of a token, an exchange of single tokens (a
 as the token has experts: the gather is the better one unless there are more devices than experts
 per token.
 
-A tokens of all devices, D embed, E experts of one device, C experts per token.
+A tokens of all devices in a part, D embed, E experts of one device, C experts per token, P parts.
 """
 
 import dataclasses
