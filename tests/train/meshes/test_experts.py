@@ -199,7 +199,7 @@ def check(routing, mesh, change=None):
         "tokens ahead-expert=2, context=2",
     ]
 )
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("routing", "mesh"), CASES)
 def test_training_equals_one_device(routing, mesh):
     check(routing, mesh)

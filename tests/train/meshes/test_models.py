@@ -18,7 +18,7 @@ ON_OTHERS = [
 
 
 @pytest.mark.thorough(but=["ResMLP"])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("model", measured.MODELS)
 def test_losses_on_2x2x2_equal_one_device(model):
     check_losses(model, ON_2X2X2)
