@@ -253,13 +253,18 @@ ENCODERS = {
 }
 
 
+def make_encoder(name: str):
+    config, _ = ENCODERS[name]
+    sizes = {**_TEXT, "eos_token_id": EOS} if config is hf.CLIPTextConfig else _IMAGES
+    torch.manual_seed(0)
+    return getattr(hf, name)(config(**sizes, projection_dim=23)).eval()
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_one_encoder_equals_that_of_transformers_and_comes_back(name, tmp_path):
     config, output = ENCODERS[name]
     is_text = config is hf.CLIPTextConfig
-    sizes = {**_TEXT, "eos_token_id": EOS} if is_text else _IMAGES
-    torch.manual_seed(0)
-    theirs = getattr(hf, name)(config(**sizes, projection_dim=23)).eval()
+    theirs = make_encoder(name)
     theirs.set_attn_implementation("eager")
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load(tmp_path / "theirs")

@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -176,6 +178,7 @@ def known_parameters() -> dict[type, set[str]]:
     found: dict[type, set[str]] = {}
     models = {name: cases.make(name) for name in cases.CASES}
     models |= {name: test_clip.make(name) for name in test_clip.CASES}
+    models |= {name: test_clip.make_encoder(name) for name in test_clip.ENCODERS}
     for name, theirs in models.items():
         hf = json.loads(theirs.config.to_json_string(use_diff=False))
         architecture = find({**hf, "architectures": [type(theirs).__name__]})
@@ -183,14 +186,23 @@ def known_parameters() -> dict[type, set[str]]:
         fields |= {"tie_embeddings": name not in cases.UNTIED_T5} if "t5" in name else {}
         fields |= {"use_pooler": True} if name == "vit_base" else {}
         fields |= {"mtp_depths": 1} if name in ("deepseek3", "glm4_moe") else {}
-        cls = architecture.model_class
-        config = cls.Config(**fields)
-        model = nnx.eval_shape(lambda cls=cls, config=config: cls(config, rngs=nnx.Rngs(0)))
-        paths = shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
-        found.setdefault(cls, set()).update(
-            re.sub(r"block_\d+\.", "", path).removeprefix("last_") for path in paths
-        )
+        variants = [fields]
+        if name in ("deepseek3", "glm4_moe"):
+            is_dense = {"dense_layers": fields["num_layers"], "mlp_bias": True}
+            has_gate = {"shared_expert_gate": True, "norm": "layer"}
+            variants += [fields | change | {"mtp_depths": 1} for change in (is_dense, has_gate)]
+        for variant in variants:
+            found.setdefault(architecture.model_class, set()).update(
+                re.sub(r"block_\d+\.", "", path).removeprefix("last_")
+                for path in _paths(architecture.model_class, variant)
+            )
     return found
+
+
+def _paths(model_class: Any, fields: dict[str, Any]) -> Iterable[str]:
+    config = model_class.Config(**fields)
+    model = nnx.eval_shape(lambda: model_class(config, rngs=nnx.Rngs(0)))
+    return shapes_of(nnx.to_pure_dict(nnx.split(model)[1]))
 
 
 @pytest.mark.thorough(but=["GPT2Model", "OPTForCausalLM", "OPTModel"])

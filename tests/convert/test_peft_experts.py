@@ -65,7 +65,9 @@ def make(family, parameters, directory):
     ("family", "parameters"),
     [
         ("mixtral", ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]),
-        pytest.param("qwen3", ["experts.gate_up_proj", "gate.weight"], marks=pytest.mark.thorough),
+        pytest.param(
+            "qwen3", ["experts.gate_up_proj", "experts.down_proj"], marks=pytest.mark.thorough
+        ),
         pytest.param("qwen3", ["experts.down_proj"], marks=pytest.mark.thorough),
     ],
 )
