@@ -19,7 +19,7 @@ T: tokens per sequence.
 import numpy as np
 
 from data.examples import Example, Examples
-from data.text.objectives.packing import pack
+from data.text.objectives.packing import PackedExamples, pack
 from data.text.objectives.rows import padded, segments
 from data.text.token_store import document_ends
 
@@ -76,7 +76,7 @@ class CausalLMExamples(Examples):
         return row
 
 
-class WholeDocumentExamples(Examples):
+class WholeDocumentExamples(PackedExamples):
     """Rows for causal language modeling that begin and end with whole documents where possible.
 
     A document with more than T tokens is cut into pieces of T tokens and a rest. A row has the
@@ -105,14 +105,6 @@ class WholeDocumentExamples(Examples):
         self._starts = ends[:-1][document] + offset
         self._sizes = np.minimum(sizes[document] - offset, sequence_length)
         self._packing = pack(self._sizes, sequence_length, best_fit=True)
-
-    def __len__(self) -> int:
-        return len(self._packing)
-
-    @property
-    def fill_rate(self) -> float:
-        """Share of the tokens of all rows that are not padding."""
-        return self._packing.fill_rate
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""

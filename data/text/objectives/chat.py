@@ -13,13 +13,13 @@ T: tokens per sequence.
 
 import numpy as np
 
-from data.examples import Example, Examples
+from data.examples import Example
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.packing import pack
+from data.text.objectives.packing import PackedExamples, pack
 from data.text.objectives.rows import packed_chats
 
 
-class ChatExamples(Examples):
+class ChatExamples(PackedExamples):
     """Rows of whole conversations.
 
     A row has `tokens`, `targets`, `segment_ids` and `positions: int32[T]`, and
@@ -36,14 +36,6 @@ class ChatExamples(Examples):
         self._length = sequence_length
         sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
         self._packing = pack(sizes, sequence_length, best_fit=best_fit)
-
-    def __len__(self) -> int:
-        return len(self._packing)
-
-    @property
-    def fill_rate(self) -> float:
-        """Share of the tokens of all rows that are not padding."""
-        return self._packing.fill_rate
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""

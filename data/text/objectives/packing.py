@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.examples import Examples
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
@@ -39,6 +41,20 @@ class Packing:
     def items_of(self, row: int) -> np.ndarray:
         """Return int64[items of the row], their numbers."""
         return self.items[self.firsts[row] : self.firsts[row + 1]]
+
+
+class PackedExamples(Examples):
+    """Rows of several items; a subclass sets `_packing`."""
+
+    _packing: Packing
+
+    def __len__(self) -> int:
+        return len(self._packing)
+
+    @property
+    def fill_rate(self) -> float:
+        """Share of the tokens of all rows that are not padding."""
+        return self._packing.fill_rate
 
 
 def pack(

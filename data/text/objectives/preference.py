@@ -13,9 +13,9 @@ T: tokens per sequence, P: most pairs in a row.
 
 import numpy as np
 
-from data.examples import Example, Examples
+from data.examples import Example
 from data.text.chat.conversations import EncodedChats
-from data.text.objectives.packing import pack
+from data.text.objectives.packing import PackedExamples, pack
 from data.text.objectives.rows import packed_chats
 
 #: A row has at most one pair for this many tokens. Arrays of pairs are small then.
@@ -27,7 +27,7 @@ def max_pairs(sequence_length: int) -> int:
     return max(1, sequence_length // _TOKENS_PER_PAIR)
 
 
-class PreferenceExamples(Examples):
+class PreferenceExamples(PackedExamples):
     """Rows of pairs.
 
     A row has `tokens`, `targets`, `segment_ids`, `positions` and `answers: int32[T]`, and
@@ -55,14 +55,6 @@ class PreferenceExamples(Examples):
         sizes = np.diff(chats.ends, prepend=0) - 1  # the last token is only a target
         pair_sizes = sizes.reshape(-1, 2).sum(axis=1)
         self._packing = pack(pair_sizes, sequence_length, best_fit=best_fit, max_items=self._most)
-
-    def __len__(self) -> int:
-        return len(self._packing)
-
-    @property
-    def fill_rate(self) -> float:
-        """Share of the tokens of all rows that are not padding."""
-        return self._packing.fill_rate
 
     def example(self, index: int, key: tuple[int, ...]) -> Example:
         """Return row `index`; nothing in it is random."""
