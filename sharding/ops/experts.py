@@ -237,7 +237,7 @@ _apply.defvjp(_apply_forward, _apply_backward, symbolic_zeros=True)
 def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
     split = _split_shared(_shares(weights, placement), placement)
     compute = partial(_forward_part, expert, *split)
-    parts = _split(placement, factors_BTC, choices_BTC, x_BTD)
+    parts = _split_tokens(placement, factors_BTC, choices_BTC, x_BTD)
     outputs, _ = _send_and_compute(placement, parts, compute, ())
     return jnp.concatenate(outputs).reshape(x_BTD.shape)
 
@@ -272,7 +272,7 @@ def _backward(
         *_split_shared(_shares(frozen, placement), placement),
     )
     compute = partial(_backward_part, expert, weights)
-    parts = _split(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
+    parts = _split_tokens(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
     dx, gradients = _send_and_compute(placement, parts, compute, _Gradients())
     totals = reduce(_add, gradients.of_rounds, gradients.of_blocks)
     dweights = jax.tree.map(lambda w, total: total.astype(w.dtype), trained, totals)
@@ -404,14 +404,14 @@ class _Part(NamedTuple):
         return jnp.broadcast_to(self.zero.astype(x.dtype), x.shape)
 
 
-def _split(
+def _split_tokens(
     placement: _Placement, factors_BTC: jax.Array, choices_BTC: jax.Array, *tokens_BTD: jax.Array
 ) -> list[_Part]:
     """Return the parts of this device's tokens; each has enough rows for efficient products."""
     num_tokens = math.prod(choices_BTC.shape[:2])
     rows_of_expert = choices_BTC.size * placement.num_parts // placement.num_experts
-    most = min(_MAX_PARTS, rows_of_expert // _MIN_PART_ROWS) if placement.token_axes else 1
-    count = max(n for n in range(1, max(1, most) + 1) if num_tokens % n == 0)
+    max_count = min(_MAX_PARTS, rows_of_expert // _MIN_PART_ROWS) if placement.token_axes else 1
+    count = max(n for n in range(1, max(1, max_count) + 1) if num_tokens % n == 0)
 
     def parts_of(x: jax.Array) -> jax.Array:
         return x.reshape(count, -1, x.shape[-1])
