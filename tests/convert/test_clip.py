@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -255,7 +256,9 @@ ENCODERS = {
 
 def make_encoder(name: str):
     config, _ = ENCODERS[name]
-    sizes = {**_TEXT, "eos_token_id": EOS} if config is hf.CLIPTextConfig else _IMAGES
+    sizes: dict[str, Any] = (
+        {**_TEXT, "eos_token_id": EOS} if config is hf.CLIPTextConfig else _IMAGES
+    )
     torch.manual_seed(0)
     return getattr(hf, name)(config(**sizes, projection_dim=23)).eval()
 
