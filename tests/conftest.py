@@ -4,12 +4,14 @@ With TAIBAI_TEST_DEVICE=gpu, arrays are on real GPUs by default (`make test-devi
 """
 
 import collections
+import ctypes
 import gc
 import logging
 import os
 import platform
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -121,12 +123,30 @@ def case_of(item: pytest.Item) -> str | None:
     )
 
 
+def _memory_in_use() -> int:
+    """Return the bytes of this process that are in memory; 0 where Linux does not tell."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+#: Bytes in use after which the programs of earlier tests are dropped.
+_memory_limit = 3 * 2**30
+
+
 def pytest_runtest_logstart() -> None:
     """Exclude the objects of earlier tests from garbage collection.
 
     Modules and the programs that jax keeps are millions of objects, and each full collection, which
-    some of our code asks for, would scan them for seconds.
+    some of our code asks for, would scan them for seconds. Whenever they take 2 GiB more, they are
+    dropped: the programs of thousands of tests do not fit into memory.
     """
+    global _memory_limit
+    if _memory_in_use() > _memory_limit:
+        gc.unfreeze()
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # return what was freed to the operating system
+        _memory_limit = _memory_in_use() + 2 * 2**30
     gc.freeze()
 
 

@@ -98,6 +98,7 @@ def test_options_of_conversion_read_a_model_with_other_keys_and_files(directory,
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.thorough
 def test_a_second_start_loads_the_programs_of_the_first(
     directory, own_cache, monkeypatch, tmp_path, capsys
 ):

@@ -73,7 +73,7 @@ def test_all_drafts_of_the_model_itself_are_right(sampling, model):
     assert generator.num_passes == len(LENGTHS) * passes_of(NEW, 3)
 
 
-@pytest.mark.thorough(but=["model-penalized"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
 @pytest.mark.parametrize("takes_from_model", [True, False], ids=["model", "text"])
 def test_wrong_drafts_do_not_change_continuations(sampling, takes_from_model, llama, draft_model):

@@ -163,6 +163,7 @@ def test_a_decoder_without_a_start_token_is_refused(start, t5):
         Generator(load(t5[1]), start=start)
 
 
+@pytest.mark.thorough
 def test_cross_attention_is_not_computed_again(t5):
     # A decode step with longer prompts differs only by the attention to their cached keys.
     generator = Generator(load(t5[1]), start=START)

@@ -185,7 +185,7 @@ def check_groups(objective, files, groups, *changes: str):
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_evaluation_does_not_depend_on_the_batch_size(objective, files):
     check_groups(objective, files, GROUPS)
@@ -208,11 +208,11 @@ def test_metrics_with_weights_of_their_own_do_not_depend_on_the_batch_size(files
     ("objective", "changes"),
     [
         *(pytest.param(name, (), marks=pytest.mark.thorough) for name in OBJECTIVES),
-        pytest.param("masked_lm_pairs", (), id="two losses"),
+        pytest.param("masked_lm_pairs", (), id="two losses", marks=pytest.mark.thorough),
         pytest.param("causal_lm", (OWN_METRICS,), id="own metrics", marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 def test_training_metrics_do_not_depend_on_the_number_of_microbatches(objective, changes, files):
     found = []
     with jax.enable_x64(True):

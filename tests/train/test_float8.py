@@ -75,7 +75,8 @@ def test_losses_are_near_those_of_bfloat16(scaling, corpus, one_device):
 
 
 @pytest.mark.slow(only=["interleaved, uneven", "data=4, host memory"])
-@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_scales_are_the_same_on_every_mesh(mesh, corpus, one_device):
     run, data = one_device
@@ -104,7 +105,8 @@ def experts_on_one_device(corpus):
     return trained(*make_run((*EXPERTS, *corpus), LLAMA), 4)
 
 
-@pytest.mark.thorough(but=["expert=2, pipeline=2"])
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["expert=2, pipeline=2", "expert=2, model=2", "data=2"])
 def test_experts_have_the_same_losses_and_scales_on_every_mesh(mesh, corpus):
     expected, exponents = experts_on_one_device(corpus)
@@ -173,6 +175,7 @@ def test_run_can_change_between_float8_and_bfloat16(before, after, corpus, tmp_p
     )
 
 
+@pytest.mark.thorough
 def test_clipped_values_are_counted(one_device, corpus, monkeypatch):
     def overflows(run, data):
         _, metrics = run.compile_train_step()(run.state_layout.initial(), placed_batch(run, data))

@@ -83,7 +83,7 @@ def test_programs_are_neither_read_nor_written_without_the_cache(tmp_path):
     assert cache.get("new") is None
 
 
-@pytest.mark.thorough(but=["True"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_received", [False, True])
 def test_caches_of_a_run_are_private_and_received_programs_are_not_used(
     is_received, own_cache, usual_umask, tmp_path, monkeypatch

@@ -85,7 +85,7 @@ def check(
 
 
 @pytest.mark.thorough(but=["fewer-stage-gpipe-one device", "fewer-stage-zero_bubble-pipeline=4"])
-@pytest.mark.drawn(16)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("remat", ["stage", "none"])

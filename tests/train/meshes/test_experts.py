@@ -192,20 +192,15 @@ def check(routing, mesh, change=None):
         )
 
 
-@pytest.mark.thorough(
-    but=[
-        "Mixtral-expert=2, pipeline=2, data=2",
-        "Switch Transformer-expert=2, pipeline=2, data=2",
-        "tokens ahead-expert=2, context=2",
-    ]
-)
-@pytest.mark.drawn(4)
+@pytest.mark.thorough(but=["Mixtral-expert=2, pipeline=2, data=2"])
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("routing", "mesh"), CASES)
 def test_training_equals_one_device(routing, mesh):
     check(routing, mesh)
 
 
-@pytest.mark.thorough(but=["expert=2, pipeline=2, data=2"])
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "mesh", ["expert=2", "expert=2, model=2", "expert=2, pipeline=2, data=2", "ZeRO 3"]
 )
@@ -238,6 +233,7 @@ def test_best_metric_can_be_what_evaluations_report():
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["expert=4", "expert=2, pipeline=2, data=2"])
 def test_router_that_sends_all_tokens_to_one_expert_drops_none(mesh):
     routing = "one expert"
@@ -260,6 +256,7 @@ def test_no_token_is_dropped_in_200_steps(mesh, change):
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+@pytest.mark.thorough
 def test_capacity_drops_tokens_and_balancing_moves_the_bias():
     (first, *_), _ = trained(ROUTINGS["capacity"])
     assert 0 < first["dropped_tokens"] < 1

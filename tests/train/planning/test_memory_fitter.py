@@ -216,6 +216,7 @@ def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatc
         planner(plain, of_device(limit)).check_compiled(plain)
 
 
+@pytest.mark.thorough
 def test_compiled_bytes_equal_the_larger_step(corpus_overrides):
     plain, _ = make_run(base(corpus_overrides))
     train, evaluation = (

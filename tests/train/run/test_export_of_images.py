@@ -48,7 +48,8 @@ def images_BHWC():
 
 
 @pytest.mark.slow(only=["swin"])
-@pytest.mark.thorough(but=["vit"])
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("config", ["vit", "vit_probe", "swin"])
 def test_classifier_gives_the_same_logits(config, train, images_BHWC, tmp_path, warnings):
     run = train(config)

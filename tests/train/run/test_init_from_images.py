@@ -142,6 +142,7 @@ def test_finetuning_works_at_another_image_size(pretrained, cache, tmp_path, cap
     assert "train.init_labels: 'by_name' -> 'new'" in error_line(capsys)
 
 
+@pytest.mark.thorough
 def test_published_pretraining_is_finetuned_and_exported(cache, tmp_path):
     theirs = save(tmp_path / "mae", "ViTMAEForPreTraining", **TINY_VIT, decoder_hidden_size=16)
     preprocessor = transformers.ViTImageProcessor(
