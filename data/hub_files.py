@@ -48,7 +48,8 @@ def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
     reference = dataset_of(entry)
     if reference is None:
         return {}
-    repository, path = pin(reference[0]), reference[1]
+    repository = pin(reference[0])
+    path = reference[1]
     files = list_files(repository)
     prefix = f"{path}/" if path else ""
     below = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
@@ -158,7 +159,8 @@ def _local_entry(key: str, entry: str) -> str:
     reference = dataset_of(entry)
     if reference is None:
         return entry
-    repository, path = pin(reference[0]), reference[1]
+    repository = pin(reference[0])
+    path = reference[1]
     files = files_of_entry(key, entry, repository, path)
     return str(Path(fetch(repository, files), path))
 

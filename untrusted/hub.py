@@ -166,7 +166,7 @@ def list_files(repository: Repository) -> list[str]:
         ConnectionError: The hub cannot be reached, and the cache has no such commit.
     """
     from huggingface_hub import HfApi, get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
     where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     try:
@@ -178,7 +178,11 @@ def list_files(repository: Repository) -> list[str]:
             except Exception as error:
                 if not _is_unreachable(error):
                     raise
-                folder = Path(snapshot_download(repository.name, local_files_only=True, **where))
+                try:
+                    cached = snapshot_download(repository.name, local_files_only=True, **where)
+                except LocalEntryNotFoundError:
+                    raise error from None
+                folder = Path(cached)
                 files = (path for path in folder.rglob("*") if path.is_file())
                 paths = [path.relative_to(folder).as_posix() for path in files]
     return sorted(path for path in paths if path.endswith(FORMATS))
@@ -264,11 +268,15 @@ def _explaining(repository: Repository) -> Iterator[None]:
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Return whether an error says that the hub did not answer, and the cache lacks something."""
+    """Return whether an error says that the hub cannot answer now, or that the cache is incomplete.
+
+    Then the files may still be in the cache.
+    """
     from huggingface_hub import errors
 
-    # HTTPError is the base class of the errors of httpx, such as ConnectError.
-    http = errors.HTTPError  # pyright: ignore[reportPrivateImportUsage]
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code == 429
+    http = errors.HTTPError  # of httpx, such as ConnectError  # pyright: ignore
     kinds = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError, http)
     return isinstance(error, (*kinds, errors.OfflineModeIsEnabled))
 
