@@ -3,8 +3,8 @@
     python -m generate --model=runs/gpt2_3d --prompt="def main(" --max_new_tokens=64
     python -m generate --model=gpt2 --prompts=prompts.jsonl --out=continued.jsonl --mesh=model=2
 
-The model is the directory of a run, one of its checkpoints, or the directory of a Hugging Face
-model. docs/generate.md explains the options.
+The model is the directory of a run, one of its checkpoints, or a Hugging Face model: its directory,
+or its name on the hub. docs/generate.md explains the options.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft_model",
         type=local_path,
-        metavar="DIR",
+        metavar="MODEL",
         help="a smaller model; without: from the text",
     )
     parser.add_argument("--num_beams", type=int, metavar="N", help="search with N beams")

@@ -92,19 +92,22 @@ class StandInHub:
         *,
         kind: str = "models",
         revision: str = "main",
-        **access: bool,
+        is_gated: bool = False,
+        is_private: bool = False,
     ) -> str:
         """Commit files, all that the repository has from now on, and return the commit.
 
         Args:
             files: path -> content, or a directory.
-            access: fields of HubRepository.
+            is_gated: whether reading files needs the token; for a new repository.
+            is_private: whether everything needs the token; for a new repository.
         """
         if isinstance(files, Path):
             paths = sorted(path for path in files.rglob("*") if path.is_file())
             files = {path.relative_to(files).as_posix(): path.read_bytes() for path in paths}
         key = (kind, name)
-        repository = self.repositories.setdefault(key, HubRepository(**access))
+        new = HubRepository(is_gated=is_gated, is_private=is_private)
+        repository = self.repositories.setdefault(key, new)
         number = len(repository.commits)
         commit = hashlib.sha1(f"{kind} {name} {number}".encode()).hexdigest()
         repository.commits[commit] = files

@@ -150,8 +150,8 @@ def test_corpus_equals_that_of_local_files(hub, tmp_path):
     ]
     assert corpora[0].fingerprint == corpora[1].fingerprint
     assert len(corpora[0].train) == len(corpora[1].train)
-    tokens = [corpus.named_validation["t"][0]["tokens"] for corpus in corpora]
-    np.testing.assert_array_equal(*tokens)
+    ours, theirs = (corpus.named_validation["t"][0]["tokens"] for corpus in corpora)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def image(color: int) -> bytes:
