@@ -147,11 +147,9 @@ def check_access(repository: Repository, files: Sequence[str]) -> None:
     Raises:
         ValueError: The hub does not let this user read the repository.
     """
-    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub import HfApi
 
-    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
-    cached = (try_to_load_from_cache(repository.name, file, **where) for file in files)
-    if not all(isinstance(path, str) for path in cached):
+    if _cached_folder(repository, files) is None:
         with contextlib.suppress(ConnectionError), _explaining(repository):
             HfApi().auth_check(repository.name, repo_type=repository.kind)
 
@@ -202,18 +200,33 @@ def fetch(repository: Repository, files: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    folder = _cached_folder(repository, files)
+    if folder is not None:
+        return folder
     with _explaining(repository):
-        folder = Path(
-            snapshot_download(
-                repository.name,
-                repo_type=repository.kind,
-                revision=repository.revision,
-                allow_patterns=[glob.escape(file) for file in files],
-            )
+        snapshot_download(
+            repository.name,
+            repo_type=repository.kind,
+            revision=repository.revision,
+            allow_patterns=[glob.escape(file) for file in files],
         )
-        missing = [file for file in files if not (folder / file).is_file()]
-        if missing:
-            raise LocalEntryNotFoundError(f"{missing[0]} is not in the cache")
+        folder = _cached_folder(repository, files)
+        if folder is None:  # The client does not know all files of the repository.
+            raise LocalEntryNotFoundError("some of its files are not in the cache")
+    return folder
+
+
+def _cached_folder(repository: Repository, files: Sequence[str]) -> Path | None:
+    """Return the folder of the cache that has the files; None if it lacks one of them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    folder = None
+    for file in files:
+        path = try_to_load_from_cache(repository.name, file, **where)
+        if not isinstance(path, str):
+            return None
+        folder = Path(path.removesuffix(file))
     return folder
 
 

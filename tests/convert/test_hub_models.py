@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,7 +33,7 @@ def test_model_of_the_hub_is_the_one_on_disk(name, opt, hub):
     other = {"model.fp16.safetensors": b"", "original/model.safetensors": b"", "a.py": b""}
     files = hub.repositories["models", "me/opt"].commits
     next(iter(files.values())).update(other)
-    jax.tree.map(np.testing.assert_array_equal, parameters("me/opt"), parameters(opt / name))
+    jax.tree.map(np.testing.assert_array_equal, parameters(Path("me/opt")), parameters(opt / name))
     assert not {*hub.downloads()} & {*other}
 
 
@@ -87,7 +88,7 @@ def test_adapter_and_its_base_on_the_hub_are_read_and_written(hub, tmp_path):
     config = {**json.loads(file.read_text()), "base_model_name_or_path": "me/base"}
     file.write_text(json.dumps({**config, "revision": "v1"}))
     adapter = hub.commit("me/adapter", tmp_path / "adapter")
-    np.testing.assert_array_equal(ours("me/adapter"), expected)
+    np.testing.assert_array_equal(ours(Path("me/adapter")), expected)
 
     from_hf.convert(tmp_path / "adapter", tmp_path / "run")
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
