@@ -42,7 +42,7 @@ def named_paths(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
         entries: `PATH` or `NAME=PATH`, in the order of the config.
 
     Raises:
-        ValueError: A name has no path, or a path is a URL other than that of a dataset.
+        ValueError: A name has no path, or a path is a URL, but no dataset of the hub.
     """
     groups: dict[str, tuple[str, ...]] = {}
     for entry in entries:

@@ -22,7 +22,7 @@ _DEFAULT_SPLIT = "validation"
 
 
 def with_split_folders(config: DataConfig) -> DataConfig:
-    """Replace what has splits in `data.paths` by its splits.
+    """Replace entries of `data.paths` that have splits by their splits.
 
     The folder of a saved `DatasetDict` has splits, and so may a folder of a dataset on the Hugging
     Face hub. Without `data.validation_splits` and `data.validation_paths`, the split `validation`

@@ -5,6 +5,7 @@ a gated repository, and download a file. https://huggingface.co/docs/hub/api des
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
@@ -74,7 +75,7 @@ class StandInHub:
     def __init__(self) -> None:
         self.requests: list[str] = []
         self.repositories: dict[tuple[str, str], HubRepository] = {}
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, self))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "StandInHub":
@@ -120,96 +121,93 @@ class StandInHub:
         return [match[1] for match in matches if match]
 
 
-def _handler(hub: StandInHub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, hub: StandInHub, *args: Any):
+        self._hub = hub
+        super().__init__(*args)  # answers the request
 
-        def do_HEAD(self) -> None:
-            self._answer()
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
-        def do_GET(self) -> None:
-            self._answer()
+    def do_HEAD(self) -> None:
+        self._answer()
 
-        def _answer(self) -> None:
-            path = urllib.parse.urlsplit(self.path).path
-            hub.requests.append(f"{self.command} {urllib.parse.unquote(path)}")
-            for route, pattern in _ROUTES.items():
-                match = re.fullmatch(pattern, path)
-                if match is not None:
-                    kind, name, *rest = match.groups()
-                    self._answer_for(
-                        route,
-                        hub.repositories.get((kind or "models", name)),
-                        [urllib.parse.unquote(part or "") for part in rest],
-                    )
-                    return
-            self._send(404)
+    def do_GET(self) -> None:
+        self._answer()
 
-        def _answer_for(
-            self, route: str, repository: HubRepository | None, rest: list[str]
-        ) -> None:
-            authorization = self.headers.get("authorization")
-            is_known = authorization == f"Bearer {TOKEN}"
-            if authorization is not None and not is_known:
-                self._send(401, message="Invalid credentials in Authorization header")
-            elif repository is None or (repository.is_private and not is_known):
-                self._send(404 if is_known else 401, error="RepoNotFound")
-            elif route in ("access", "file") and repository.is_gated and not is_known:
-                self._send(401, error="GatedRepo")
-            elif route == "access":
-                self._send_json({})
-            else:
-                self._answer_at(route, repository, rest)
-
-        def _answer_at(self, route: str, repository: HubRepository, rest: list[str]) -> None:
-            revision = rest[0] or "main"
-            commit = repository.revisions.get(revision, revision)
-            files = repository.commits.get(commit)
-            if files is None:
-                self._send(404, error="RevisionNotFound")
-            elif route == "info":
-                names = [{"rfilename": path} for path in files]
-                self._send_json({"id": "x", "sha": commit, "siblings": names, "tags": []})
-            elif route == "tree":
-                self._send_json(
-                    [
-                        {"type": "file", "path": path, "size": len(content), "oid": _oid(content)}
-                        for path, content in files.items()
-                    ]
+    def _answer(self) -> None:
+        path = urllib.parse.urlsplit(self.path).path
+        self._hub.requests.append(f"{self.command} {urllib.parse.unquote(path)}")
+        for route, pattern in _ROUTES.items():
+            match = re.fullmatch(pattern, path)
+            if match is not None:
+                kind, name, *rest = match.groups()
+                self._answer_for(
+                    route,
+                    self._hub.repositories.get((kind or "models", name)),
+                    [urllib.parse.unquote(part or "") for part in rest],
                 )
-            elif rest[1] not in files:
-                self._send(404, error="EntryNotFound")
-            else:
-                content = files[rest[1]]
-                headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": commit}
-                self._send(200, content, headers=headers)
+                return
+        self._send(404)
 
-        def _send_json(self, value: Any) -> None:
-            self._send(
-                200, json.dumps(value).encode(), headers={"Content-Type": "application/json"}
+    def _answer_for(self, route: str, repository: HubRepository | None, rest: list[str]) -> None:
+        authorization = self.headers.get("authorization")
+        is_known = authorization == f"Bearer {TOKEN}"
+        if authorization is not None and not is_known:
+            self._send(401, message="Invalid credentials in Authorization header")
+        elif repository is None or (repository.is_private and not is_known):
+            self._send(404 if is_known else 401, error="RepoNotFound")
+        elif route in ("access", "file") and repository.is_gated and not is_known:
+            self._send(401, error="GatedRepo")
+        elif route == "access":
+            self._send_json({})
+        else:
+            self._answer_at(route, repository, rest)
+
+    def _answer_at(self, route: str, repository: HubRepository, rest: list[str]) -> None:
+        revision = rest[0] or "main"
+        commit = repository.revisions.get(revision, revision)
+        files = repository.commits.get(commit)
+        if files is None:
+            self._send(404, error="RevisionNotFound")
+        elif route == "info":
+            names = [{"rfilename": path} for path in files]
+            self._send_json({"id": "x", "sha": commit, "siblings": names, "tags": []})
+        elif route == "tree":
+            self._send_json(
+                [
+                    {"type": "file", "path": path, "size": len(content), "oid": _oid(content)}
+                    for path, content in files.items()
+                ]
             )
+        elif rest[1] not in files:
+            self._send(404, error="EntryNotFound")
+        else:
+            content = files[rest[1]]
+            headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": commit}
+            self._send(200, content, headers=headers)
 
-        def _send(
-            self,
-            status: int,
-            content: bytes = b"",
-            *,
-            error: str | None = None,
-            message: str | None = None,
-            headers: dict[str, str] | None = None,
-        ) -> None:
-            self.send_response(status)
-            errors = {"X-Error-Code": error, "X-Error-Message": message or error}
-            for header, value in {**(headers or {}), **errors}.items():
-                if value is not None:
-                    self.send_header(header, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(content)
+    def _send_json(self, value: Any) -> None:
+        self._send(200, json.dumps(value).encode(), headers={"Content-Type": "application/json"})
 
-    return Handler
+    def _send(
+        self,
+        status: int,
+        content: bytes = b"",
+        *,
+        error: str | None = None,
+        message: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.send_response(status)
+        errors = {"X-Error-Code": error, "X-Error-Message": message or error}
+        for header, value in {**(headers or {}), **errors}.items():
+            if value is not None:
+                self.send_header(header, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
 
 
 def _oid(content: bytes) -> str:

@@ -25,11 +25,12 @@ from untrusted.messages import shortened
 #: Prefix of the files of a dataset.
 DATASETS = "hf://datasets/"
 #: Ends of the names of files that may be fetched.
-FORMATS = (
-    *(".safetensors", ".json", ".txt", ".model", ".jinja"),
-    *(".jsonl", ".csv", ".tsv", ".parquet", ".arrow"),
-    *(".jsonl.gz", ".jsonl.zst", ".txt.gz", ".txt.zst"),
-    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif"),
+FORMATS = tuple(
+    """
+    .safetensors .json .txt .model .jinja
+    .jsonl .csv .tsv .parquet .arrow .jsonl.gz .jsonl.zst .txt.gz .txt.zst
+    .jpg .jpeg .png .webp .bmp .gif
+    """.split()
 )
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -289,7 +290,7 @@ def _is_unreachable(error: Exception) -> bool:
 
     if isinstance(error, errors.HfHubHTTPError):
         return error.response.status_code >= 500 or error.response.status_code == 429
-    http = errors.HTTPError  # of httpx, such as ConnectError  # pyright: ignore
+    http = errors.HTTPError  # pyright: ignore  # httpx's, such as ConnectError
     kinds = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError, http)
     return isinstance(error, (*kinds, errors.OfflineModeIsEnabled))
 

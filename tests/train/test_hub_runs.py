@@ -189,8 +189,15 @@ def test_bad_name_is_refused_before_data_is_read(setting, problem, filled_hub, t
 def test_processes_resolve_a_revision_once(filled_hub, tmp_path):
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "launch.local", "--processes=2", "--devices_per_process=1"),
-            *("--", sys.executable, "-m", "train.main"),
+            sys.executable,
+            "-m",
+            "launch.local",
+            "--processes=2",
+            "--devices_per_process=1",
+            "--",
+            sys.executable,
+            "-m",
+            "train.main",
             *flags(tmp_path / "run", (*HUB, "mesh.data=2")),
         ],
         cwd=REPOSITORY,

@@ -187,7 +187,7 @@ def test_offline_without_the_files_is_refused(hub, monkeypatch, tmp_path):
 
 
 def test_cache_without_a_list_of_files_is_read(hub, monkeypatch, tmp_path):
-    """Downloads of single files, such as those of transformers, leave no list of all files."""
+    """A download of single files, as transformers does it, leaves no list of all files."""
     hub.commit("me/gpt", FILES)
     files = download("me/gpt")
     (lists,) = (tmp_path / "hf_home" / "hub").glob("*/trees")
