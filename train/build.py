@@ -280,10 +280,11 @@ def _pin_repositories(config_dict: Any, options: RunOptions) -> None:
             checked_value(config_dict, "train.failure_timeout_s")
         ),
     )
-    pinned = Exchange(LONGEST_START_S).on_first(
+    exchange = Exchange(LONGEST_START_S)
+    pinned = exchange.on_first(
         lambda: pin_repositories(config_dict, workdir.saved_config(options.workdir) or {})
     )
-    store_pinned(config_dict, pinned)
+    exchange.on_all(lambda: store_pinned(config_dict, pinned))
 
 
 def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfig:

@@ -59,7 +59,18 @@ def pin_repositories(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dic
 
 
 def store_pinned(config: Any, pinned: Mapping[str, str]) -> None:
-    """Store the values that `pin_repositories` has returned in a ConfigDict."""
+    """Store the values that `pin_repositories` has returned on the first process in a ConfigDict.
+
+    Raises:
+        ValueError: a value is a path on the host of the first process, but not on this one.
+    """
+    for key, text in _texts(config):
+        repository = model_of(text) if key in _MODELS else None
+        if repository is not None and not repository.is_pinned and pinned[text] == text:
+            raise ValueError(
+                f"{key}={text!r} is a path on the host of process 0, but not on this one; put it "
+                "in a directory that all hosts share, or remove it to use the model of the hub"
+            )
     with config.unlocked(), config.ignore_type():
         for key in (*_MODELS, *_DATASETS):
             section, name = _place(config, key)
