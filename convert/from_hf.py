@@ -66,8 +66,8 @@ def load(path: str | Path, *, dtype: str = "float32", **options: Any) -> Any:
     separately.
 
     Args:
-        path: Hugging Face model, the directory of a run, whose newest intact checkpoint is
-            loaded, or one checkpoint.
+        path: Hugging Face model, on this machine or on the hub as `org/name@revision`, the
+            directory of a run, whose newest intact checkpoint is loaded, or one checkpoint.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
         **options: fields of `convert.options.ReadOptions`, such as `harmless`.
 
@@ -122,6 +122,8 @@ def convert(
     convert.to_hf` needs to restore the original model.
 
     Args:
+        src: directory of the model, or `org/name@revision` on the Hugging Face hub, whose commit
+            is written as `init_from`.
         mesh: mesh to check: the model must be shardable over it. The mesh does not affect the
             files.
 
@@ -132,7 +134,8 @@ def convert(
     check_path(dst)
     with new_directory(dst) as directory:
         source = read_source(src, options)
-        if source.hf_files != src and not (src / ADAPTER_CONFIG_FILE).exists():
+        is_of_hub = source.path != src
+        if not is_of_hub and source.hf_files != src and not (src / ADAPTER_CONFIG_FILE).exists():
             raise ValueError(f"{src} is a run of Taibai; use the directory of a Hugging Face model")
         model = source.abstract()
         params = nnx.to_pure_dict(nnx.split(model)[1])
@@ -150,6 +153,8 @@ def convert(
             fields.pop(name, None)  # Left out, so that the config of a run decides.
         section = {"name": source.model, **plain(fields)}
         sections: dict[str, Any] = {"model": section}
+        if is_of_hub:
+            sections["init_from"] = str(source.path)  # which commit the parameters are from
         if source.lora.rank is not None:
             lora = plain(dataclasses.asdict(source.lora))
             sections |= {"lora": lora, "init_from": source.init_from}
@@ -212,7 +217,12 @@ def _shardings(model: nnx.Module, params: Any, mesh: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.from_hf")
-    parser.add_argument("src", type=local_path, nargs="?", help="directory of a Hugging Face model")
+    parser.add_argument(
+        "src",
+        type=local_path,
+        nargs="?",
+        help="a Hugging Face model: its directory, or OWNER/NAME[@REVISION] on the hub",
+    )
     parser.add_argument("dst", type=local_path, nargs="?", help="directory to write")
     parser.add_argument("--list", action="store_true", help="instead, list the supported models")
     add_read_options(parser)

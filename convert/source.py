@@ -1,5 +1,9 @@
-"""Open a model on disk, either a Hugging Face model or a run, and load its parameters."""
+"""Open a model on disk, either a Hugging Face model or a run, and load its parameters.
 
+A model of the Hugging Face hub, `org/name@revision`, is downloaded into the cache first.
+"""
+
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,13 @@ from jax.sharding import SingleDeviceSharding
 from checkpoint.lazy import LazyArray
 from convert.adapters.peft_format import CONFIG_FILE
 from convert.adapters.read_peft import open_adapter
+from convert.hub_models import download_model
 from convert.huggingface import open_huggingface
 from convert.model_on_disk import Source
 from convert.options import DEFAULTS, ReadOptions
 from convert.runs import newest_checkpoint, open_run
 from fields.paths import check_local
+from untrusted.hub import model_of, pin
 
 Tree = Any
 
@@ -29,19 +35,35 @@ def read_source(
 
     Args:
         path: Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
-            checkpoints.
+            checkpoints; or `org/name@revision`, a model or adapter of the Hugging Face hub.
         averaged: whether to use the averages of the parameters, if the run kept such averages.
+
+    Returns:
+        The model. The path of one of the hub is `org/name@commit`.
 
     Raises:
         ValueError: There is neither a model nor a run at `path`, the architecture or a key of
-            config.json is not supported, or tensors are missing, unknown or of the wrong shape.
+            config.json is not supported, or tensors are missing, unknown or of the wrong shape; or
+            the hub has no such model.
+        ConnectionError: The hub cannot be reached, and the cache lacks a file.
     """
     check_local("path", path)
+    repository = model_of(str(path))
+    if repository is not None:
+        repository = pin(repository)
+        directory = download_model(repository, options)
+        source = read_source(directory, options, averaged=averaged)
+        return dataclasses.replace(source, path=Path(str(repository)))
     path = Path(path)
     if (path / "config.json").is_file():
         return open_huggingface(path, options)
     if (path / CONFIG_FILE).is_file():
         return open_adapter(path, partial(read_source, options=options, averaged=averaged))
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist; correct the path of the model, or name a model of the Hugging "
+            "Face hub as OWNER/NAME"
+        )
     step = newest_checkpoint(path)
     return open_run(path, step, averaged=averaged, allow_import=options.allow_import)
 

@@ -179,8 +179,12 @@ def _header(tensors: Sequence[tuple[str, np.dtype, tuple[int, ...]]]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _files_in(index: Path) -> list[Path]:
-    """Return the files that an index lists."""
+def files_in_index(index: Path) -> list[Path]:
+    """Return the files that an index lists, which need not exist.
+
+    Raises:
+        ValueError: The index is damaged, or lists a file in another directory.
+    """
     directory = index.parent
     content = read_json(index, within=directory)
     check_fields(content, {"weight_map": dict[str, str]}, index)
@@ -192,9 +196,15 @@ def _files_in(index: Path) -> list[Path]:
             raise ValueError(
                 f"{index} lists {name!r}, but every file must be a name in {directory}"
             )
-        if not (directory / name).exists():
-            raise ValueError(f"{directory / name} is missing, but {index} lists it")
     return [directory / name for name in sorted(names)]
+
+
+def _files_in(index: Path) -> list[Path]:
+    files = files_in_index(index)
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{file} is missing, but {index} lists it")
+    return files
 
 
 def open_safetensors(file: Path) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.blend import parse_mixture, weighted_token_files
 from data.checks import require
-from data.named_paths import named_paths
+from data.named_paths import check_entry, named_paths
 from fields.field import field
 from fields.paths import check_local
 from fields.section import Section
@@ -95,9 +95,9 @@ class DataConfig(Section, section="data"):
         "For `name=image_folder`: one folder, which contains either a folder of images per class "
         "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
         "tables, as for `name=text`. For `image_text`: such folders without classes, with a "
-        "metadata.jsonl in each.",
+        "metadata.jsonl in each. Each may be on the Hugging Face hub: "
+        "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`.",
         nonempty=True,
-        is_path=True,
         remedy="write for example ('my_texts/*.txt',)",
     )
     split: str = _name(
@@ -110,13 +110,12 @@ class DataConfig(Section, section="data"):
         "`eval_NAME_loss`: `wiki=wiki/*.jsonl,code=code.txt`. A path that begins like a name is "
         "written with `./` in front. Images: one folder per set.",
         nonempty=True,
-        is_path=True,
         remedy="write for example ('held_out/*.txt',) or ('wiki=wiki/*.txt', 'code=code/*.txt')",
     )
     validation_splits: tuple[str, ...] = field(
         (),
-        "Splits of a saved `DatasetDict` to evaluate on. Several have metrics of their own, such "
-        "as `eval_test_loss`. Empty: `validation`, if it has one.",
+        "Splits of such an entry of `paths` to evaluate on. Several have metrics of their own, "
+        "such as `eval_test_loss`. Empty: `validation`, if it has one.",
         nonempty=True,
         remedy="write for example ('validation', 'test')",
     )
@@ -209,7 +208,8 @@ class DataConfig(Section, section="data"):
     tokenizer: str = _name(
         "bpe",
         "Tokenizer: `bytes`, `bpe` (trained on the train split on first use, then cached), the "
-        "path of a tokenizer.json, or `init_from` for the tokenizer of the checkpoint.",
+        "path of a tokenizer.json, `OWNER/NAME[@REVISION]` for the tokenizer of a model on the "
+        "Hugging Face hub, or `init_from` for the tokenizer of the checkpoint.",
         is_path=True,
     )
     vocab_size: int = field(
@@ -300,6 +300,8 @@ class DataConfig(Section, section="data"):
         )
         for _, source in parse_mixture(self.mixture):
             check_local("data.mixture: the source", source)
+        for path in self.paths:
+            check_entry("data.paths", path)
         named_paths(self.validation_paths)
         require(
             not (self.validation_paths and self.validation_splits),

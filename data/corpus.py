@@ -2,6 +2,7 @@
 
 from data.config import DataConfig
 from data.examples import Corpus, Label
+from data.hub_files import with_local_files
 from data.image_config import ImageConfig, check_images
 from data.validation import with_split_folders
 
@@ -21,7 +22,7 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     """
     images = images or ImageConfig()
     check_images(config, images)  # RunConfig checks it too, but this function takes any sections
-    config = with_split_folders(config)
+    config = with_local_files(with_split_folders(config))
     # Imported here so that text corpora do not need Pillow, and image corpora no tokenizers.
     if config.objective == "image_text":
         from data.images.captioned import load_captioned_images
@@ -47,6 +48,9 @@ def load_validation(config: DataConfig, images: ImageConfig, labels: tuple[Label
         ValueError: A set or the tokenizer is broken or unsuitable for the objective.
         FileNotFoundError: A glob matches nothing, or a folder or the tokenizer does not exist.
     """
+    if not config.validation_paths:
+        config = with_split_folders(config)
+    config = with_local_files(config, reads_training_data=False)
     if config.objective == "image_text":
         from data.images.captioned import load_validation_captions
 

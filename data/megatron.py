@@ -14,9 +14,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from data.config import DataConfig
+from data.hub_files import with_local_files
 from data.text.text_corpus import load_fixed_tokenizer, load_stores
 from data.text.token_files import TokenFile, open_token_file, write_token_file
 from data.text.token_store import TokenStore, document_ends, unknown_ids
+from data.validation import with_split_folders
 from fields.paths import local_name
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _write(path: str, config: DataConfig, split: str) -> str:
     """Write a split of the corpus, and return a description of the token file."""
+    config = with_local_files(with_split_folders(config))
     tokenizer, stores = load_stores(config)
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32)
     write_token_file(path, _documents(stores, split, tokenizer.eos_id), dtype)

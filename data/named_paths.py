@@ -1,12 +1,36 @@
-"""Names of validation sets in front of their paths, as in `wiki=wiki/*.jsonl`."""
+"""The form of paths of data, and names of validation sets in front of them: `wiki=wiki/*.jsonl`."""
 
 import re
 from collections.abc import Sequence
 
 from fields.paths import check_local
+from untrusted.hub import dataset_of
 
 #: A name is part of the names of metrics, such as `eval_wiki_loss`.
 _NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+
+
+def check_entry(name: str, path: str) -> None:
+    """Check that a path of data is a local one, or `hf://datasets/org/name@revision/path`.
+
+    Args:
+        name: name of the key in the message.
+
+    Raises:
+        ValueError: It is another URL, or the one of a dataset is not of this form.
+    """
+    try:
+        if dataset_of(path) is not None:
+            return
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    check_local(name, path)
+
+
+def split_name(entry: str) -> tuple[str, str]:
+    """Return the name and the path of `NAME=PATH`; the name is "" if there is none."""
+    match = _NAMED.fullmatch(entry)
+    return (match[1], match[2]) if match else ("", entry)
 
 
 def named_paths(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -18,16 +42,15 @@ def named_paths(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
         entries: `PATH` or `NAME=PATH`, in the order of the config.
 
     Raises:
-        ValueError: A name has no path, or a path is a URL.
+        ValueError: A name has no path, or a path is a URL, but no dataset of the hub.
     """
     groups: dict[str, tuple[str, ...]] = {}
     for entry in entries:
-        match = _NAMED.fullmatch(entry)
-        name, path = match.groups() if match else ("", entry)
+        name, path = split_name(entry)
         if not path:
             raise ValueError(
                 f"data.validation_paths: {entry!r} has no path; write for example {entry}data.jsonl"
             )
-        check_local("data.validation_paths: the path", path)
+        check_entry("data.validation_paths: the path", path)
         groups[name] = (*groups.get(name, ()), path)
     return groups

@@ -3,17 +3,18 @@
     data.paths=train.jsonl                         source of the training data
     data.validation_paths=wiki=w.txt,code=c.txt    {"wiki": config with paths=w.txt, "code": …}
 
-Nothing is held out of the training data then. A saved `DatasetDict` is replaced by the folders of
-its splits first.
+Nothing is held out of the training data then. A saved `DatasetDict`, or a dataset of the Hugging
+Face hub, is replaced by its splits first.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from data.config import DataConfig
 from data.formats import format_of
+from data.hub_files import hub_splits
 from data.named_paths import named_paths
 from data.saved_sets import saved_splits
 
@@ -21,58 +22,80 @@ _DEFAULT_SPLIT = "validation"
 
 
 def with_split_folders(config: DataConfig) -> DataConfig:
-    """Replace the folder of a `DatasetDict` in `data.paths` by the folders of its splits.
+    """Replace entries of `data.paths` that have splits by their splits.
 
-    Without `data.validation_splits` and `data.validation_paths`, the split `validation` is used for
-    evaluations, if there is one.
+    The folder of a saved `DatasetDict` has splits, and so may a folder of a dataset on the Hugging
+    Face hub. Without `data.validation_splits` and `data.validation_paths`, the split `validation`
+    is used for evaluations, if there is one.
 
     Raises:
-        ValueError: A split does not exist, or splits are named but no `DatasetDict` is.
+        ValueError: A split does not exist, or splits are named but nothing has splits.
     """
-    splits = {path: saved_splits(Path(path).expanduser()) for path in config.paths}
-    if not any(splits.values()):
-        for key in ("split", "validation_splits"):
-            value = getattr(config, key)
-            if value != getattr(DataConfig, key):
-                raise ValueError(
-                    f"data.{key}={value!r} names splits of a DatasetDict, but no entry of "
-                    f"data.paths={config.paths!r} is the folder of one that datasets has saved; "
-                    f"leave data.{key} out, or set data.paths to such a folder"
-                )
-        return config
+    splits = {path: _splits_of(path, config) for path in config.paths}
+    has_splits = any(entries.keys() - {""} for entries in splits.values())
+    if not has_splits:
+        _check_no_splits_named(config)
     paths = tuple(
-        _folder(path, config.split, names, "split") if names else path
-        for path, names in splits.items()
+        entry
+        for path, entries in splits.items()
+        for entry in _entries(path, config.split, entries, "split")
     )
     validation = config.validation_paths
-    if not validation:
-        validation = _validation_folders(config, splits)
+    if has_splits and not validation:
+        validation = _validation_entries(config, splits)
+    if (paths, validation) == (config.paths, config.validation_paths):
+        return config
     return dataclasses.replace(
         config, paths=paths, validation_paths=validation, split="train", validation_splits=()
     )
 
 
-def _validation_folders(config: DataConfig, splits: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the folders of the validation splits, as `data.validation_paths` names them."""
-    saved = {path: names for path, names in splits.items() if names}
+def _splits_of(path: str, config: DataConfig) -> dict[str, tuple[str, ...]]:
+    """Return split -> entries of `data.paths`; "" is the split of files without a split."""
+    folder = Path(path).expanduser().absolute()  # so that it cannot be read as NAME=PATH
+    saved = {name: (str(folder / name),) for name in saved_splits(folder)}
+    return saved or hub_splits(path, reads_images=config.reads_images)
+
+
+def _check_no_splits_named(config: DataConfig) -> None:
+    for key in ("split", "validation_splits"):
+        value = getattr(config, key)
+        if value != getattr(DataConfig, key):
+            raise ValueError(
+                f"data.{key}={value!r} names splits of a DatasetDict, but no entry of "
+                f"data.paths={config.paths!r} is the folder of one that datasets has saved, or a "
+                f"folder with splits on the hub; leave data.{key} out, or set data.paths to such a "
+                "folder"
+            )
+
+
+def _validation_entries(
+    config: DataConfig, splits: Mapping[str, Mapping[str, tuple[str, ...]]]
+) -> tuple[str, ...]:
+    """Return the entries of the validation splits, as `data.validation_paths` names them."""
+    divided = {path: entries for path, entries in splits.items() if entries.keys() - {""}}
     wanted = config.validation_splits
-    if not wanted and all(_DEFAULT_SPLIT in names for names in saved.values()):
+    if not wanted and all(_DEFAULT_SPLIT in entries for entries in divided.values()):
         wanted = (_DEFAULT_SPLIT,)
     return tuple(
-        f"{name}={folder}" if len(wanted) > 1 else folder
+        f"{name}={entry}" if len(wanted) > 1 else entry
         for name in wanted
-        for path, names in saved.items()
-        for folder in [_folder(path, name, names, "validation_splits")]
+        for path, entries in divided.items()
+        for entry in _entries(path, name, entries, "validation_splits")
     )
 
 
-def _folder(path: str, split: str, names: tuple[str, ...], key: str) -> str:
-    if split not in names:
+def _entries(
+    path: str, split: str, entries: Mapping[str, tuple[str, ...]], key: str
+) -> tuple[str, ...]:
+    """Return the entries of a split of a path; the path itself, if it has no splits."""
+    if not entries or "" in entries:
+        return entries.get("", (path,))
+    if split not in entries:
         raise ValueError(
-            f"data.{key}: {path} has no split {split!r}; choose from {', '.join(names)}"
+            f"data.{key}: {path} has no split {split!r}; choose from {', '.join(sorted(entries))}"
         )
-    # An absolute path begins with a slash, so it cannot be read as NAME=PATH.
-    return str(Path(path).expanduser().absolute() / split)
+    return entries[split]
 
 
 def validation_sources(config: DataConfig) -> dict[str, DataConfig]:

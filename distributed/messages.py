@@ -67,8 +67,9 @@ class Exchange:
         Args:
             timeout_s: seconds that one process may keep the others waiting.
         """
-        self._process = jax.process_index()
-        self._num_processes = jax.process_count()
+        # jax.process_index() would create the devices, whose number may not be set yet.
+        self._process = distributed.global_state.process_id
+        self._num_processes = distributed.global_state.num_processes
         self._timeout_s = timeout_s
         self._name = f"taibai/exchange/{next(_numbers)}"
         self._round = 0

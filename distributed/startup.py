@@ -60,10 +60,8 @@ def start(
     per_process = None
     if DEVICES_PER_PROCESS in os.environ:
         per_process = _number(os.environ, DEVICES_PER_PROCESS, 1, _MAX_SIMULATED_DEVICES)
-    how = read_distributed_env(os.environ)
-    if how is not None:
-        _join(how, start_timeout_s, heartbeat_timeout_s)
-    distributed = how is not None
+    join(start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
+    distributed = read_distributed_env(os.environ) is not None
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
             num_simulated = min(config.num_devices, _MAX_SIMULATED_DEVICES)
@@ -82,6 +80,25 @@ def start(
             )
         _log.warning("the mesh uses %d of %d devices", mesh.size, len(devices))
     return mesh
+
+
+def join(*, start_timeout_s: float, heartbeat_timeout_s: int) -> None:
+    """Join the other processes, if there are any and this process has not joined them yet.
+
+    Afterwards processes can exchange messages. `start` joins them, too; call this before if they
+    have to agree on something that the mesh depends on.
+
+    Args:
+        start_timeout_s: see `start`.
+        heartbeat_timeout_s: see `start`.
+
+    Raises:
+        ValueError: processes are incompatible.
+        OSError: processes are missing, or process 0 cannot listen or cannot be reached.
+    """
+    how = read_distributed_env(os.environ)
+    if how is not None and not jax.distributed.is_initialized():
+        _join(how, start_timeout_s, heartbeat_timeout_s)
 
 
 def skip_absent_gpus() -> None:

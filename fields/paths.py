@@ -77,8 +77,11 @@ def _remedy(scheme: str, location: str) -> str:
     if scheme == "hf":
         repository = _REPOSITORY.match(location)
         name = repository[2] if repository else "OWNER/NAME"
-        kind = "--repo-type=dataset " if repository and repository[1] else ""
+        is_dataset = repository is not None and repository[1] is not None
+        kind = "--repo-type=dataset " if is_dataset else ""
+        first = "" if is_dataset else f"name a model as {name}, or "
         return (
-            f"download it with 'hf download {kind}{name} --local-dir=FOLDER', and name the folder"
+            f"{first}download it with 'hf download {kind}{name} --local-dir=FOLDER', and name the "
+            "folder"
         )
     return "mount the store, or copy its files, and give the local path"

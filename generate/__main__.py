@@ -3,8 +3,8 @@
     python -m generate --model=runs/gpt2_3d --prompt="def main(" --max_new_tokens=64
     python -m generate --model=gpt2 --prompts=prompts.jsonl --out=continued.jsonl --mesh=model=2
 
-The model is the directory of a run, one of its checkpoints, or the directory of a Hugging Face
-model. docs/generate.md explains the options.
+The model is the directory of a run, one of its checkpoints, or a Hugging Face model: its directory,
+or its name on the hub. docs/generate.md explains the options.
 """
 
 import argparse
@@ -16,13 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from convert.from_hf import load_model
-from convert.options import read_options
-from convert.source import read_source
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from distributed.startup import start
 from fields.paths import local_path
 from generate.beam_search import Beams
-from generate.command import add_model_options, mesh_of, run
+from generate.command import add_model_options, mesh_of, read_model, run
 from generate.drafts import Drafts
 from generate.generator import Generator
 from generate.loading import generator_of
@@ -75,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft_model",
         type=local_path,
-        metavar="DIR",
+        metavar="MODEL",
         help="a smaller model; without: from the text",
     )
     parser.add_argument("--num_beams", type=int, metavar="N", help="search with N beams")
@@ -102,7 +100,7 @@ def _continue(args: argparse.Namespace) -> None:
     )
     beams = _beams_of(args, sampling)
     mesh = start(mesh_of(args.mesh))
-    source = read_source(args.model, read_options(args))
+    source = read_model(args.model, args)
     tokenizer = tokenizer_of(source)
     codec = None if tokenizer is None else TextCodec(tokenizer)
     if args.prompts is None:
@@ -232,7 +230,7 @@ def _drafts_of(args: argparse.Namespace, tokenizer: FileTokenizer | None) -> Dra
         )
     if args.draft_model is None:
         return Drafts(num_tokens=args.num_drafts)
-    source = read_source(args.draft_model, read_options(args))
+    source = read_model(args.draft_model, args)
     its_tokenizer = tokenizer_of(source)
     if tokenizer and its_tokenizer and not have_same_tokens(tokenizer, its_tokenizer):
         raise ValueError(

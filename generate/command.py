@@ -3,14 +3,19 @@
 import argparse
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from convert.from_hf import DTYPES
-from convert.options import add_read_options
+from convert.hub_models import pinned_model
+from convert.model_on_disk import Source
+from convert.options import add_read_options, read_options
+from convert.source import read_source
 from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
+from distributed.messages import LONGEST_START_S, Exchange
 from fields.paths import local_path
 from sharding.mesh import AXES, MeshConfig
 from untrusted.commands import refuses_bad_input
@@ -22,7 +27,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> No
         "--model",
         type=local_path,
         required=True,
-        help="a run, a checkpoint, or a Hugging Face model",
+        help="a run, a checkpoint, or a Hugging Face model, also as OWNER/NAME[@REVISION]",
     )
     parser.add_argument(
         "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"
@@ -30,6 +35,23 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> No
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
     add_read_options(parser)
+
+
+def read_model(path: Path, args: argparse.Namespace) -> Source:
+    """Open the model of a command; call it on all processes after they have joined each other.
+
+    A model of the Hugging Face hub is at the same commit on all of them.
+
+    Args:
+        args: command's arguments, including the options from `add_model_options`.
+
+    Raises:
+        ValueError: the model cannot be read, or the hub has no such model.
+        OSError: a file cannot be read, or the hub cannot be reached.
+    """
+    exchange = Exchange(LONGEST_START_S)
+    pinned = exchange.on_first(lambda: pinned_model(str(path)))
+    return exchange.on_all(lambda: read_source(pinned, read_options(args)))
 
 
 def mesh_of(text: str) -> MeshConfig:

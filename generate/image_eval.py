@@ -26,9 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
-from convert.options import read_options
 from convert.runs import CHECKPOINTS, config_of, newest_checkpoint
-from convert.source import read_source
 from data.batches import validation_batches
 from data.config import DataConfig
 from data.corpus import load_corpus
@@ -38,7 +36,7 @@ from distributed.startup import start
 from fields.keys import check_keys
 from fields.paths import local_path
 from generate.batches import check_batch_size
-from generate.command import add_model_options, mesh_of, run
+from generate.command import add_model_options, mesh_of, read_model, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from models.vision.common import label_rank
 from sharding.mesh import BATCH_AXES, use_mesh
@@ -308,7 +306,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _scores(args: argparse.Namespace, path: Path) -> ImageScores:
     """Return the scores of the model at a path."""
-    source = read_source(path, read_options(args))
+    source = read_model(path, args)
     data, images = sections_of(source, path, args.images)
     model = load_model(source, dtype=args.dtype)
     corpus = _load_corpus(data, images)

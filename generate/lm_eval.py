@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from convert.from_hf import load_model
-from convert.options import read_options
-from convert.source import read_source
 from distributed.startup import start
 from fields.paths import local_path
 from generate.batches import check_batch_size
-from generate.command import add_model_options, mesh_of, run
+from generate.command import add_model_options, mesh_of, read_model, run
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.prompts import generation_config_of, stop_tokens_of, tokenizer_of
 from sharding.mesh import use_mesh
@@ -90,7 +88,7 @@ def _evaluate(args: argparse.Namespace) -> None:
 
 def _results(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Return lm-eval's results for a model."""
-    source = read_source(path, read_options(args))
+    source = read_model(path, args)
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json; put it beside the model")

@@ -11,6 +11,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from distributed.variables import CPU_XLA_FLAGS
 from tests.drawn import SEED, draw_cases
+from tests.hub import StandInHub, use_hub
 from tests.runs import write_corpus
 from tests.shared_steps import assemble_with_shared_steps
 from untrusted import imports
@@ -55,6 +57,14 @@ for _signal in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_signal) == signal.SIG_IGN:
         signal.signal(_signal, lambda *_: None)
 jax.devices()  # initialize now, before a command-line test can choose another number
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
+    """A stand-in for the Hugging Face hub, which huggingface_hub uses with an empty cache."""
+    with StandInHub() as server:
+        use_hub(monkeypatch, server.url, tmp_path / "hf_home")
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -26,8 +26,13 @@ from sharding.mesh import make_mesh, num_replicas
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
+from train.config.repositories import (
+    may_name_repositories,
+    pin_repositories,
+    store_pinned,
+)
 from train.config.run_length import choose_length, with_num_steps
-from train.config.schema import RunConfig, validate_config
+from train.config.schema import RunConfig, checked_value, validate_config
 from train.lifecycle import workdir
 from train.lifecycle.validation_data import load_data_to_evaluate
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
@@ -111,7 +116,9 @@ def build_run(options: RunOptions) -> BuiltRun:
     run, planner = _assemble(config, fixed, mesh, sizes, options)
 
     corpus = Exchange(LONGEST_START_S).on_all(lambda: _load_data(config, source, options))
-    workdir.check_processes_agree("config", repr(workdir.full_config(run)))
+    # The base of an adapter may be on the hub, where every process has resolved it.
+    base = "" if source is None else source.init_from
+    workdir.check_processes_agree("config", f"{workdir.full_config(run)!r} {base}")
     workdir.check_processes_agree("data", f"{corpus.fingerprint} {corpus.contents}")
     if options.is_evaluation and not corpus.validation_sets:
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
@@ -244,7 +251,11 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
         )
     if options.is_fast_dev_run:
         config_files.shorten(config_dict)
-    source = take_init_from(config_dict, overrides, options.reading)
+    _pin_repositories(config_dict, options)
+    # Before processes have joined each other, each of them is on its own here.
+    source = Exchange(LONGEST_START_S).on_all(
+        lambda: take_init_from(config_dict, overrides, options.reading)
+    )
     return _LoadedConfig(
         config=open_config(config_dict, overrides.keys)
         if config_dict.mesh.auto
@@ -253,6 +264,27 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
         overrides=overrides,
         open_batch=open_batch,
     )
+
+
+def _pin_repositories(config_dict: Any, options: RunOptions) -> None:
+    """Pin the repositories of the Hugging Face hub that a config names to the same commits.
+
+    The first process asks the hub. Hosts may take very different times to download a checkpoint, so
+    processes join each other first.
+    """
+    if not may_name_repositories(config_dict):
+        return
+    startup.join(
+        start_timeout_s=checked_value(config_dict, "train.start_timeout_s"),
+        heartbeat_timeout_s=jax_heartbeat_timeout_s(
+            checked_value(config_dict, "train.failure_timeout_s")
+        ),
+    )
+    exchange = Exchange(LONGEST_START_S)
+    pinned = exchange.on_first(
+        lambda: pin_repositories(config_dict, workdir.saved_config(options.workdir) or {})
+    )
+    exchange.on_all(lambda: store_pinned(config_dict, pinned))
 
 
 def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfig:

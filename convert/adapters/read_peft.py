@@ -28,6 +28,7 @@ from data.text.tokenization.file_tokenizer import find_tokenizer
 from models.adapters import layer_of
 from models.layers.lora import LoraConfig
 from untrusted.documents import read_json
+from untrusted.hub import model_of
 from untrusted.messages import shortened
 from untrusted.schema import check_fields
 
@@ -36,6 +37,7 @@ _PICKLE_FILE = "adapter_model.bin"
 #: Types of the keys of adapter_config.json that are read.
 _CONFIG_TYPES = {
     "base_model_name_or_path": str | None,
+    "revision": str | None,
     "r": int,
     "lora_alpha": float,
     "lora_dropout": float | None,
@@ -60,8 +62,9 @@ def open_adapter(path: Path, open_base: Callable[[Path], Source]) -> Source:
     """Open a model with the adapters of a PEFT directory.
 
     Raises:
-        ValueError: A key of adapter_config.json is not supported, the base model is not on this
-            machine, or tensors are missing, unknown or of the wrong shape.
+        ValueError: A key of adapter_config.json is not supported, the base model is neither on this
+            machine nor on the Hugging Face hub, or tensors are missing, unknown or of the wrong
+            shape.
     """
     file = path / CONFIG_FILE
     config = read_json(file, within=path)
@@ -182,10 +185,13 @@ def _check_choice(config: Mapping[str, Any], name: str, allowed: tuple, file: Pa
 def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Source]) -> Source:
     """Open the model that the adapters are for."""
     name = config.get("base_model_name_or_path")
-    if not name or not Path(name).is_dir():
+    if name and config.get("revision") and model_of(name) is not None:
+        name = f"{name}@{config['revision']}"
+    if not name or not (Path(name).is_dir() or model_of(name)):
         raise ValueError(
-            f"{file} has base_model_name_or_path={name!r}, which is not a directory here; download "
-            "the model, and set this key to its directory"
+            f"{file} has base_model_name_or_path={name!r}, which is neither a directory here nor "
+            "the name of a model on the Hugging Face hub; download the model, and set this key to "
+            "its directory"
         )
     if (Path(name) / CONFIG_FILE).exists():
         raise ValueError(

@@ -25,6 +25,7 @@ from convert.names import TensorMapping, assemble
 from convert.tensor_files import ShardWriter
 from models.adapters import adapter_of, is_adapter, layer_of
 from untrusted.files import write_text
+from untrusted.hub import pinned_model_of
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ _MODULES_OF_EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_p
 
 
 def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
-    """Return the model that the adapters of a run are for; None if it is not on this machine.
+    """Return the model that the adapters of a run are for; None if it cannot be reached.
 
     A run that continues the adapters of another has the same base as that one. If the base does not
     come from Hugging Face, a warning says so.
@@ -51,8 +52,12 @@ def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
         ValueError: A model on the way there cannot be read.
     """
     path = source.init_from
-    while path and Path(path).exists():
-        base = read(path)
+    while path and (Path(path).exists() or pinned_model_of(path)):
+        try:
+            base = read(path)
+        except ConnectionError as error:
+            _log.warning("%s", error)
+            return None
         if base.lora.rank is None:
             if base.architecture is None:
                 _log.warning(
@@ -107,7 +112,11 @@ def write_adapter(
     writer = ShardWriter(directory, tensors, max_shard_bytes=None, single=TENSORS_FILE)
     writer.write(lambda name: assemble([places[name]], arrays, dtypes[name]))
     config = _config(source, architecture, mappings, of_adapters, trained)
-    config["base_model_name_or_path"] = str(base.path) if base else source.init_from or None
+    name = str(base.path) if base else source.init_from
+    repository = pinned_model_of(name)
+    config["base_model_name_or_path"] = (repository.name if repository else name) or None
+    if repository is not None:
+        config["revision"] = repository.revision
     write_text(directory / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 

@@ -18,6 +18,7 @@ from convert.model_on_disk import Source
 from convert.runs import config_of
 from untrusted.documents import read_json_lines, read_yaml
 from untrusted.files import digest_of, write_text
+from untrusted.hub import pinned_model_of
 
 METRICS_FILE = "metrics.jsonl"
 PICTURE = "loss.png"
@@ -72,7 +73,8 @@ def _front_matter(source: Source) -> list[str]:
     has_adapters = source.lora.rank is not None
     values: dict[str, Any] = {"library_name": "peft" if has_adapters else "transformers"}
     if source.init_from:
-        values["base_model"] = source.init_from
+        repository = pinned_model_of(source.init_from)
+        values["base_model"] = repository.name if repository else source.init_from
     values["tags"] = ["taibai"]
     return ["---", yaml.safe_dump(values, sort_keys=False).rstrip(), "---", ""]
 

@@ -30,6 +30,7 @@ from data.text.chat.conversations import (
 from data.text.chat.lines import ChatLines
 from data.text.chat.template import ChatTemplate, load_template
 from data.text.documents import Documents, find_corpus
+from data.text.hub_tokenizer import local_tokenizer
 from data.text.objectives.chat import ChatExamples
 from data.text.objectives.labelled import ClassificationExamples, Seq2SeqExamples
 from data.text.objectives.preference import PreferenceExamples
@@ -326,7 +327,9 @@ def _load_chat(config: DataConfig) -> TextCorpus:
 
 
 def _template(config: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
-    path = None if config.tokenizer in ("bytes", "bpe") else Path(config.tokenizer).expanduser()
+    path = None
+    if config.tokenizer not in ("bytes", "bpe"):
+        path = Path(local_tokenizer(config.tokenizer)).expanduser()
     return load_template(config.chat_template, path, tokenizer.decode([tokenizer.eos_id]))
 
 
@@ -353,11 +356,14 @@ def load_fixed_tokenizer(config: DataConfig) -> Tokenizer | None:
 
     Raises:
         FileNotFoundError: The tokenizer file does not exist.
-        ValueError: The tokenizer file is broken.
+        ValueError: The tokenizer file is broken, or the Hugging Face hub has no such tokenizer.
+        ConnectionError: The hub cannot be reached, and the cache does not have the tokenizer.
     """
     if config.tokenizer == "bytes":
         return ByteTokenizer(has_special_tokens=config.has_special_tokens)
-    return None if config.tokenizer == "bpe" else load_tokenizer_file(config.tokenizer)
+    if config.tokenizer == "bpe":
+        return None
+    return load_tokenizer_file(local_tokenizer(config.tokenizer))
 
 
 def train_bpe(

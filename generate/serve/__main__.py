@@ -19,12 +19,10 @@ from flax import nnx
 
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
-from convert.options import read_options
-from convert.source import read_source
 from data.text.chat.template import ChatTemplate, find_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from distributed.startup import start
-from generate.command import add_model_options, mesh_of, run
+from generate.command import add_model_options, mesh_of, read_model, run
 from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
 from generate.serve.readers import template_processes
@@ -133,7 +131,7 @@ def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
         OSError: it cannot be read.
     """
     mesh = start(mesh_of(args.mesh))
-    source = read_source(args.model, read_options(args))
+    source = read_model(args.model, args)
     tokenizer = tokenizer_of(source)
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json, which requests need; put it beside it")

@@ -168,8 +168,8 @@ def adapter(tmp_path_factory):
             {"use_dora": True},
             "lacks 6 tensor(s): transformer.h.0.attn.c_attn.lora_magni",
         ),
-        ({"base_model_name_or_path": "gpt2"}, "='gpt2', which is not a directory here"),
-        ({"base_model_name_or_path": None}, "=None, which is not a directory here"),
+        ({"base_model_name_or_path": "gpt2"}, "='gpt2', which is neither a directory here nor"),
+        ({"base_model_name_or_path": None}, "=None, which is neither a directory here nor"),
     ],
 )
 def test_unsupported_configs_are_refused(adapter, tmp_path, change, message):

@@ -19,6 +19,7 @@ from fields.paths import check_local
 from models.registry import find_model
 from train.config.overrides import Overrides
 from train.config.schema import checked_value
+from untrusted.hub import model_of
 
 #: Keys of `model` that the run sets; the checkpoint's values are ignored.
 OF_THE_RUN = (
@@ -173,4 +174,9 @@ def _take_tokenizer(config: Any, source: Source, overridden: Collection[str]) ->
             "merges.txt; set data.tokenizer to the path of the tokenizer that the model was "
             "trained with"
         )
-    config.data.tokenizer = str(source.tokenizer)
+    directory = source.adapter_files or source.hf_files
+    is_of_hub = model_of(config.init_from) is not None
+    if is_of_hub and directory is not None and source.tokenizer.is_relative_to(directory):
+        config.data.tokenizer = config.init_from  # the place of the cache is no part of a run
+    else:
+        config.data.tokenizer = str(source.tokenizer)

@@ -219,7 +219,7 @@ def load_tokenizer_file(path: str) -> FileTokenizer:
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"data.tokenizer={path!r}: there is no file {file}; set it to the path of a "
-            "tokenizer.json, or to 'bpe' or 'bytes'"
+            "tokenizer.json, to OWNER/NAME on the Hugging Face hub, or to 'bpe' or 'bytes'"
         ) from error
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -1,0 +1,67 @@
+"""Models on the Hugging Face hub: which of their files are needed, and in which order.
+
+The files that describe a model are downloaded first, and a model that is not supported is refused
+before its weights are downloaded.
+"""
+
+from pathlib import Path
+
+from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
+from convert.adapters.peft_format import TENSORS_FILE as ADAPTER_FILE
+from convert.keys import read
+from convert.model_on_disk import read_config
+from convert.options import DEFAULTS, ReadOptions
+from convert.registry import find
+from convert.tensor_files import INDEX_FILE, SINGLE_FILE, files_in_index
+from data.text.hub_tokenizer import description_files
+from untrusted.hub import Repository, fetch, list_files, model_of, pin
+
+
+def pinned_model(path: str) -> str:
+    """Return `org/name@commit` for a model of the hub; any other path is returned as it is.
+
+    Raises:
+        ValueError: The hub has no such model or revision, or does not let this user read it.
+        ConnectionError: The hub cannot be reached, and the cache does not have the revision.
+    """
+    repository = model_of(path)
+    return path if repository is None else str(pin(repository))
+
+
+def download_model(repository: Repository, options: ReadOptions = DEFAULTS) -> Path:
+    """Download the files of a model that the cache lacks, and return their directory.
+
+    Args:
+        repository: pinned repository of a model, or of an adapter of PEFT.
+
+    Raises:
+        ValueError: The model is not supported, or has no weights as safetensors; or see
+            `pinned_model`.
+        ConnectionError: The hub cannot be reached, and the cache lacks a file.
+    """
+    files = list_files(repository)
+    is_adapter = "config.json" not in files and ADAPTER_CONFIG_FILE in files
+    weights = [name for name in (ADAPTER_FILE if is_adapter else SINGLE_FILE,) if name in files]
+    if not ("config.json" in files or is_adapter):
+        raise ValueError(
+            f"{repository} has no config.json, so it is not a model of transformers; name another "
+            "model"
+        )
+    if not (weights or INDEX_FILE in files):
+        raise ValueError(
+            f"{repository} has neither {SINGLE_FILE} nor {INDEX_FILE}, and other weights are not "
+            "downloaded, because pickles can run code; save the model as safetensors"
+        )
+    directory = fetch(repository, description_files(files))
+    if not is_adapter:
+        hf = read_config(directory / "config.json", within=directory)
+        architecture = find(hf)
+        read(hf, architecture.keys, harmless=architecture.harmless, options=options)
+    if not weights:
+        weights = [file.name for file in files_in_index(directory / INDEX_FILE)]
+        missing = sorted({*weights} - {*files})
+        if missing:
+            raise ValueError(
+                f"{repository} lacks {missing[0]}, which {INDEX_FILE} lists; name another model"
+            )
+    return fetch(repository, weights)

@@ -1,0 +1,186 @@
+"""Files of datasets on the Hugging Face hub, in place of paths.
+
+    hf://datasets/org/name/data/*.parquet    the files that a glob matches
+    hf://datasets/org/name/en                the files of a folder, which may have splits
+    hf://datasets/org/name                   the files of the whole dataset
+
+The names of files and folders tell splits, as in `datasets`: `data/train-00000-of-00002.parquet`
+and `test/1.csv` belong to `train` and `test`. The list of files alone decides which files a folder
+stands for, and only these are downloaded. The readers of local files do the rest.
+"""
+
+import dataclasses
+import fnmatch
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.config import DataConfig
+from data.formats import TABLES, format_of, named_formats
+from data.named_paths import named_paths
+from untrusted.hub import Repository, dataset_of, fetch, list_files, pin
+
+# Words that stand for a split, if neither letters nor digits surround them.
+_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+_SPLIT = re.compile(rf"(?<![A-Za-z])({'|'.join(_WORDS)})(?![A-Za-z])")
+_IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+
+
+def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
+    """Return the splits of a folder of a dataset: name -> entries of `data.paths`.
+
+    Args:
+        entry: entry of `data.paths`.
+
+    Returns:
+        The splits; "" is the name of all files together if their names tell no splits. Empty if
+        the entry is no folder of a dataset, or a folder of images, which is used as it is.
+
+    Raises:
+        ValueError: The hub has no such dataset, or the folder has no data, or too many kinds of it.
+        ConnectionError: The hub cannot be reached.
+    """
+    reference = dataset_of(entry)
+    if reference is None:
+        return {}
+    repository = pin(reference[0])
+    path = reference[1]
+    files = list_files(repository)
+    prefix = f"{path}/" if path else ""
+    below = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
+    if not below or path in files or (reads_images and any(f.endswith(_IMAGES) for f in below)):
+        return {}
+    formats = TABLES if reads_images else None
+    readable = [f for f in below if (f.endswith(formats) if formats else format_of(f))]
+    if not readable:
+        what = " and ".join(TABLES) if reads_images else named_formats()
+        raise ValueError(
+            f"data.paths: {entry} has no files that can be read ({what}), but {below[0]}; name "
+            "another folder or dataset"
+        )
+    splits: dict[str, list[str]] = {}
+    for file in readable:
+        splits.setdefault(_split_of(file), []).append(file)
+    if len(splits) > 1:
+        splits.pop("", None)  # such as a license
+    _check_one_kind(entry, [file for files in splits.values() for file in files])
+    return {
+        split: _as_entries(repository, prefix, chosen, below) for split, chosen in splits.items()
+    }
+
+
+def _split_of(file: str) -> str:
+    """Return the split that the name of a file, or of its folder, tells; "" if none does."""
+    words = _SPLIT.findall(file)
+    return _WORDS[words[-1]] if words else ""
+
+
+def _check_one_kind(entry: str, files: Sequence[str]) -> None:
+    """Check that files have one format and are in one folder, apart from folders of splits."""
+    folders = sorted({"/".join(p for p in f.split("/")[:-1] if not _split_of(p)) for f in files})
+    formats = sorted({str(format_of(file)) for file in files})
+    if len(folders) > 1:
+        listed = ", ".join(folder or "." for folder in folders[:5])
+        example = next(folder for folder in folders if folder)
+        raise ValueError(
+            f"data.paths: {entry} has data in {len(folders)} folders ({listed}), which may be "
+            f"different datasets; name one, such as {entry.rstrip('/')}/{example}"
+        )
+    if len(formats) > 1:
+        raise ValueError(
+            f"data.paths: {entry} has files of {len(formats)} formats ({', '.join(formats)}); name "
+            f"those to read, such as {entry.rstrip('/')}/{'**/' if folders[0] else ''}*{formats[0]}"
+        )
+
+
+def _as_entries(
+    repository: Repository, prefix: str, chosen: Sequence[str], files: Sequence[str]
+) -> tuple[str, ...]:
+    """Return entries that stand for some files: a single glob, if it matches no other file."""
+    start = os.path.commonprefix(chosen)
+    end = os.path.commonprefix([file[len(start) :][::-1] for file in chosen])[::-1]
+    is_plain = len(chosen) > 1 and not re.search(r"[*?\[]", f"{prefix}{start}{end}")
+    if is_plain and _matching(files, f"{start}*{end}") == [*chosen]:
+        return (f"{repository}/{prefix}{start}*{end}",)
+    return tuple(f"{repository}/{prefix}{file}" for file in chosen)
+
+
+def _matching(files: Sequence[str], path: str) -> list[str]:
+    """Return the files that a path stands for: a file, a glob as for local files, or a folder."""
+    if path in files:
+        return [path]
+    parts = path.split("/")
+    matches = [file for file in files if _matches(file.split("/"), parts)]
+    return matches or [file for file in files if not path or file.startswith(f"{path}/")]
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_matches(names[i:], pattern[1:]) for i in range(len(names) + 1))
+    return (
+        bool(names)
+        and fnmatch.fnmatchcase(names[0], pattern[0])
+        and _matches(names[1:], pattern[1:])
+    )
+
+
+def with_local_files(config: DataConfig, *, reads_training_data: bool = True) -> DataConfig:
+    """Download the files of datasets that a config names, and put their local paths in place.
+
+    Args:
+        reads_training_data: whether to download `data.paths`, too.
+
+    Raises:
+        ValueError: The hub has no such dataset or file, or does not let this user read it.
+        ConnectionError: The hub cannot be reached, and the cache lacks a file.
+    """
+    paths = config.paths
+    if reads_training_data:
+        paths = tuple(_local_entry("data.paths", path) for path in paths)
+    validation = tuple(
+        (f"{name}=" if name else "") + _local_entry("data.validation_paths", path)
+        for name, paths_of_set in named_paths(config.validation_paths).items()
+        for path in paths_of_set
+    )
+    if (paths, validation) == (config.paths, config.validation_paths):
+        return config
+    return dataclasses.replace(config, paths=paths, validation_paths=validation)
+
+
+def _local_entry(key: str, entry: str) -> str:
+    """Return the local path or glob of an entry, whose files are downloaded."""
+    reference = dataset_of(entry)
+    if reference is None:
+        return entry
+    repository = pin(reference[0])
+    path = reference[1]
+    files = files_of_entry(key, entry, repository, path)
+    return str(Path(fetch(repository, files), path))
+
+
+def files_of_entry(key: str, entry: str, repository: Repository, path: str) -> list[str]:
+    """Return the files of a pinned dataset that a path stands for.
+
+    Args:
+        key: key of the config, for messages.
+        entry: dataset and path, as the user wrote them.
+
+    Raises:
+        ValueError: There are none.
+    """
+    files = list_files(repository)
+    matches = _matching(files, path)
+    if not matches:
+        some = f", such as {files[0]}" if files else ""
+        raise ValueError(
+            f"{key}: no file of data in {repository} matches {path!r}; correct {entry}, or name "
+            f"one of its {len(files):,} files of data{some}"
+        )
+    return matches

@@ -1,0 +1,309 @@
+"""Repositories of the Hugging Face hub, and their files in the cache of `huggingface_hub`.
+
+    org/name                                a model
+    org/name@v1.0                           a revision of it: a branch, a tag or a commit
+    hf://datasets/org/name@v1.0/data/*.csv  files of a dataset
+
+A path that exists on this machine is never taken for the name of a repository. A repository is
+pinned to a commit first, whose files never change: files in the cache then need no network.
+
+Strangers wrote these files. Only formats that cannot contain code are fetched, so neither pickles
+(.bin) nor scripts (.py) ever get into the cache. `huggingface_hub` reads `HF_HOME`, `HF_ENDPOINT`,
+`HF_HUB_OFFLINE` and the token, and locks files that several processes download.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from untrusted.messages import shortened
+
+#: Prefix of the files of a dataset.
+DATASETS = "hf://datasets/"
+#: Ends of the names of files that may be fetched.
+FORMATS = tuple(
+    """
+    .safetensors .json .txt .model .jinja
+    .jsonl .csv .tsv .parquet .arrow .jsonl.gz .jsonl.zst .txt.gz .txt.zst
+    .jpg .jpeg .png .webp .bmp .gif
+    """.split()
+)
+
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@[\w.-]+(?:/[\w.-]+)*)?")
+# The revision of a dataset has no slash, because a path may follow.
+_DATASET = re.compile(rf"{DATASETS}({_NAME}/{_NAME})(?:@([\w.-]+))?(?:/(.+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repository:
+    """A repository of the hub.
+
+    Attributes:
+        kind: "model" or "dataset".
+        name: its owner and name, `org/name`.
+        revision: branch, tag or commit; None for the default branch.
+    """
+
+    kind: str
+    name: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        prefix = DATASETS if self.kind == "dataset" else ""
+        return f"{prefix}{self.name}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit."""
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def download_command(self) -> str:
+        """The command that downloads the repository into the cache."""
+        kind = " --repo-type=dataset" if self.kind == "dataset" else ""
+        revision = f" --revision={self.revision}" if self.revision else ""
+        return f"hf download{kind} {self.name}{revision}"
+
+
+def has_form_of_model(text: str) -> bool:
+    """Return whether a text is `org/name` or `org/name@revision`, even if it is also a path.
+
+    The name of a file, `folder/tokenizer.json`, is no model.
+    """
+    match = _REPOSITORY.fullmatch(text)
+    return match is not None and not match[1].endswith(".json")
+
+
+def model_of(text: str) -> Repository | None:
+    """Return the model that `org/name` or `org/name@revision` names.
+
+    Returns:
+        The model; None for a path that exists, and for a text of another form.
+    """
+    if not has_form_of_model(text) or Path(text).exists():
+        return None
+    name, _, revision = text.partition("@")
+    return Repository(kind="model", name=name, revision=revision or None)
+
+
+def pinned_model_of(text: str) -> Repository | None:
+    """Return the model of `org/name@commit`, as runs record it; None for any other text."""
+    repository = model_of(text)
+    return repository if repository is not None and repository.is_pinned else None
+
+
+def dataset_of(text: str) -> tuple[Repository, str] | None:
+    """Return the dataset of `hf://datasets/org/name@revision/path`, and the path in it.
+
+    Returns:
+        None if the text has another prefix. The path is "" if there is none.
+
+    Raises:
+        ValueError: The text has the prefix, but another form.
+    """
+    if not text.startswith(DATASETS):
+        return None
+    match = _DATASET.fullmatch(text)
+    if match is None or ".." in (match[3] or "").split("/"):
+        raise ValueError(
+            f"{shortened(text)!r} must be of the form {DATASETS}OWNER/NAME[@REVISION][/PATH]"
+        )
+    return Repository(kind="dataset", name=match[1], revision=match[2]), (match[3] or "").strip("/")
+
+
+def pin(repository: Repository) -> Repository:
+    """Return a repository at the commit that its revision is at now.
+
+    Without a network, it is the commit that the revision was at when it was last asked for.
+
+    Raises:
+        ValueError: The hub has no such repository or revision, or does not let this user read it.
+        ConnectionError: The hub cannot be reached, and the cache does not have the revision.
+    """
+    from huggingface_hub import HfApi  # slow, and most commands do not need it
+
+    if repository.is_pinned:
+        return repository
+    with _explaining(repository):
+        commit = HfApi().resolve_revision(
+            repository.name, repo_type=repository.kind, revision=repository.revision
+        )
+    return dataclasses.replace(repository, revision=commit.resolved)
+
+
+def check_access(repository: Repository, files: Sequence[str]) -> None:
+    """Check that this user may download files, unless the cache has them.
+
+    Anybody may list the files of a gated repository. Without a network, nothing is checked.
+
+    Args:
+        repository: pinned repository.
+
+    Raises:
+        ValueError: The hub does not let this user read the repository.
+    """
+    from huggingface_hub import HfApi
+
+    if _cached_folder(repository, files) is None:
+        with contextlib.suppress(ConnectionError), _explaining(repository):
+            HfApi().auth_check(repository.name, repo_type=repository.kind)
+
+
+def list_files(repository: Repository) -> list[str]:
+    """Return the paths of the files of a pinned repository that may be fetched, sorted.
+
+    Without a network, these are at least the files in the cache.
+
+    Raises:
+        ValueError: See `pin`.
+        ConnectionError: The hub cannot be reached, and the cache has no such commit.
+    """
+    from huggingface_hub import HfApi, get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    try:
+        paths = [file.path for file in get_cached_repo_tree(repository.name, **where)]
+    except CachedRepoTreeNotFoundError:
+        with _explaining(repository):
+            try:
+                paths = HfApi().list_repo_files(repository.name, **where)
+            except Exception as error:
+                if not _is_unreachable(error):
+                    raise
+                try:
+                    cached = snapshot_download(repository.name, local_files_only=True, **where)
+                except LocalEntryNotFoundError:
+                    raise error from None
+                folder = Path(cached)
+                files = (path for path in folder.rglob("*") if path.is_file())
+                paths = [path.relative_to(folder).as_posix() for path in files]
+    return sorted(path for path in paths if path.endswith(FORMATS))
+
+
+def fetch(repository: Repository, files: Sequence[str]) -> Path:
+    """Download files that the cache lacks, and return the folder that has them.
+
+    Args:
+        repository: pinned repository.
+        files: paths from `list_files`.
+
+    Raises:
+        ValueError: See `pin`.
+        ConnectionError: The hub cannot be reached, and the cache lacks a file.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    folder = _cached_folder(repository, files)
+    if folder is not None:
+        return folder
+    with _explaining(repository):
+        snapshot_download(
+            repository.name,
+            repo_type=repository.kind,
+            revision=repository.revision,
+            allow_patterns=[glob.escape(file) for file in files],
+        )
+        folder = _cached_folder(repository, files)
+        if folder is None:  # The client does not know all files of the repository.
+            raise LocalEntryNotFoundError("some of its files are not in the cache")
+    return folder
+
+
+def _cached_folder(repository: Repository, files: Sequence[str]) -> Path | None:
+    """Return the folder of the cache that has the files; None if it lacks one of them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    folder = None
+    for file in files:
+        path = try_to_load_from_cache(repository.name, file, **where)
+        if not isinstance(path, str):
+            return None
+        folder = Path(path.removesuffix(file))
+    return folder
+
+
+@contextlib.contextmanager
+def _explaining(repository: Repository) -> Iterator[None]:
+    """Turn an error of `huggingface_hub` into one sentence that names the remedy."""
+    from huggingface_hub import constants, errors
+
+    name = repository.name
+    command = repository.download_command
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise ValueError(
+            f"{repository} is gated, and the hub does not let you read it; accept its terms at "
+            f"{_page(repository)}, log in with 'hf auth login' or set HF_TOKEN, and check it with "
+            f"'{command}'"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{repository} is neither a path on this machine nor a public {repository.kind} of the "
+            "Hugging Face hub; correct it, or, if it is private, log in with 'hf auth login' or "
+            f"set HF_TOKEN, and check it with '{command}'"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ValueError(
+            f"{repository}: the {repository.kind} {name} has no revision {repository.revision!r}; "
+            f"name a branch, tag or commit that '{command}' accepts, or leave it out"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ValueError(
+            f"{repository} is not a name of the Hugging Face hub ({shortened(error)}); correct it, "
+            f"and check it with '{command}'"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise ValueError(
+                f"{repository}: the hub refuses your token; log in with 'hf auth login' or set "
+                f"HF_TOKEN, and check it with '{command}'"
+            ) from error
+        raise _unavailable(repository, f"the hub answers {error.response.status_code}") from error
+    except Exception as error:
+        if not _is_unreachable(error):
+            raise
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = "HF_HUB_OFFLINE is set"
+        if not constants.is_offline_mode():
+            reason = f"{constants.ENDPOINT} cannot be reached ({shortened(cause)})"
+        raise _unavailable(repository, reason) from error
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Return whether an error says that the hub cannot answer now, or that the cache is incomplete.
+
+    Then the files may still be in the cache.
+    """
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return error.response.status_code >= 500 or error.response.status_code == 429
+    http = errors.HTTPError  # pyright: ignore  # httpx's, such as ConnectError
+    kinds = (errors.LocalEntryNotFoundError, errors.RevisionResolutionError, http)
+    return isinstance(error, (*kinds, errors.OfflineModeIsEnabled))
+
+
+def _unavailable(repository: Repository, reason: str) -> ConnectionError:
+    return ConnectionError(
+        f"{repository} is not complete in the cache of the Hugging Face hub, and {reason}; run "
+        f"'{repository.download_command}' where there is a network, with the same HF_HOME"
+    )
+
+
+def _page(repository: Repository) -> str:
+    from huggingface_hub import constants
+
+    kind = "datasets/" if repository.kind == "dataset" else ""
+    return f"{constants.ENDPOINT}/{kind}{repository.name}"
