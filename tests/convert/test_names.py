@@ -188,7 +188,7 @@ def known_parameters() -> dict[type, set[str]]:
         fields |= {"mtp_depths": 1} if name in ("deepseek3", "glm4_moe") else {}
         variants = [fields]
         if name in ("deepseek3", "glm4_moe"):
-            is_dense = {"dense_layers": fields["num_layers"], "mlp_bias": True}
+            is_dense = {"dense_layers": fields["num_layers"] - 1, "mlp_bias": True}
             has_gate = {"shared_expert_gate": True, "norm": "layer"}
             variants += [fields | change | {"mtp_depths": 1} for change in (is_dense, has_gate)]
         for variant in variants:
