@@ -7,6 +7,7 @@ each other, and there is no import cycle between modules either.
 
 import ast
 import graphlib
+import re
 import tomllib
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -104,6 +105,16 @@ def test_imports_run_one_way(folder):
         if bad := violations(file.read_text(encoding="utf-8"), package):
             found[str(file.relative_to(ROOT))] = bad
     assert found == {}
+
+
+def test_page_on_the_architecture_names_the_same_imports():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    stated = {}
+    for folder, imports in re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", page, re.M):
+        if folder in MAY_IMPORT:
+            names = set(re.findall(r"`([\w.]+)`", imports.replace("all below `train`", "")))
+            stated[folder] = names | set(_BELOW_TRAIN if "all below" in imports else ())
+    assert stated == {folder: set(names) for folder, names in MAY_IMPORT.items()}
 
 
 def imports_between_siblings(imports: Mapping[str, Set[str]]) -> dict[str, dict[str, set[str]]]:

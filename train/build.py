@@ -200,7 +200,8 @@ def _assemble(
         run = planner.search(config)  # assembles many runs, and compiles a few of them
     else:
         run = assemble(config)
-        planner.check_estimate(run)  # traces the training step
+        run.trace_train_step()
+        planner.check_estimate(run)
     run.check_metrics(ranks_checkpoints=not options.is_evaluation)
     return run, planner
 

@@ -25,10 +25,10 @@ from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
 from models.losses import VocabLogits
 from models.stack import Stack
-from models.text.common import CAUSAL_HEADS, check_choices, vocab_loss
+from models.text.common import CAUSAL_HEADS, check_choices
 from models.text.layer_types import LayerTypesConfig, stacks_of
-from models.text.mixture import MixtureBlock, MixtureModel, activations_of, feed_forward
-from models.text.multi_token import MultiTokenBlock, MultiTokenConfig, shifted, targets_ahead
+from models.text.mixture import MixtureBlock, activations_of, feed_forward
+from models.text.multi_token import MultiTokenBlock, MultiTokenConfig, MultiTokenModel
 
 #: Values of `model.norms`.
 _NORMS = ("before", "after", "around", "parallel")
@@ -104,7 +104,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
         self.check_rotation()
         check_choices(self, head=CAUSAL_HEADS)
         self.check_multi_token()
-        if not 0 <= self.dense_layers <= self.num_layers:
+        if not 0 <= self.dense_layers < self.num_layers:
             raise ValueError(
                 f"model.dense_layers={self.dense_layers} must be at least 0, and less than "
                 f"model.num_layers={self.num_layers}"
@@ -207,12 +207,11 @@ class _MultiTokenBlock(MultiTokenBlock, _Block):
         self.add_joint(config, rngs)
 
 
-class Llama(MixtureModel):
+class Llama(MultiTokenModel):
     """A causal language model."""
 
     Config = LlamaConfig
     stacks = ("decoder", "last_decoder", "mtp")
-    loss_stacks = ("mtp",)
     not_decayed = ("router_bias", "gate_bias", "up_bias", "down_bias")
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -229,11 +228,6 @@ class Llama(MixtureModel):
         make = partial(_MultiTokenBlock, config, kinds[-1])
         self.mtp = Stack(lambda rngs: make(rngs=rngs), depths, rngs=rngs) if depths else None
 
-    @property
-    def can_share_vocab(self) -> bool:
-        """Whether stages can divide the vocab; not if `before_mtp`, which one runs, reads it."""
-        return self.config.mtp_depths == 0
-
     def embed_tokens(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
@@ -243,34 +237,9 @@ class Llama(MixtureModel):
         """Return the logits for the activations after the last block."""
         has_norm = isinstance(x, dict) and "ahead" in x
         x_BTD = activations_of(x)
-        return self._logits(x_BTD if has_norm else self.final_norm(x_BTD))
+        return self.logits_of(x_BTD if has_norm else self.final_norm(x_BTD))
 
-    def before_mtp(self, x: Any, batch: dict) -> dict:
-        """Apply the final norm, and add the embeddings of the tokens that each depth reads."""
-        ahead = (
-            self.embed_tokens({"tokens": shifted(batch["tokens"], depth)})
-            for depth in range(1, self.config.mtp_depths + 1)
-        )
-        report = {"report": x["report"]} if isinstance(x, dict) else {}
-        return {"x": self.final_norm(activations_of(x)), "ahead": tuple(ahead), **report}
-
-    def further_losses(self, x: Any, batch: dict) -> dict[str, jax.Array]:
-        """Return the loss of the tokens after the next; see models/text/multi_token.py.
-
-        As in the paper, it is divided by the number of next tokens: those at the end of a text,
-        which have nothing to predict, count as 0.
-        """
-        config = self.config
-        depths = config.mtp_depths
-        if not depths:
-            return {}
-        total: Any = 0
-        for depth, h_BTD in enumerate(x["ahead"], start=1):
-            targets = targets_ahead(batch, depth)
-            total += vocab_loss(self._logits(h_BTD), targets, config.loss)[0]
-        return {"mtp_loss": config.mtp_loss / depths * total}
-
-    def _logits(self, x_BTD: jax.Array) -> VocabLogits:
+    def logits_of(self, x_BTD: jax.Array) -> VocabLogits:
         """Return the logits for activations after the final norm."""
         config = self.config
         table = self.token_embedding if self.output_embedding is None else self.output_embedding

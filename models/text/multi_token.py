@@ -37,7 +37,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models.layers.basic import Linear
-from models.text.mixture import MixtureBlock
+from models.losses import VocabLogits
+from models.text.common import vocab_loss
+from models.text.mixture import MixtureBlock, MixtureModel, activations_of
 from sharding.ops import sequence
 
 
@@ -103,19 +105,65 @@ class MultiTokenBlock(MixtureBlock):
         return {**x, **_report(y), "ahead": ahead}
 
 
-def shifted(x: jax.Array, count: int) -> jax.Array:
+class MultiTokenModel(MixtureModel):
+    """A causal model that may predict tokens after the next.
+
+    A subclass has a `config` of MultiTokenConfig, `final_norm`, and a stack `mtp` of
+    `MultiTokenBlock`, which is None without such predictions.
+    """
+
+    config: Any
+    final_norm: nnx.Module
+    loss_stacks = ("mtp",)
+
+    @property
+    def can_share_vocab(self) -> bool:
+        """Whether stages can divide the vocab; not if `before_mtp`, which one runs, reads it."""
+        return self.config.mtp_depths == 0
+
+    def logits_of(self, x_BTD: jax.Array) -> VocabLogits:
+        """Return the logits for activations after the final norm."""
+        raise NotImplementedError
+
+    def before_mtp(self, x: Any, batch: dict) -> dict:
+        """Apply the final norm, and add the embeddings of the tokens that each depth reads."""
+        ahead = (
+            self.embed_tokens({"tokens": _shifted(batch["tokens"], depth)})
+            for depth in range(1, self.config.mtp_depths + 1)
+        )
+        normal_BTD = self.final_norm(activations_of(x))  # type: ignore[operator]
+        return {"x": normal_BTD, "ahead": tuple(ahead), **_report(x)}
+
+    def further_losses(self, x: Any, batch: dict) -> dict[str, jax.Array]:
+        """Return the loss of the tokens after the next.
+
+        As in the paper, it is divided by the number of next tokens: those at the end of a text,
+        which have nothing to predict, count as 0.
+        """
+        config = self.config
+        depths = config.mtp_depths
+        if not depths:
+            return {}
+        total: Any = 0
+        for depth, h_BTD in enumerate(x["ahead"], start=1):
+            targets = _targets_ahead(batch, depth)
+            total += vocab_loss(self.logits_of(h_BTD), targets, config.loss)[0]
+        return {"mtp_loss": config.mtp_loss / depths * total}
+
+
+def _shifted(x: jax.Array, count: int) -> jax.Array:
     """Return `x`, [B, T], with the value of the token that follows by `count`; 0 after the last."""
     whole = sequence.whole_rows(x)
     return sequence.local_tokens(jnp.pad(whole[:, count:], ((0, 0), (0, count))))
 
 
-def targets_ahead(batch: dict, depth: int) -> dict[str, jax.Array]:
+def _targets_ahead(batch: dict, depth: int) -> dict[str, jax.Array]:
     """Return `targets` and `weights` of the predictions at a depth, from 1."""
-    weights_BT = shifted(batch["weights"], depth)
+    weights_BT = _shifted(batch["weights"], depth)
     if "segment_ids" in batch:
         ids_BT = batch["segment_ids"]
-        weights_BT = jnp.where(shifted(ids_BT, depth) == ids_BT, weights_BT, 0)
-    return {"targets": shifted(batch["targets"], depth), "weights": weights_BT}
+        weights_BT = jnp.where(_shifted(ids_BT, depth) == ids_BT, weights_BT, 0)
+    return {"targets": _shifted(batch["targets"], depth), "weights": weights_BT}
 
 
 def _choose(number: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:

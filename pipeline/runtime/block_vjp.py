@@ -92,9 +92,9 @@ class BlockVJP:
         self._microbatch = _abstract(microbatch)
         self._number = _abstract(number)
         inputs = (self._params, self._x, self._microbatch, self._number)
-        self._forward = trace_inlined(self._with_residuals, *inputs)
+        self._forward_jaxpr = trace_inlined(self._with_residuals, *inputs)
         num_inputs = [len(jax.tree.leaves(tree)) for tree in inputs]
-        jaxpr = self._forward.jaxpr
+        jaxpr = self._forward_jaxpr.jaxpr
         num_y = num_inputs[1]
         if self._y != self._x:  # models.check.check refuses a run's blocks earlier
             raise ValueError(
@@ -113,10 +113,7 @@ class BlockVJP:
         self, params: Tree, x: Tree, microbatch: Tree, number: jax.Array
     ) -> tuple[Tree, list[jax.Array]]:
         """Return (y, the saved residuals)."""
-        block = partial(self._block, microbatch=microbatch, number=number)
-        y, vjp = jax.vjp(block, params, x)
-        # Types have the mesh in them, which this trace knows and the first may not have known.
-        residuals, self._vjp_structure = jax.tree.flatten(vjp)
+        y, residuals = self._with_residuals(params, x, microbatch, number)
         by_var = dict(zip(map(id, self._residuals), residuals, strict=True))
         return y, [by_var[id(v)] for v in self._saved]
 
@@ -129,9 +126,9 @@ class BlockVJP:
         dy: Tree,
     ) -> tuple[Tree, Tree]:
         """Return (gradients of params, gradient of x)."""
-        jaxpr = self._forward.jaxpr
+        jaxpr = self._forward_jaxpr.jaxpr
         inputs = jax.tree.leaves((params, self._x, microbatch, number))
-        env = environment(self._forward, inputs)
+        env = environment(self._forward_jaxpr, inputs)
         env |= dict(zip(self._saved, saved, strict=True))
         # Recompute the residuals that were not saved, then apply jax's own VJP to all of them. The
         # ShapeDtypeStructs of x are placeholders: nothing that depends on x is recomputed.
@@ -213,6 +210,11 @@ class BlockVJP:
         return jax.tree.unflatten(jax.tree.structure(self._params), values)
 
     def _with_residuals(self, params, x, microbatch, number):
+        """Return (y, all residuals), and keep the structure of the VJP for `backward`.
+
+        Its types have the mesh in them, which a trace of the step knows and the first trace, in
+        `__init__`, may not have known. So a `forward` of the same trace goes before a `backward`.
+        """
         block = partial(self._block, microbatch=microbatch, number=number)
         y, vjp = jax.vjp(block, params, x)
         residuals, self._vjp_structure = jax.tree.flatten(vjp)

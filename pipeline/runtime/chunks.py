@@ -146,6 +146,11 @@ class StackPart:
             dy=dx, non_stack_grads=non_stack_grads, stack_grads=stack_grads, residuals=residuals
         )
 
+    def stack_weight_gradient(self, work: Work, residuals: Residuals, stack_grads: Tree) -> Tree:
+        """Return `stack_grads` plus what the first half of the stack's backward left out."""
+        body = partial(self.layers.layer_weight_gradient, work, residuals)
+        return self.layers.scan(work.chunk, body, stack_grads)
+
     def _block_input(self, work: Work, x: Tree) -> Tree:
         """Return the input of the stack's blocks, after `before` if the stack begins here."""
         unpack = self.packed.unpack
@@ -268,10 +273,10 @@ class Chunks:
         for name, part in self._parts.items():
             if not part.has_backward:
                 continue
-            layers = part.layers
-            body = partial(layers.layer_weight_gradient, work, residuals[name])
             with jax.named_scope(scope_of_stack(name)):
-                stacks_grads[name] = layers.scan(work.chunk, body, stacks_grads[name])
+                stacks_grads[name] = part.stack_weight_gradient(
+                    work, residuals[name], stacks_grads[name]
+                )
         return stacks_grads
 
 

@@ -99,8 +99,9 @@ class Interpreter(Kernels):
             return True
         if self.is_cpu:
             return op.name == "broadcast_in_dim" and value in frame.is_early
-        # If a reduction and two more operations read a value, the reduction's fusion stores it.
-        if value in frame.summands and frame.num_uses[value] > 2:
+        # If a reduction and two more operations read a value, the reduction's fusion stores it. All
+        # three repeat a selection, which hides the padding of a vocabulary.
+        if value in frame.summands and frame.num_uses[value] > 2 and op.name != "select_n":
             return True
         # XLA's kernels for norms read whole arrays, so a slice that they read is copied.
         return op.name == "dynamic_slice" and value in frame.is_reduced

@@ -1,5 +1,6 @@
 """Weight names in the variants found in published files, and loading some of the parameters."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -19,6 +20,7 @@ from convert.model_on_disk import shapes_of
 from convert.registry import architectures, find
 from convert.source import load_params, read_source
 from convert.to_hf import describe
+from models.layers.experts import ExpertsConfig
 from tests.convert import cases, hf_files, test_clip
 
 
@@ -190,9 +192,10 @@ def known_parameters(model_class: type) -> set[str]:
         fields |= {"mtp_depths": 1} if name in ("deepseek3", "glm4_moe") else {}
         variants = [fields]
         if name in ("deepseek3", "glm4_moe"):
-            is_dense = {"dense_layers": fields["num_layers"], "mlp_bias": True}
+            of_experts = {"dense_layers", *(f.name for f in dataclasses.fields(ExpertsConfig))}
+            dense = {key: value for key, value in fields.items() if key not in of_experts}
             has_gate = {"shared_expert_gate": True, "norm": "layer"}
-            variants += [fields | change | {"mtp_depths": 1} for change in (is_dense, has_gate)]
+            variants += [dense | {"mlp_bias": True}, fields | has_gate]
         for variant in variants:
             paths.update(
                 re.sub(r"block_\d+\.", "", path).removeprefix("last_")

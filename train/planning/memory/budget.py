@@ -134,8 +134,9 @@ def host_memory_bytes() -> int:
 
 def needs_of(run: Run, budget: Budget) -> Needs:
     """Return the estimated memory of a run's step on one device and on one host, by label."""
-    host = {k: v * budget.devices_per_host for k, v in run.estimate_memory().host.items()}
-    return Needs(device=run.estimate_memory().device, host=host)
+    estimate = run.estimate_memory()
+    host = {label: size * budget.devices_per_host for label, size in estimate.host.items()}
+    return Needs(device=estimate.device, host=host)
 
 
 def fits(needs: Needs, budget: Budget, *, ratio: float = 1.0) -> bool:

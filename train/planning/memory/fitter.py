@@ -49,7 +49,7 @@ class MemoryFitter:
         self.report = ""
 
     def check_estimate(self, run: Run) -> None:
-        """Check the estimated memory of a run's training step; this traces the step.
+        """Check the estimated memory of a run's training step.
 
         Args:
             run: run that need not be compiled.
