@@ -20,7 +20,7 @@ from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
 from train.config.remat import Remat
 from train.config.schema import RunConfig
-from train.optim.optimizer import ELEMENTWISE
+from train.optim.config import SLICED
 from train.run.model_traces import ModelTraces
 from train.state.state_layout import StateLayout
 
@@ -125,11 +125,11 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
 
 def check_optimizer(config: RunConfig) -> None:
     """Reject an optimizer that cannot update one layer at a time, if that is needed."""
-    if config.memory.placement == "host" and not config.optimizer.is_elementwise:
+    if config.memory.placement == "host" and not config.optimizer.can_be_sliced:
         raise ValueError(
             f"memory.placement=host updates one layer at a time, but optimizer.name="
-            f"{config.optimizer.name!r} may not be element-wise; set "
-            f"optimizer.name={' or '.join(ELEMENTWISE)}, or memory.placement=device"
+            f"{config.optimizer.name!r} may need whole arrays of other parameters; set "
+            f"optimizer.name={' or '.join(SLICED)}, or memory.placement=device"
         )
 
 

@@ -18,7 +18,7 @@ from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
-from train.optim.optimizer import make_learning_rate_schedule
+from train.optim.schedules import make_learning_rate_schedule
 
 #: From the tutorials of Hugging Face's Trainer: ZeRO 3 with everything offloaded to the CPU.
 ZERO3 = {

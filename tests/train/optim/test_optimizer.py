@@ -14,7 +14,9 @@ from sharding.mesh import make_mesh
 from tests.runs import CONFIG
 from train.config.config_files import load
 from train.config.schema import validate_config
-from train.optim.optimizer import OptimizerConfig, make_learning_rate_schedule, make_optimizer
+from train.optim.config import OptimizerConfig
+from train.optim.optimizer import make_optimizer
+from train.optim.schedules import make_learning_rate_schedule
 from train.run.assemble import assemble_run
 
 BASE = OptimizerConfig(
@@ -117,7 +119,7 @@ def test_adamw_equals_pytorchs_for_every_tensor():
     rng = np.random.default_rng(0)
     start = stacked(rng)
     with jax.enable_x64(True):
-        optimizer = make_optimizer(BASE, schedule, stacks=STACKS)
+        optimizer = make_optimizer(BASE, schedule, params=start, stacks=STACKS)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in tensors(start).items()}
@@ -172,8 +174,8 @@ def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
     memory = {}
     with jax.enable_x64(True):
         config = dataclasses.replace(BASE, name=formula.__name__)
-        optimizer = make_optimizer(config, schedule, stacks=STACKS)
         start = stacked(rng)
+        optimizer = make_optimizer(config, schedule, params=start, stacks=STACKS)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         expected = tensors(start)
@@ -198,7 +200,7 @@ def test_sgd_equals_pytorchs(momentum):
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=3)}
     with jax.enable_x64(True):
         config = dataclasses.replace(BASE, name="sgd", momentum=momentum)
-        optimizer = make_optimizer(config, lambda count: 0.5)
+        optimizer = make_optimizer(config, lambda count: 0.5, params=start)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
@@ -222,7 +224,7 @@ def test_sgd_equals_pytorchs(momentum):
 def test_optimizer_of_an_import_path_gets_the_config_and_the_schedule():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
     config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent")
-    optimizer = make_optimizer(config, lambda count: 0.5)
+    optimizer = make_optimizer(config, lambda count: 0.5, params=grads)
     updates: Any = optimizer.update(grads, optimizer.init(grads), grads)[0]
     # `clip_norm` is 1, but clipping is not part of the optimizer.
     np.testing.assert_allclose(updates["kernel"], -50.0)
@@ -236,8 +238,8 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("adamv", "is neither one of adamw, lamb, lars, sgd nor an import path"),
-        ("json", "is neither one of adamw, lamb, lars, sgd nor an import path"),
+        ("adamv", "is neither one of adamw, muon, .*, sgd nor an import path"),
+        ("json", "is neither one of adamw, muon, .*, sgd nor an import path"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("optax:no_such", "optax has no 'no_such'"),
         (f"{__name__}:BASE", "is of type OptimizerConfig, but must be a function"),
@@ -246,13 +248,13 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 def test_unknown_optimizer_is_rejected(name, message):
     config = dataclasses.replace(BASE, name=name)
     with pytest.raises(ValueError, match=rf"optimizer\.name='{name}':? {message}"):
-        make_optimizer(config, lambda count: 1.0)
+        make_optimizer(config, lambda count: 1.0, params={})
 
 
 @pytest.mark.parametrize(
     "field, value, rule",
     [
-        ("schedule", "cosinus", "choose cosine, linear or constant"),
+        ("schedule", "cosinus", "choose cosine, linear, constant, .* or an import path"),
         ("learning_rate", -1.0, "must be at least 0"),
         ("warmup_steps", -1, "must be at least 0"),
         ("weight_decay", -0.1, "must be at least 0"),
