@@ -10,27 +10,10 @@ import optax
 import pytest
 import torch
 
-from sharding.mesh import make_mesh
-from tests.runs import CONFIG
-from train.config.config_files import load
-from train.config.schema import validate_config
+from tests.train.optim.stacked import BASE, SLOTS, STACKS, VECTORS, stacked, tensors
 from train.optim.config import OptimizerConfig
 from train.optim.optimizer import make_optimizer
 from train.optim.schedules import make_learning_rate_schedule
-from train.run.assemble import assemble_run
-
-BASE = OptimizerConfig(
-    name="adamw",
-    learning_rate=0.02,
-    warmup_steps=4,
-    schedule="cosine",
-    final_learning_rate_fraction=0.1,
-    weight_decay=0.1,
-    clip_norm=1.0,
-    beta1=0.9,
-    beta2=0.95,
-    epsilon=1e-8,
-)
 
 
 def rate(step: int, num_steps: int = 24, **changes) -> float:
@@ -75,42 +58,6 @@ def test_rate_of_a_compiled_step_is_never_negative(schedule):
 
 def test_warmup_may_be_longer_than_the_run():
     assert rate(2, num_steps=3) == pytest.approx(0.015)
-
-
-def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """An optimizer whose state has other shapes than the parameters."""
-    return optax.adafactor(schedule, min_dim_size_to_factor=8)
-
-
-def test_optimizer_with_factored_state_works_on_a_mesh():
-    overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
-    config = validate_config(load(CONFIG, overrides))
-    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    state = run.state_layout.initial()
-    shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
-    assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
-
-
-#: A stack with three slots, of which the last is padding, and an embedding table.
-STACKS = ("blocks",)
-SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4), "gain": (3, 4)}
-#: Tensors of these names are vectors: they have no decay and a trust ratio of 1.
-VECTORS = ("bias", "gain")
-
-
-def stacked(rng: np.random.Generator) -> dict[str, Any]:
-    """Return a tree like the parameters of a model with one stack, whose last slot is zeros."""
-    slots = {name: rng.normal(size=shape) for name, shape in SLOTS.items()}
-    for array in slots.values():
-        array[-1] = 0
-    return {"blocks": {"layers": slots}, "table": rng.normal(size=(6, 4))}
-
-
-def tensors(tree: Any) -> dict[str, np.ndarray]:
-    """Split such a tree into its tensors: one per slot, and the table."""
-    slots = tree["blocks"]["layers"]
-    found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
-    return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
 
 
 def test_adamw_equals_pytorchs_for_every_tensor():
