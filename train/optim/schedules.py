@@ -55,11 +55,16 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
 
 def _make_imported(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     make = import_object(config.schedule, "optimizer.schedule", SCHEDULES)
-    schedule = make(config, num_steps) if callable(make) else make
+    if not callable(make):
+        raise ValueError(
+            f"optimizer.schedule={config.schedule!r} is of type {type(make).__name__}, but must be "
+            "a function of the config and the number of steps that returns a schedule"
+        )
+    schedule = make(config, num_steps)
     if not callable(schedule):
         raise ValueError(
-            f"optimizer.schedule={config.schedule!r} must be a function of the config and the "
-            f"number of steps that returns a schedule, but it gave a {type(schedule).__name__}"
+            f"optimizer.schedule={config.schedule!r} returned {schedule!r}, but must return a "
+            "function of the number of updates so far"
         )
     return schedule
 

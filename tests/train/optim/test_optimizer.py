@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and optimizers against PyTorch's and published formulas."""
+"""Optimizers against PyTorch's, optax's and published formulas."""
 
 import dataclasses
 from typing import Any
@@ -7,57 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import torch
 
 from tests.train.optim.stacked import BASE, SLOTS, STACKS, VECTORS, stacked, tensors
 from train.optim.config import OptimizerConfig
+from train.optim.ema import find_average
 from train.optim.optimizer import make_optimizer
 from train.optim.schedules import make_learning_rate_schedule
-
-
-def rate(step: int, num_steps: int = 24, **changes) -> float:
-    schedule: Any = make_learning_rate_schedule(dataclasses.replace(BASE, **changes), num_steps)
-    return float(schedule(step))
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_warmup_rises_linearly_to_the_peak(schedule):
-    # float32 has a relative error of about 1e-7.
-    rates = [rate(step, schedule=schedule) for step in range(5)]
-    np.testing.assert_allclose(rates, [0.005, 0.01, 0.015, 0.02, 0.02], rtol=1e-6)
-
-
-@pytest.mark.parametrize("warmup", [0, 1])
-def test_first_update_uses_the_peak_rate_without_warmup(warmup):
-    assert rate(0, warmup_steps=warmup) == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize(
-    "schedule, middle, end",
-    [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
-)
-def test_learning_rate_decays_to_its_final_fraction(schedule, middle, end):
-    # The peak is at update 4, the end at update 23, the last of 24: halfway is between 13 and 14.
-    around = (rate(13, schedule=schedule) + rate(14, schedule=schedule)) / 2
-    assert around == pytest.approx(middle)
-    assert rate(23, schedule=schedule) == pytest.approx(end)
-    assert rate(1000, schedule=schedule) == pytest.approx(end)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_rate_of_a_compiled_step_is_never_negative(schedule):
-    """A compiler may multiply by the reciprocal of the number of steps, which is rounded."""
-    config = dataclasses.replace(BASE, schedule=schedule, final_learning_rate_fraction=0.0)
-    for num_steps in range(10, 60):
-        rates = jax.jit(jax.vmap(make_learning_rate_schedule(config, num_steps)))(
-            jnp.arange(num_steps)
-        )
-        assert float(rates.min()) >= 0
-
-
-def test_warmup_may_be_longer_than_the_run():
-    assert rate(2, num_steps=3) == pytest.approx(0.015)
 
 
 def test_adamw_equals_pytorchs_for_every_tensor():
@@ -139,6 +97,42 @@ def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
         # The learning rate is float32: a relative error of 1e-7 in the change.
         change = max(np.abs(expected[name] - before).max(), 1e-30)
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-6 * change)
+
+
+REFERENCES = {
+    "lion": optax.lion(0.02, b1=0.9, b2=0.95, weight_decay=0.0),
+    "adafactor": optax.adafactor(0.02),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.02, b1=0.9, b2=0.95),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_optimizer_equals_optax_for_every_tensor(name):
+    """Also the parameters that schedule-free learning evaluates."""
+    config = dataclasses.replace(BASE, name=name, weight_decay=0.0)
+    reference = REFERENCES[name]
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params: Any = jax.tree.map(jnp.asarray, stacked(rng))
+        optimizer = make_optimizer(config, lambda count: 0.02, params=params, stacks=STACKS)
+        theirs: Any = jax.tree.map(jnp.asarray, tensors(params))
+        state = optimizer.init(params)
+        their_state: Any = reference.init(theirs)
+        for _ in range(5):
+            grads = stacked(rng)
+            updates, state = jax.jit(optimizer.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            their_grads = jax.tree.map(jnp.asarray, tensors(grads))
+            their_updates, their_state = jax.jit(reference.update)(their_grads, their_state, theirs)
+            theirs = optax.apply_updates(theirs, their_updates)
+        pairs = [(params, theirs)]
+        if name == "schedule_free":
+            evaluated = optax.contrib.schedule_free_eval_params(their_state, theirs)
+            pairs.append((find_average(state), evaluated))
+        for ours, wanted in pairs:
+            for tensor_name, tensor in tensors(ours).items():
+                # float64; schedule-free learning computes (y - x) × 10.
+                np.testing.assert_allclose(tensor, wanted[tensor_name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
