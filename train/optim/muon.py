@@ -140,6 +140,42 @@ def scale_by_muon(
     return optax.GradientTransformationExtraArgs(trace.init, update)
 
 
+def for_matrices(
+    matrices: Matrices, optimizer: optax.GradientTransformation, other: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """Return `optimizer` for the parameters in `matrices`, and `other` for all others.
+
+    Unlike `optax.multi_transform`, it can be called for a part of the parameters, whose trees have
+    None for the rest.
+    """
+    parts = {"muon": optimizer, "adamw": other}
+
+    def pick(tree: Tree, name: str) -> Tree:
+        def picked(path: tuple, x: Any) -> Any:
+            return x if (path_names(path) in matrices) == (name == "muon") else None
+
+        return jax.tree_util.tree_map_with_path(picked, tree)
+
+    def init(params: Tree) -> Tree:
+        return {name: part.init(pick(params, name)) for name, part in parts.items()}
+
+    def update(updates: Tree, state: Any, params: Tree = None, **others: Any) -> tuple[Tree, Tree]:
+        results = {
+            name: optax.with_extra_args_support(part).update(
+                pick(updates, name), state[name], pick(params, name), **others
+            )
+            for name, part in parts.items()
+        }
+        merged = jax.tree.map(
+            lambda x, y: y if x is None else x,
+            *(updates for updates, _ in results.values()),
+            is_leaf=lambda x: x is None,
+        )
+        return merged, {name: state for name, (_, state) in results.items()}
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
 def _orthogonalize(
     matrix: Matrix, spec: PartitionSpec, dtype: np.dtype
 ) -> Callable[[jax.Array], jax.Array]:

@@ -11,7 +11,7 @@ import optax
 from models.adapters import is_adapter
 from train.optim.config import OPTIMIZERS, OptimizerConfig
 from train.optim.layer_decay import Depths, scaled_by_depth
-from train.optim.muon import Matrices, path_names, scale_by_muon
+from train.optim.muon import Matrices, for_matrices, scale_by_muon
 from train.optim.per_layer import check_independent, per_layer
 from train.optim.schedule_free import schedule_free
 from untrusted.imports import import_object
@@ -162,13 +162,6 @@ def _make_muon(
     compute_dtype: Any,
 ) -> optax.GradientTransformation:
     """Return Muon for `matrices`, and AdamW for all other parameters."""
-
-    def labels(params: Tree) -> Tree:
-        def label(path: tuple, _: Any) -> str:
-            return "muon" if path_names(path) in matrices else "adamw"
-
-        return jax.tree_util.tree_map_with_path(label, params)
-
     dtype = np.dtype("bfloat16" if compute_dtype == "float16" else compute_dtype)
     muon = optax.chain(
         scale_by_muon(matrices, config.momentum, config.muon_scale, dtype),
@@ -180,7 +173,7 @@ def _make_muon(
         return config.muon_adamw_rate * learning_rate_schedule(count)
 
     adamw = _make_adamw(config, adamw_rate, mask)
-    return optax.multi_transform({"muon": muon, "adamw": adamw}, labels)
+    return for_matrices(matrices, muon, adamw)
 
 
 def _make_imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedule) -> Any:

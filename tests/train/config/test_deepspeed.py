@@ -111,6 +111,12 @@ def test_float16_has_deepspeeds_defaults(tmp_path):
     assert off.compute == "float32"
 
 
+def test_lion_has_deepspeeds_defaults(tmp_path):
+    found = translated({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, tmp_path).optimizer
+    assert (found.name, found.beta1, found.beta2) == ("lion", 0.9, 0.99)
+    assert (found.learning_rate, found.weight_decay) == (1e-4, 0.0)
+
+
 def test_sgd_has_pytorchs_defaults(tmp_path):
     params = {"momentum": 0.8, "dampening": 0, "nesterov": False, "weight_decay": 1e-4}
     found = translated({"optimizer": {"type": "SGD", "params": params}}, tmp_path).optimizer
