@@ -8,7 +8,7 @@ optax stores z, and computes x from it. Here x is stored, so evaluations, conver
 `init_from` read it as they read any average of the parameters.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,6 @@ import optax.contrib
 from train.optim.ema import Average
 
 Tree = Any
-
-
-class ScheduleFree(NamedTuple):
-    """The state of `schedule_free`."""
-
-    inner: Any  # optax's state, without z
-    average: Average  # x
 
 
 def schedule_free(
@@ -42,17 +35,17 @@ def schedule_free(
     # optax counts updates from 1, but calls the base optimizer's schedule from 0.
     inner = optax.contrib.schedule_free(base, lambda count: learning_rate(count - 1), b1=beta)
 
-    def init(params: Tree) -> ScheduleFree:
+    def init(params: Tree) -> Average:
         state: Any = inner.init(params)
-        average = Average(count=jnp.zeros((), jnp.int32), average=jax.tree.map(jnp.copy, params))
-        return ScheduleFree(inner=state._replace(z=()), average=average)
+        average = jax.tree.map(jnp.copy, params)
+        return Average(count=jnp.zeros((), jnp.int32), average=average, inner=state._replace(z=()))
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScheduleFree]:
-        z = jax.tree.map(lambda y, x: (y - beta * x) / (1 - beta), params, state.average.average)
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Average]:
+        z = jax.tree.map(lambda y, x: (y - beta * x) / (1 - beta), params, state.average)
         updates, new = inner.update(updates, state.inner._replace(z=z), params)
         y = optax.apply_updates(params, updates)
         x = jax.tree.map(lambda y, z: (y - (1 - beta) * z) / beta, y, new.z)
-        average = Average(count=optax.safe_increment(state.average.count), average=x)
-        return updates, ScheduleFree(inner=new._replace(z=()), average=average)
+        count = optax.safe_increment(state.count)
+        return updates, Average(count=count, average=x, inner=new._replace(z=()))
 
     return optax.GradientTransformation(init, update)

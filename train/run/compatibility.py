@@ -124,12 +124,27 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Reject an optimizer that cannot update one layer at a time, if that is needed."""
+    """Reject an optimizer that does not fit the memory, the precision or the average of the run."""
+    if config.optimizer.name == "schedule_free":
+        _check_schedule_free(config)
     if config.memory.placement == "host" and not config.optimizer.can_be_sliced:
         raise ValueError(
             f"memory.placement=host updates one layer at a time, but optimizer.name="
-            f"{config.optimizer.name!r} may need whole arrays of other parameters; set "
+            f"{config.optimizer.name!r} may need whole arrays; set "
             f"optimizer.name={' or '.join(SLICED)}, or memory.placement=device"
+        )
+
+
+def _check_schedule_free(config: RunConfig) -> None:
+    if config.train.ema_decay is not None:
+        raise ValueError(
+            f"optimizer.name=schedule_free keeps an average of its own, so it cannot be combined "
+            f"with train.ema_decay={config.train.ema_decay}; remove one of them"
+        )
+    if config.precision.params == "bfloat16":
+        raise ValueError(
+            "optimizer.name=schedule_free computes its iterate from parameters and average, which "
+            "precision.params=bfloat16 rounds too much; set precision.params=float32"
         )
 
 

@@ -20,6 +20,7 @@ FEATURES = {
     "muon": ("optimizer.name=muon", *ALL),
     "lion": ("optimizer.name=lion", "optimizer.learning_rate=0.001", *ALL),
     "adafactor": ("optimizer.name=adafactor", *ALL),
+    "own": ("optimizer.name=tests.runs:factored", *ALL),
     "schedule_free": ("optimizer.name=schedule_free", *ALL[::2]),  # it has an average of its own
     "sgd": ("optimizer.name=sgd", "optimizer.learning_rate=0.1", *ALL),
 }
@@ -54,7 +55,7 @@ CHOSEN = {
     ("muon", "host, 2x2x2, uneven, ZeRO 3"),
     ("muon", "2x2x2, ZeRO 1"),
     ("lion", "2x2x2, ZeRO 2"),
-    ("adafactor", "2x2x2, uneven, ZeRO 3"),
+    ("own", "2x2x2, uneven, ZeRO 3"),
     ("schedule_free", "2x2x2, uneven, ZeRO 3"),
     ("sgd", "host, 2x2x2, uneven, ZeRO 3"),
 }
