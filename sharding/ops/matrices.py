@@ -25,7 +25,7 @@ from sharding.spec import axes_by_dim, restrict, without
 def on_whole_matrices(
     function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, num_batch: int
 ) -> jax.Array:
-    """Return `function(x)` for x whose last dims are those of matrices.
+    """Return `function(x)` for an array of matrices, which are its last dims.
 
     Args:
         function: maps `[matrices, ...]` to an array of this shape, each matrix by itself. All-zero

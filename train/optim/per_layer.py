@@ -87,7 +87,7 @@ def owner_of(path: Path, params: Collection[Path]) -> Path | None:
 def per_layer(
     optimizer: optax.GradientTransformation, stacks: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer of stacked parameters from one that sees those of one layer.
+    """Return an optimizer of stacked parameters, from an optimizer that sees one layer.
 
     Args:
         optimizer: optimizer; the update of a parameter must depend on no other parameter.

@@ -1,7 +1,7 @@
 """Schedule-free learning: the gradient is taken between the optimizer's iterate and its average.
 
     z   iterate of the base optimizer          not stored: z = (y - β x) / (1 - β)
-    x   average of z, which is evaluated       stored as the run's average, like that of ema.py
+    x   average of z, which is evaluated       stored as the run's average, as in ema.py
     y   β x + (1 - β) z                        the parameters, where gradients are taken
 
 optax stores z, and computes x from it. Here x is stored, so evaluations, conversions and

@@ -51,7 +51,7 @@ def test_muon_equals_optax_for_every_tensor(scale):
     reference = optax.contrib.muon(
         0.25,
         beta=0.0,
-        nesterov=False,  # of AdamW too
+        nesterov=False,  # also turns AdamW's off
         weight_decay=0.1,
         muon_weight_dimension_numbers=kernels,
         consistent_rms=0.2 if scale == "match_rms_adamw" else None,

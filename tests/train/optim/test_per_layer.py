@@ -113,7 +113,7 @@ def test_state_of_an_import_path_is_laid_out_like_its_parameters(make):
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
     abstract = run.state_layout.abstract
     specs = {leaf.shape: leaf.sharding.spec for leaf in jax.tree.leaves(abstract.params)}
-    num_slots = 6  # of 4 layers
+    num_slots = 6  # 2 stages, of which the longer has 3 layers
     shapes = [leaf.shape for leaf in jax.tree.leaves(abstract.opt_state)]
     assert (num_slots, 128) in shapes  # a vector's state, or a factor of a matrix
     for leaf in jax.tree.leaves(abstract.opt_state):

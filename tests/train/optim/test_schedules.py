@@ -1,4 +1,4 @@
-"""Learning-rate schedules, against PyTorch's, those of `transformers` and published formulas."""
+"""Learning-rate schedules against PyTorch, `transformers` and published formulas."""
 
 import dataclasses
 from typing import Any
