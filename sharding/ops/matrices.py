@@ -70,11 +70,11 @@ def _on_device(
     num_batch: int,
     sizes: dict[str, int],
 ) -> jax.Array:
-    """Return a device's part of the result.
+    """Return the part of the result that belongs to this device.
 
     Args:
         function: as for `on_whole_matrices`.
-        x: the device's part.
+        x: part of this device.
         axes: mesh axes by dim of x.
         num_batch: as for `on_whole_matrices`.
         sizes: size of every mesh axis that is manual here.

@@ -137,9 +137,10 @@ def check_independent(
     outputs = _owners(results, paths)
     for group in dict.fromkeys(outputs):
         _, is_used = dce_jaxpr(closed.jaxpr, [owner == group for owner in outputs])
-        others = {o for o, used in zip(inputs, is_used, strict=True) if used} - {group, None}
+        read = [owner for owner, used in zip(inputs, is_used, strict=True) if used]
+        others = [owner for owner in read if owner is not None and owner != group]
         if others:
-            raise ValueError(_dependence(name, group, next(iter(sorted(others, key=str)))))
+            raise ValueError(_dependence(name, group, others[0]))
 
 
 def _dependence(name: str, group: Path | None, other: Path) -> str:

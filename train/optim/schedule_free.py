@@ -42,6 +42,7 @@ def schedule_free(
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Average]:
         z = jax.tree.map(lambda y, x: (y - beta * x) / (1 - beta), params, state.average)
+        new: Any
         updates, new = inner.update(updates, state.inner._replace(z=z), params)
         y = optax.apply_updates(params, updates)
         x = jax.tree.map(lambda y, z: (y - (1 - beta) * z) / beta, y, new.z)

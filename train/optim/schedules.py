@@ -7,7 +7,7 @@ rate                rises to the peak          falls to its end
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import optax
@@ -66,7 +66,7 @@ def _make_imported(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
             f"optimizer.schedule={config.schedule!r} returned {schedule!r}, but must return a "
             "function of the number of updates so far"
         )
-    return schedule
+    return cast(optax.Schedule, schedule)
 
 
 def _after_warmup(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -142,8 +142,7 @@ def _cosine_restarts(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
     length = config.cycle_steps
     if config.cycle_factor == 1:
-        first = cosine(length)
-        return lambda count: first(count % length)
+        return partial(_repeat, cosine(length), length)
     cosines = [cosine(length)]
     starts: list[int] = []
     while length <= num_steps - sum(starts[-1:]):
@@ -151,6 +150,10 @@ def _cosine_restarts(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
         length *= config.cycle_factor
         cosines.append(cosine(length))
     return optax.join_schedules(cosines, starts)
+
+
+def _repeat(schedule: optax.Schedule, num_steps: int, count: Any) -> Any:
+    return schedule(count % num_steps)
 
 
 def _at_least(schedule: optax.Schedule, lowest: float, count: Any) -> Any:

@@ -37,7 +37,7 @@ def masked(config, schedule):
 
 
 def multi_transform(config, schedule):
-    parts = {"matrix": optax.lion(schedule), "vector": optax.sgd(schedule, momentum=0.9)}
+    parts: Any = {"matrix": optax.lion(schedule), "vector": optax.sgd(schedule, momentum=0.9)}
     return optax.multi_transform(parts, labels)
 
 
