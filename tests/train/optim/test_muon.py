@@ -13,7 +13,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.mesh import MeshConfig, make_mesh, use_mesh
-from tests.runs import ROOT
+from tests.runs import ROOT, TINY, losses, make_run
 from tests.train.optim.stacked import BASE, STACKS, stacked, tensors
 from train.config.config_files import load
 from train.config.schema import validate_config
@@ -196,3 +196,18 @@ def test_matrices_of_models(config, expected):
     model = assemble_run(loaded, mesh, vocab_size=257).model
     found = matrices_of(model, ("decoder",), ())
     assert {".".join(path[2:]): dataclasses.astuple(m) for path, m in found.items()} == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "precision",
+    [
+        ("precision.compute=float16",),
+        ("precision.compute=bfloat16", "precision.params=bfloat16", "memory.zero_stage=2"),
+    ],
+)
+def test_muon_learns_in_16_bits(precision, corpus_overrides):
+    overrides = (*TINY, *corpus_overrides, "optimizer.name=muon", *precision, "mesh.data=2")
+    run, corpus = make_run(overrides)
+    found = losses(run, corpus, 8)
+    assert found[-1] < found[0] - 0.1
