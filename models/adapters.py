@@ -113,7 +113,7 @@ def matching_targets(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Ta
     Raises:
         ValueError: a pattern matches no layer.
     """
-    targets = _targets(model)
+    targets = all_targets(model)
     chosen: dict[str, Target] = {}
     for pattern in patterns:
         matches = {name: t for name, t in targets.items() if _matches(name, pattern)}
@@ -127,7 +127,7 @@ def matching_targets(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Ta
     return dict(sorted(chosen.items()))
 
 
-def _targets(model: nnx.Module) -> dict[str, Target]:
+def all_targets(model: nnx.Module) -> dict[str, Target]:
     """Return all layers that can have an adapter, by their names."""
     targets: dict[str, Target] = {}
     for path, module in nnx.iter_modules(model):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from models.losses import cross_entropy
-from train.optim.optimizer import OptimizerConfig
+from train.optim.config import OptimizerConfig
 
 
 def poems() -> dict[str, list[str]]:

@@ -217,10 +217,11 @@ class _Translation:
         ours = OPTIMIZERS.get(kind.lower())
         if ours is None:
             # For example Lamb: DeepSpeed's bounds the trust ratio (max_coeff), and also applies it
-            # to biases.
+            # to biases, and its Muon scales matrices in its own way.
             self._refuse(
-                f"optimizer.type={shown(kind)} is not supported; choose AdamW or SGD, or remove "
-                "the section and set optimizer.name=lamb, lars or package.module:function"
+                f"optimizer.type={shown(kind)} is not supported; choose AdamW, Lion or SGD, or "
+                "remove the section and set optimizer.name=muon, lamb, lars or "
+                "package.module:function"
             )
             return self._drop("optimizer")
         self._check_params("optimizer", kind, PARAMS[ours])

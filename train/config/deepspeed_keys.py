@@ -223,7 +223,13 @@ RENAMED = {
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 #: DeepSpeed's names of float32.
 FLOAT32 = ("fp32", "float32", "torch.float32", "float")
-OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
+OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "fusedadam": "adamw",
+    "lion": "lion",
+    "sgd": "sgd",
+}
 SCHEDULES = {
     "WarmupLR": ("constant", None),
     "WarmupDecayLR": ("linear", 0.0),
@@ -236,6 +242,7 @@ PARAMS = {
         lr betas eps weight_decay bias_correction amsgrad adam_w_mode torch_adam set_grad_none
         fp32_optimizer_states maximize foreach fused capturable
         """.split(),
+    "lion": "lr betas weight_decay set_grad_none".split(),
     "sgd": "lr momentum dampening weight_decay nesterov maximize foreach fused".split(),
     "WarmupLR": """
         warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration
@@ -255,6 +262,7 @@ _WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
 #: rise to the optimizer's learning rate (since DeepSpeed 0.17.2), WarmupDecayLR to one of its own.
 DEFAULTS = {
     "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "lion": {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.0},
     "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": {"warmup_max_lr": 1e-3, **_WARMUP},

@@ -29,7 +29,7 @@ from pipeline.schedules.table import check_size
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig
 from train.config.train_config import EvalConfig, LogConfig, TrainConfig
-from train.optim.optimizer import OptimizerConfig
+from train.optim.config import OptimizerConfig
 from train.precision import PrecisionConfig
 
 #: Keys of `model` that the data sets if they are absent or None -> how messages name that value.

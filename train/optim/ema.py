@@ -18,10 +18,11 @@ Tree = Any
 
 
 class Average(NamedTuple):
-    """The optax state of `average_params`."""
+    """The optax state of `average_params`, and of `schedule_free` (schedule_free.py)."""
 
     count: Any  # int32[], updates so far
     average: Tree  # like the parameters, float32 or wider; None for frozen parameters
+    inner: Any = ()  # state of the optimizer whose iterates are averaged; (): another part's
 
 
 def average_params(decay: float, schedule: str, num_steps: int) -> optax.GradientTransformation:

@@ -47,6 +47,18 @@ def frozen_params(params: Tree, patterns: Sequence[str], lora: LoraConfig) -> Tr
     return jax.tree.unflatten(structure, are_frozen) if any(are_frozen) else None
 
 
+def trained_params(params: Tree, frozen: Tree | None) -> Tree:
+    """Replace frozen parameters, or the corresponding leaves of a similar tree, by None.
+
+    Args:
+        params: parameters, or a tree like them.
+        frozen: bool per parameter; None: no parameter is frozen.
+    """
+    if frozen is None:
+        return params
+    return jax.tree.map(lambda is_frozen, x: None if is_frozen else x, frozen, params)
+
+
 def _matches(names: Sequence[str], patterns: Sequence[str], key: str) -> list[bool]:
     """Return whether a pattern matches, for each name; each pattern must match one."""
     for pattern in patterns:

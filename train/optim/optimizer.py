@@ -1,28 +1,22 @@
-"""Optimizers and learning-rate schedules, built from optax transformations."""
+"""Optimizers, built from optax transformations."""
 
-import dataclasses
-import math
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 
-from fields.field import field
-from fields.section import Section
 from models.adapters import is_adapter
+from train.optim.config import OPTIMIZERS, OptimizerConfig
 from train.optim.layer_decay import Depths, scaled_by_depth
-from train.optim.trust_ratio import scale_by_layers_trust_ratio
+from train.optim.muon import Matrices, for_matrices, scale_by_muon
+from train.optim.per_layer import check_independent, per_layer
+from train.optim.schedule_free import schedule_free
 from untrusted.imports import import_object
 
-OPTIMIZERS = ("adamw", "lamb", "lars", "sgd")
-#: Optimizers that treat every element independently, so that slices of an array can be updated one
-#: at a time.
-ELEMENTWISE = ("adamw", "sgd")
-SCHEDULES = ("cosine", "linear", "constant")
-WARMUPS = ("linear", "log")
+Tree = Any
 
 #: Names of parameters without weight decay in every model: biases, and the scales of norms. Names
 #: are needed because a bias can have two dimensions, such as heads and head_dim.
@@ -32,138 +26,14 @@ NOT_DECAYED = ("bias", "scale")
 TRUST_COEFFICIENT = 0.001
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(Section, section="optimizer"):
-    """The optimizer, its learning-rate schedule, weight decay and clipping.
-
-    See docs/optimizers.md.
-    """
-
-    name: str = field(
-        "adamw",
-        "The optimizer: `adamw`, `lamb`, `lars`, `sgd`, or `package.module:function` for one of "
-        "your own (see docs/own_parts.md).",
-        required=True,
-    )
-    learning_rate: float = field(1e-3, "Peak learning rate.", ge=0, required=True)
-    warmup_steps: int = field(
-        20,
-        "Steps of warmup; the last of them has the peak learning rate.",
-        ge=0,
-        required=True,
-    )
-    warmup_type: str = field(
-        "linear",
-        "Rate of warmup step n / peak: `n / warmup_steps` (linear), or `log(n) / "
-        "log(warmup_steps)` (log), which is 0 in the first step.",
-        choices=WARMUPS,
-    )
-    schedule: str = field("cosine", "Decay after the warmup.", choices=SCHEDULES, required=True)
-    final_learning_rate_fraction: float = field(
-        0.1, "Last rate / peak; not for `schedule=constant`.", ge=0, le=1, required=True
-    )
-    weight_decay: float = field(
-        0.1,
-        "Weight decay, multiplied by the learning rate. It does not apply to biases, norm scales, "
-        "other vectors and the parameters that the model names in `not_decayed`.",
-        ge=0,
-        required=True,
-    )
-    clip_norm: float = field(
-        1.0, "Largest global gradient norm; 0: no clipping.", ge=0, required=True
-    )
-    beta1: float = field(
-        0.9, "For `adamw` and `lamb`: decay of the first moment.", ge=0, lt=1, required=True
-    )
-    beta2: float = field(
-        0.95, "For `adamw` and `lamb`: decay of the second moment.", ge=0, lt=1, required=True
-    )
-    epsilon: float = field(
-        1e-8,
-        "For `adamw` and `lamb`: added to the root of the second moment.",
-        gt=0,
-        required=True,
-    )
-    momentum: float = field(
-        0.9, "For `lars` and `sgd`: momentum; 0: no momentum is kept.", ge=0, lt=1
-    )
-    layer_decay: float = field(
-        1.0,
-        "Layer-wise decay: the update of layer l of L is multiplied by `layer_decay ** (L - l)`; "
-        "1: none.",
-        gt=0,
-        le=1,
-        remedy="choose for example 0.75, or 1 for none",
-    )
-    frozen: tuple = field(
-        (),
-        "Parameters that are not trained: names, in which `*` matches anything, such as "
-        "`token_embedding,encoder.*`.",
-        nonempty=True,
-        splits=True,
-        remedy="write for example ('token_embedding',)",
-    )
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the optimizer is one of OPTIMIZERS, not one of your own."""
-        return self.name in OPTIMIZERS
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether it is one of ELEMENTWISE, which state in host memory requires."""
-        return self.name in ELEMENTWISE
-
-
-def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Return the learning-rate schedule: warmup, then decay.
-
-    Args:
-        config: peak, warmup and decay.
-        num_steps: length of the run; the decay ends at its last step.
-
-    Returns:
-        A function int32 count of updates -> float32 learning rate.
-    """
-    peak = config.learning_rate
-    warmup = config.warmup_steps
-    final = peak * config.final_learning_rate_fraction
-    decay_steps = max(num_steps - 1 - warmup, 1)
-    after = {
-        "cosine": optax.cosine_decay_schedule(
-            peak, decay_steps, config.final_learning_rate_fraction
-        ),
-        "linear": optax.linear_schedule(peak, final, decay_steps),
-        "constant": optax.constant_schedule(peak),
-    }[config.schedule]
-    # In float32 the last rate of a decay can be slightly below its end, and so below 0.
-    decay = partial(_at_least, after, min(final, peak))
-    # A linear warmup starts at peak / warmup instead of 0, so that the first update has an effect.
-    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    if config.warmup_type == "log":
-        rise = partial(_logarithmic, peak, warmup)
-    return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
-
-
-def _at_least(schedule: optax.Schedule, lowest: float, count: Any) -> Any:
-    return jnp.maximum(schedule(count), lowest)
-
-
-def _logarithmic(peak: float, num_steps: int, count: Any) -> Any:
-    """Return the rate of an update of a logarithmic warmup, as DeepSpeed's `WarmupLR`."""
-    return peak * jnp.log1p(count) / math.log(max(num_steps, 2))
-
-
-def decay_mask(params: Any, *, stacks: Collection[str], not_decayed: Collection[str] = ()) -> Any:
+def decay_mask(params: Tree, *, not_decayed: Collection[str] = ()) -> Tree:
     """Return a bool per parameter: whether weight decay applies to it.
 
     It applies to matrices and embedding tables, but not to vectors, to NOT_DECAYED, or to DoRA's
-    magnitudes, which PEFT stores as vectors. A parameter of a stack counts as one layer's: a vector
-    in each block is `[slots, D]`, and is still a vector.
+    magnitudes, which PEFT stores as vectors.
 
     Args:
-        params: tree of parameters.
-        stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
+        params: tree of parameters of one layer (see per_layer.py).
         not_decayed: names of additional parameters, or of modules, without weight decay.
 
     Raises:
@@ -180,8 +50,7 @@ def decay_mask(params: Any, *, stacks: Collection[str], not_decayed: Collection[
             return False
         if is_adapter(keys) and keys[-1] == "magnitude":
             return False
-        num_dims = leaf.ndim - (keys[0] in stacks)
-        return num_dims > 1
+        return leaf.ndim > 1
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)
 
@@ -190,8 +59,11 @@ def make_optimizer(
     config: OptimizerConfig,
     learning_rate_schedule: optax.Schedule,
     *,
+    params: Tree,
     stacks: Collection[str] = (),
     not_decayed: Collection[str] = (),
+    matrices: Matrices | None = None,
+    compute_dtype: Any = "float32",
     depths: Depths | None = None,
     average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
@@ -205,16 +77,27 @@ def make_optimizer(
     Args:
         config: optimizer and its hyperparameters.
         learning_rate_schedule: learning rate of every update.
+        params: trained parameters, as arrays or ShapeDtypeStructs.
         stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
         not_decayed: names from the model's class; see models/stack.py.
+        matrices: matrices of the stacks, for Muon.
+        compute_dtype: dtype of the products of matrices, for Muon.
         depths: depths of the parameters; required if `layer_decay` is not 1.
         average: transformation that averages the parameters; see train/optim/ema.py.
 
     Raises:
-        ValueError: `config.name` is neither an optimizer nor an import path.
+        ValueError: `config.name` is neither an optimizer nor an import path, or the optimizer
+            cannot update layers separately.
     """
-    mask = partial(decay_mask, stacks=stacks, not_decayed=not_decayed)
-    optimizer = _make_named(config, learning_rate_schedule, stacks, mask)
+    mask = partial(decay_mask, not_decayed=not_decayed)
+    if config.name == "muon":
+        optimizer = _make_muon(config, learning_rate_schedule, mask, matrices or {}, compute_dtype)
+    elif config.is_built_in:
+        optimizer = _make_named(config, learning_rate_schedule, mask)
+    else:
+        optimizer = _make_imported(config, learning_rate_schedule)
+        check_independent(optimizer, params, stacks, config.name)
+    optimizer = per_layer(optimizer, stacks)
     if config.layer_decay != 1:
         assert depths is not None
         optimizer = scaled_by_depth(optimizer, config.layer_decay, depths)
@@ -227,33 +110,70 @@ def make_optimizer(
 
 
 def _make_named(
-    config: OptimizerConfig,
-    learning_rate_schedule: optax.Schedule,
-    stacks: Collection[str],
-    mask: Callable[[Any], Any],
+    config: OptimizerConfig, learning_rate_schedule: optax.Schedule, mask: Callable[[Tree], Tree]
 ) -> optax.GradientTransformation:
     if config.name == "adamw":
-        return optax.adamw(
-            learning_rate_schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            mask=mask,
-        )
+        return _make_adamw(config, learning_rate_schedule, mask)
     decay = optax.add_decayed_weights(config.weight_decay, mask=mask)
     rate = optax.scale_by_learning_rate(learning_rate_schedule)
     momentum = optax.trace(config.momentum) if config.momentum else optax.identity()
-    if config.name == "lamb":
-        adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
-        ratio = scale_by_layers_trust_ratio(stacks, mask)
-        return optax.chain(adam, decay, ratio, rate)
-    if config.name == "lars":
-        ratio = scale_by_layers_trust_ratio(stacks, mask, TRUST_COEFFICIENT)
-        return optax.chain(decay, ratio, rate, momentum)
-    if config.name == "sgd":
-        return optax.chain(decay, momentum, rate)
-    return _make_imported(config, learning_rate_schedule)
+    match config.name:
+        case "lion":
+            return optax.chain(optax.scale_by_lion(config.beta1, config.beta2), decay, rate)
+        case "adafactor":
+            # Clipping and scaling of each tensor, as in section 5 of the paper.
+            factored = optax.scale_by_factored_rms()
+            clip = optax.clip_by_block_rms(1.0)
+            return optax.chain(factored, clip, optax.scale_by_param_block_rms(), decay, rate)
+        case "schedule_free":
+            scale = optax.scale_by_rms(
+                config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
+            )
+            base = optax.chain(scale, decay, rate)
+            return schedule_free(base, learning_rate_schedule, config.beta1)
+        case "lamb":
+            adam = optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon)
+            return optax.chain(adam, decay, optax.masked(optax.scale_by_trust_ratio(), mask), rate)
+        case "lars":
+            ratio = optax.scale_by_trust_ratio(trust_coefficient=TRUST_COEFFICIENT)
+            return optax.chain(decay, optax.masked(ratio, mask), rate, momentum)
+        case _:
+            return optax.chain(decay, momentum, rate)
+
+
+def _make_adamw(
+    config: OptimizerConfig, learning_rate: optax.Schedule, mask: Callable[[Tree], Tree]
+) -> optax.GradientTransformation:
+    return optax.adamw(
+        learning_rate,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        mask=mask,
+    )
+
+
+def _make_muon(
+    config: OptimizerConfig,
+    learning_rate_schedule: optax.Schedule,
+    mask: Callable[[Tree], Tree],
+    matrices: Matrices,
+    compute_dtype: Any,
+) -> optax.GradientTransformation:
+    """Return Muon for `matrices`, and AdamW for all other parameters."""
+    dtype = np.dtype("bfloat16" if compute_dtype == "float16" else compute_dtype)
+    muon = optax.chain(
+        scale_by_muon(matrices, config.momentum, config.muon_scale, dtype),
+        optax.add_decayed_weights(config.weight_decay, mask=mask),
+        optax.scale_by_learning_rate(learning_rate_schedule),
+    )
+
+    def adamw_rate(count: Any) -> Any:
+        return config.muon_adamw_rate * learning_rate_schedule(count)
+
+    adamw = _make_adamw(config, adamw_rate, mask)
+    return for_matrices(matrices, muon, adamw)
 
 
 def _make_imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedule) -> Any:

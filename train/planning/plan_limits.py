@@ -245,7 +245,7 @@ def may_use_host_memory(config: RunConfig, fixed: Collection[str], machine: Mach
         machine: rates of the devices.
     """
     is_open = config.memory.placement == "device" and "memory.placement" not in fixed
-    return is_open and config.optimizer.is_elementwise and not machine.shares_cores
+    return is_open and config.optimizer.can_be_sliced and not machine.shares_cores
 
 
 def no_memory(request: Request, found: DoesNotFit) -> str:
@@ -271,7 +271,7 @@ def no_memory(request: Request, found: DoesNotFit) -> str:
     is_one = leanest.plan.microbatch_size(config.data.global_batch_size) == 1
     remedies.append("a smaller model" if is_one else "a smaller data.global_batch_size or model")
     fraction = config.memory.offload_parameters_fraction
-    if config.optimizer.is_elementwise and fraction < 1:
+    if config.optimizer.can_be_sliced and fraction < 1:
         on_host: dict[str, Any] = {"memory.placement": "host"}
         for values in (on_host, on_host | {"memory.offload_parameters_fraction": 1.0}):
             if request.fits_with(leanest.plan, request.num_devices, values):

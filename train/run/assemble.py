@@ -27,8 +27,10 @@ from sharding.mesh import AnyMesh
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
 from train.optim.ema import average_params
-from train.optim.freeze import frozen_params
-from train.optim.optimizer import make_learning_rate_schedule, make_optimizer
+from train.optim.freeze import frozen_params, trained_params
+from train.optim.muon import matrices_of
+from train.optim.optimizer import make_optimizer
+from train.optim.schedules import make_learning_rate_schedule
 from train.run.compatibility import (
     check_axes,
     check_objective,
@@ -205,15 +207,23 @@ def _optimizer(
     """Return the optimizer, and a bool per parameter, whether it is frozen, or None."""
     check_optimizer(config)
     train = config.train
+    not_decayed = getattr(model, "not_decayed", ())
     average = None
     if train.ema_decay is not None:
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
+    frozen = frozen_params(traces.params, config.optimizer.frozen, config.lora)
+    matrices = None
+    if config.optimizer.name == "muon":
+        matrices = matrices_of(model, functions.num_layers, not_decayed)
     optimizer = make_optimizer(
         config.optimizer,
         learning_rate_schedule,
+        params=trained_params(traces.params, frozen),
         stacks=functions.num_layers,
-        not_decayed=getattr(model, "not_decayed", ()),
+        not_decayed=not_decayed,
+        matrices=matrices,
+        compute_dtype=config.precision.compute_dtype,
         depths=traces.depths if config.optimizer.layer_decay != 1 else None,
         average=average,
     )
-    return optimizer, frozen_params(traces.params, config.optimizer.frozen, config.lora)
+    return optimizer, frozen

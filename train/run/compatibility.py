@@ -20,7 +20,7 @@ from sharding.mesh import AnyMesh
 from sharding.rules import unused_axes
 from train.config.remat import Remat
 from train.config.schema import RunConfig
-from train.optim.optimizer import ELEMENTWISE
+from train.optim.config import SLICED
 from train.run.model_traces import ModelTraces
 from train.state.state_layout import StateLayout
 
@@ -124,12 +124,27 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Reject an optimizer that cannot update one layer at a time, if that is needed."""
-    if config.memory.placement == "host" and not config.optimizer.is_elementwise:
+    """Reject an optimizer that does not fit the memory, the precision or the average of the run."""
+    if config.optimizer.name == "schedule_free":
+        _check_schedule_free(config)
+    if config.memory.placement == "host" and not config.optimizer.can_be_sliced:
         raise ValueError(
             f"memory.placement=host updates one layer at a time, but optimizer.name="
-            f"{config.optimizer.name!r} may not be element-wise; set "
-            f"optimizer.name={' or '.join(ELEMENTWISE)}, or memory.placement=device"
+            f"{config.optimizer.name!r} may need whole arrays; set "
+            f"optimizer.name={' or '.join(SLICED)}, or memory.placement=device"
+        )
+
+
+def _check_schedule_free(config: RunConfig) -> None:
+    if config.train.ema_decay is not None:
+        raise ValueError(
+            f"optimizer.name=schedule_free keeps an average of its own, so it cannot be combined "
+            f"with train.ema_decay={config.train.ema_decay}; remove one of them"
+        )
+    if config.precision.params == "bfloat16":
+        raise ValueError(
+            "optimizer.name=schedule_free computes its iterate from parameters and average, which "
+            "precision.params=bfloat16 rounds too much; set precision.params=float32"
         )
 
 

@@ -26,6 +26,7 @@ from models.stack import only_layers
 from pipeline.stack_layout import StackLayout
 from sharding.memory import HOST, in_device_memory, is_on_host, to_device
 from train.optim.ema import with_average
+from train.optim.freeze import trained_params
 from train.precision import LossScale, PrecisionConfig
 from train.state.train_state import (
     Spikes,
@@ -57,9 +58,7 @@ class StateSpec:
 
     def trained(self, params: Tree) -> Tree:
         """Replace frozen parameters, or the corresponding leaves of a similar tree, by None."""
-        if self.frozen is None:
-            return params
-        return jax.tree.map(lambda frozen, x: None if frozen else x, self.frozen, params)
+        return trained_params(params, self.frozen)
 
     def params(self) -> Tree:
         """Initialize the model's parameters; stacks are `[layers, ...]`."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from models.stack import logical_axes
@@ -30,6 +29,7 @@ from sharding.mesh import AnyMesh
 from sharding.rules import partition_specs, split_experts_first
 from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import split_over_replicas
+from train.optim.per_layer import map_state
 from train.state.amax_history import HISTORY_SPEC
 from train.state.initialize import StateInit, StateSpec
 from train.state.train_state import MAY_LACK, TrainState, zeros_of
@@ -56,8 +56,7 @@ class StateLayout:
             optimizer state are in host memory.
 
     Raises:
-        ValueError: a parameter cannot be laid out on the mesh (see sharding/rules.py), or the
-            optimizer's state cannot be split into layers.
+        ValueError: a parameter cannot be laid out on the mesh (see sharding/rules.py).
     """
 
     def __init__(
@@ -72,6 +71,7 @@ class StateLayout:
         self._mesh = mesh
         self._layouts = layouts
         layers = jax.eval_shape(lambda: state_spec.state(state_spec.params()))
+        self._param_types = layers.params
         layout_of_param = jax.tree_util.tree_map_with_path(
             lambda path, _: layouts.get(path[0].key, _PLAIN), layers.params
         )
@@ -79,7 +79,6 @@ class StateLayout:
             layers, lambda _, layout: layout, lambda _: _PLAIN, layout_of_param
         )
         self._layout_of = _with_history(layout_of, lambda stack: layouts[stack])
-        self._check_optimizer(layers, layout_of_param)
         slots = jax.eval_shape(self._to_slots, layers)
         axes = logical_axes(state_spec.model)
         param_specs = partition_specs(slots.params, axes, rules, mesh)
@@ -96,7 +95,7 @@ class StateLayout:
         self.is_offloaded = state_spec.trained(is_offloaded)
         specs = self._per_leaf(
             slots,
-            lambda leaf, param, spec: spec if leaf.shape == param.shape else PartitionSpec(),
+            _spec_of_state,
             lambda _: PartitionSpec(),
             slots.params,
             param_specs,
@@ -182,33 +181,17 @@ class StateLayout:
             num_skipped=of_other(state.num_skipped),
             num_nonfinite_in_a_row=of_other(state.num_nonfinite_in_a_row),
             params=jax.tree.map(of_param, state.params, *like_params),
-            opt_state=optax.tree_utils.tree_map_params(
-                self._spec.optimizer,
+            opt_state=map_state(
                 of_param,
                 state.opt_state,
+                self._spec.trained(self._param_types),
                 *map(self._spec.trained, like_params),
-                transform_non_params=of_other,
+                of_other=of_other,
             ),
             spikes=jax.tree.map(of_other, state.spikes),
             loss_scale=jax.tree.map(of_other, state.loss_scale),
             amax_history=jax.tree.map(of_other, state.amax_history),
         )
-
-    def _check_optimizer(self, layers: TrainState, layout_of_param: Tree) -> None:
-        names = jax.tree_util.tree_map_with_path(
-            lambda path, _: ".".join(str(key.key) for key in path), layers.params
-        )
-
-        def check(leaf, param, layout, name):
-            if not layout.is_plain and leaf.shape != param.shape:
-                raise ValueError(
-                    f"the optimizer keeps an array of shape {leaf.shape} for parameter "
-                    f"{name}{param.shape}, which cannot be cut by layers; choose even stages of "
-                    "one chunk (pipeline.layers_per_stage and pipeline.chunks), or "
-                    "optimizer.name=adamw"
-                )
-
-        self._per_leaf(layers, check, lambda _: None, layers.params, layout_of_param, names)
 
     def _portable_spec(self, leaf, spec: PartitionSpec, layout) -> PartitionSpec:
         """Return the spec of an array in a checkpoint: `pipeline` splits another dim than layers.
@@ -279,6 +262,13 @@ def _with_history(tree: TrainState, of_stack: Callable[[str], Any]) -> TrainStat
 def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
     """Return the jitted conversion of an array; cached, so that equal arrays share it."""
     return jax.jit(convert, out_shardings=sharding)
+
+
+def _spec_of_state(leaf: Any, param: Any, spec: PartitionSpec) -> PartitionSpec:
+    """Return the spec of a parameter, or of state that belongs to it and may have another shape."""
+    if leaf.shape == param.shape:
+        return spec
+    return PartitionSpec(*spec[:1]) if leaf.shape[:1] == param.shape[:1] else PartitionSpec()
 
 
 _PLAIN = StackLayout(num_layers=1, chunks=(((0, 1),),))

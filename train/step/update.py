@@ -9,7 +9,7 @@ device never holds more than one of them:
         copy them back, in place
 
 Clipping needs the gradient norm first, so a separate pass computes it. Slicing requires an
-element-wise optimizer.
+optimizer that updates layers separately, and other parameters element by element.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from pipeline.stack_layout import StackLayout
 from sharding.memory import is_on_host, to_device, to_where
 from sharding.mesh import AnyMesh
 from sharding.spec import axes_of
+from train.optim.per_layer import map_state
 from train.precision import rounded_at_random
 from train.state.state_layout import StateLayout
 from train.state.train_state import merge
@@ -67,7 +68,7 @@ class Update:
     non-stack parameter at a time. Frozen parameters are not touched.
 
     Attributes:
-        optimizer: without clipping. It must be element-wise if any state is in host memory.
+        optimizer: without clipping. It must be one of SLICED if any state is in host memory.
         clip_norm: largest global gradient norm; 0: no clipping.
         layouts: stack -> its layout.
         seed: for stochastic rounding.
@@ -140,12 +141,12 @@ class Update:
         """Return (params, opt_state) of a group after its update, with None for other leaves."""
         chosen = group.chosen
         is_of_param = jax.tree.leaves(
-            optax.tree_utils.tree_map_params(
-                self.optimizer,
-                lambda _, c: True if c else None,
+            map_state(
+                lambda _, is_chosen: is_chosen or None,
                 opt_state,
                 chosen,
-                transform_non_params=lambda _: False,
+                chosen,
+                of_other=lambda _: False,
             )
         )
         params = _chosen(params, chosen)
@@ -206,7 +207,10 @@ class Update:
         grads = jax.tree.map(divide_and_clip, grads)
         wide = jax.tree.map(lambda p, g: p.astype(g.dtype), params, grads)
         optimizer = optax.with_extra_args_support(self.optimizer)
-        updates, new_state = optimizer.update(grads, opt_state, wide, row_ids=row_ids)
+        layout = self.state_layout.abstract.params
+        updates, new_state = optimizer.update(
+            grads, opt_state, wide, row_ids=row_ids, param_layout=layout
+        )
         new_params = rounded_at_random(
             optax.apply_updates(wide, updates), params, row_ids, self.seed, outcome.step
         )
@@ -309,9 +313,7 @@ class Update:
         return jax.tree_util.tree_map_with_path(number, self.state_layout.abstract.params)
 
     def _chosen_state(self, opt_state: Tree, chosen: Tree) -> Tree:
-        return optax.tree_utils.tree_map_params(
-            self.optimizer, lambda leaf, c: leaf if c else None, opt_state, chosen
-        )
+        return map_state(lambda leaf, c: leaf if c else None, opt_state, chosen, chosen)
 
 
 def _slices(param: jax.ShapeDtypeStruct) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from train.config.overrides import Overrides
 from train.config.schema import RunConfig
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
-from train.optim.optimizer import make_learning_rate_schedule
+from train.optim.schedules import make_learning_rate_schedule
 
 #: From the tutorials of Hugging Face's Trainer: ZeRO 3 with everything offloaded to the CPU.
 ZERO3 = {
@@ -109,6 +109,12 @@ def test_float16_has_deepspeeds_defaults(tmp_path):
     assert precision.loss_scale == 128 and precision.loss_scale_window == 0
     off = translated({"fp16": {"enabled": False, "hysteresis": 2}}, tmp_path).precision
     assert off.compute == "float32"
+
+
+def test_lion_has_deepspeeds_defaults(tmp_path):
+    found = translated({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, tmp_path).optimizer
+    assert (found.name, found.beta1, found.beta2) == ("lion", 0.9, 0.99)
+    assert (found.learning_rate, found.weight_decay) == (1e-4, 0.0)
 
 
 def test_sgd_has_pytorchs_defaults(tmp_path):

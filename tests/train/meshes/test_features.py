@@ -8,6 +8,7 @@ import pytest
 
 from data.batches import train_batches
 from tests.runs import FLOAT64, TINY, make_run
+from train.optim.config import SLICED
 from train.state.train_state import average_of
 
 NUM_STEPS = 4
@@ -16,6 +17,11 @@ FEATURES = {
     "adamw": (*ALL, "train.ema_schedule=cosine"),
     "lamb": ("optimizer.name=lamb", *ALL),
     "lars": ("optimizer.name=lars", "optimizer.learning_rate=5", *ALL),
+    "muon": ("optimizer.name=muon", *ALL),
+    "lion": ("optimizer.name=lion", "optimizer.learning_rate=0.001", *ALL),
+    "adafactor": ("optimizer.name=adafactor", *ALL),
+    "own": ("optimizer.name=tests.runs:factored", *ALL),
+    "schedule_free": ("optimizer.name=schedule_free", *ALL[::2]),  # it has an average of its own
     "sgd": ("optimizer.name=sgd", "optimizer.learning_rate=0.1", *ALL),
 }
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
@@ -29,6 +35,8 @@ MESHES = {
     "fsdp=4": ("mesh.fsdp=4",),
     "model=2": ("mesh.model=2",),
     "2x2x2": CUBE,
+    "2x2x2, ZeRO 1": (*CUBE, "memory.zero_stage=1"),
+    "2x2x2, ZeRO 2": (*CUBE, "memory.zero_stage=2"),
     "2x2x2, uneven, ZeRO 3": UNEVEN,
     "chunks": (
         "mesh.pipeline=2",
@@ -44,6 +52,11 @@ MESHES = {
 #: Cases that CI runs; `-m slow` adds the others.
 CHOSEN = {
     ("lamb", "2x2x2, uneven, ZeRO 3"),
+    ("muon", "host, 2x2x2, uneven, ZeRO 3"),
+    ("muon", "2x2x2, ZeRO 1"),
+    ("lion", "2x2x2, ZeRO 2"),
+    ("own", "2x2x2, uneven, ZeRO 3"),
+    ("schedule_free", "2x2x2, uneven, ZeRO 3"),
     ("sgd", "host, 2x2x2, uneven, ZeRO 3"),
 }
 
@@ -51,7 +64,7 @@ CHOSEN = {
 def combinations():
     for name in FEATURES:
         for mesh in MESHES:
-            if name in ("adamw", "sgd") or "host" not in mesh:
+            if name in SLICED or "host" not in mesh:
                 marks = [pytest.mark.slow] * ((name, mesh) not in CHOSEN)
                 yield pytest.param(name, mesh, marks=marks)
 

@@ -18,13 +18,14 @@ from tests.runs import CONFIG, ROOT
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.optim.optimizer import decay_mask
+from train.optim.per_layer import one_layer
 from train.run.assemble import assemble_run
 
 
 def test_decay_mask_of_gpt2_selects_matrices_and_embeddings():
     config = validate_config(load(CONFIG))
     run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    mask = decay_mask(run.state_layout.abstract.params, stacks=("decoder",))
+    mask = decay_mask(one_layer(run.state_layout.abstract.params, ("decoder",)))
     decays = jax.tree_util.tree_leaves_with_path(mask)
     names = {".".join(key.key for key in path): decayed for path, decayed in decays}
     decayed = {name for name, is_decayed in names.items() if is_decayed}
@@ -46,7 +47,9 @@ def test_decay_mask_exempts_every_vector_of_transformers(name, tmp_path):
     params = nnx.to_pure_dict(nnx.split(model)[1])
     decays = {
         ".".join(key.key for key in path): is_decayed
-        for path, is_decayed in jax.tree.leaves_with_path(decay_mask(params, stacks=stacks(model)))
+        for path, is_decayed in jax.tree.leaves_with_path(
+            decay_mask(one_layer(params, stacks(model)))
+        )
     }
     assert source.architecture is not None
     mappings = source.architecture.tensor_mappings(source.shapes(), vocab_size=VOCAB)
@@ -62,7 +65,7 @@ def stacks(model: Any) -> list[str]:
 def not_decayed_of(model: Any) -> set[str]:
     params = nnx.to_pure_dict(nnx.split(model)[1])
     mask = jax.tree_util.tree_leaves_with_path(
-        decay_mask(params, stacks=stacks(model), not_decayed=model.not_decayed)
+        decay_mask(one_layer(params, stacks(model)), not_decayed=model.not_decayed)
     )
     names = {".".join(key.key for key in path) for path, is_decayed in mask if not is_decayed}
     return {name for name in names if not name.endswith((".bias", ".scale"))}
@@ -110,6 +113,6 @@ def test_dora_magnitudes_are_not_decayed():
     layers = {"a": (3, 8, 4), "b": (3, 4, 2, 5), "magnitude": (3, 2, 5)}
     lora = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in layers.items()}
     for params in ({"layers": {"up": {"lora": lora}}}, {"classifier": {"lora": lora}}):
-        mask = decay_mask({"blocks": params}, stacks=("blocks",))
+        mask = decay_mask(one_layer({"blocks": params}, ("blocks",)))
         decayed = [path[-1].key for path, decays in jax.tree.leaves_with_path(mask) if decays]
         assert decayed == ["a", "b"]

@@ -140,8 +140,19 @@ def steps(run, start: RestoredRun, count: int, *, save_after: int = 0) -> tuple[
 
 
 @pytest.mark.thorough
-def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_path):
-    features = (*EMA, FROZEN, "optimizer.name=lamb", "optimizer.layer_decay=0.7")
+@pytest.mark.parametrize(
+    "features, place",
+    [
+        ((*EMA, "optimizer.name=lamb", "optimizer.layer_decay=0.7"), 2),
+        ((*EMA, "optimizer.name=muon"), 2),
+        (("optimizer.name=schedule_free",), 1),
+    ],
+    ids=["lamb", "muon", "schedule_free"],
+)
+def test_average_resumes_to_the_bit_and_on_another_mesh(
+    features, place, corpus_overrides, tmp_path
+):
+    features = (*features, FROZEN)
     base = (*TINY, *corpus_overrides, *FLOAT64, *features)
     with jax.enable_x64(True):
         run, corpus = make_run((*base, *UNEVEN))
@@ -163,7 +174,7 @@ def test_average_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_pa
         for found, wanted in zip(*pairs, strict=True):
             np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-12)
     names = stored_arrays(tmp_path / "checkpoints" / "2").keys()
-    assert "opt_state.2.average.decoder.layers.attention.qkv.kernel" in names
+    assert f"opt_state.{place}.average.decoder.layers.attention.qkv.kernel" in names
     assert not any(".mlp." in name for name in names if name.startswith("opt_state"))
 
 

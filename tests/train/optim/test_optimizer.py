@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and optimizers against PyTorch's and published formulas."""
+"""Optimizers against PyTorch's, optax's and published formulas."""
 
 import dataclasses
 from typing import Any
@@ -7,112 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 import torch
 
-from sharding.mesh import make_mesh
-from tests.runs import CONFIG
-from train.config.config_files import load
-from train.config.schema import validate_config
-from train.optim.optimizer import OptimizerConfig, make_learning_rate_schedule, make_optimizer
-from train.run.assemble import assemble_run
-
-BASE = OptimizerConfig(
-    name="adamw",
-    learning_rate=0.02,
-    warmup_steps=4,
-    schedule="cosine",
-    final_learning_rate_fraction=0.1,
-    weight_decay=0.1,
-    clip_norm=1.0,
-    beta1=0.9,
-    beta2=0.95,
-    epsilon=1e-8,
-)
-
-
-def rate(step: int, num_steps: int = 24, **changes) -> float:
-    schedule: Any = make_learning_rate_schedule(dataclasses.replace(BASE, **changes), num_steps)
-    return float(schedule(step))
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_warmup_rises_linearly_to_the_peak(schedule):
-    # float32 has a relative error of about 1e-7.
-    rates = [rate(step, schedule=schedule) for step in range(5)]
-    np.testing.assert_allclose(rates, [0.005, 0.01, 0.015, 0.02, 0.02], rtol=1e-6)
-
-
-@pytest.mark.parametrize("warmup", [0, 1])
-def test_first_update_uses_the_peak_rate_without_warmup(warmup):
-    assert rate(0, warmup_steps=warmup) == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize(
-    "schedule, middle, end",
-    [("cosine", 0.011, 0.002), ("linear", 0.011, 0.002), ("constant", 0.02, 0.02)],
-)
-def test_learning_rate_decays_to_its_final_fraction(schedule, middle, end):
-    # The peak is at update 4, the end at update 23, the last of 24: halfway is between 13 and 14.
-    around = (rate(13, schedule=schedule) + rate(14, schedule=schedule)) / 2
-    assert around == pytest.approx(middle)
-    assert rate(23, schedule=schedule) == pytest.approx(end)
-    assert rate(1000, schedule=schedule) == pytest.approx(end)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_rate_of_a_compiled_step_is_never_negative(schedule):
-    """A compiler may multiply by the reciprocal of the number of steps, which is rounded."""
-    config = dataclasses.replace(BASE, schedule=schedule, final_learning_rate_fraction=0.0)
-
-    counts = range(10, 60)
-
-    @jax.jit
-    def lowest_rates():
-        schedules = [(make_learning_rate_schedule(config, count), count) for count in counts]
-        return [jax.vmap(rate)(jnp.arange(count)).min() for rate, count in schedules]
-
-    assert min(map(float, lowest_rates())) >= 0
-
-
-def test_warmup_may_be_longer_than_the_run():
-    assert rate(2, num_steps=3) == pytest.approx(0.015)
-
-
-def adafactor(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """An optimizer whose state has other shapes than the parameters."""
-    return optax.adafactor(schedule, min_dim_size_to_factor=8)
-
-
-def test_optimizer_with_factored_state_works_on_a_mesh():
-    overrides = [f"optimizer.name={__name__}:adafactor", "mesh.fsdp=2", "mesh.model=2"]
-    config = validate_config(load(CONFIG, overrides))
-    run = assemble_run(config, make_mesh(config.mesh, jax.devices()), vocab_size=257)
-    state = run.state_layout.initial()
-    shapes = {leaf.shape for leaf in jax.tree.leaves(state.opt_state)}
-    assert (4, 128) in shapes  # a factor of a [4, 128, 512] kernel
-
-
-#: A stack with three slots, of which the last is padding, and an embedding table.
-STACKS = ("blocks",)
-SLOTS = {"kernel": (3, 5, 4), "bias": (3, 4), "gain": (3, 4)}
-#: Tensors of these names are vectors: they have no decay and a trust ratio of 1.
-VECTORS = ("bias", "gain")
-
-
-def stacked(rng: np.random.Generator) -> dict[str, Any]:
-    """Return a tree like the parameters of a model with one stack, whose last slot is zeros."""
-    slots = {name: rng.normal(size=shape) for name, shape in SLOTS.items()}
-    for array in slots.values():
-        array[-1] = 0
-    return {"blocks": {"layers": slots}, "table": rng.normal(size=(6, 4))}
-
-
-def tensors(tree: Any) -> dict[str, np.ndarray]:
-    """Split such a tree into its tensors: one per slot, and the table."""
-    slots = tree["blocks"]["layers"]
-    found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
-    return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
+from tests.train.optim.stacked import BASE, SLOTS, STACKS, VECTORS, stacked, tensors
+from train.optim.config import OptimizerConfig
+from train.optim.ema import find_average
+from train.optim.optimizer import make_optimizer
+from train.optim.schedules import make_learning_rate_schedule
 
 
 def test_adamw_equals_pytorchs_for_every_tensor():
@@ -121,7 +24,7 @@ def test_adamw_equals_pytorchs_for_every_tensor():
     rng = np.random.default_rng(0)
     start = stacked(rng)
     with jax.enable_x64(True):
-        optimizer = make_optimizer(BASE, schedule, stacks=STACKS)
+        optimizer = make_optimizer(BASE, schedule, params=start, stacks=STACKS)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in tensors(start).items()}
@@ -176,8 +79,8 @@ def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
     memory = {}
     with jax.enable_x64(True):
         config = dataclasses.replace(BASE, name=formula.__name__)
-        optimizer = make_optimizer(config, schedule, stacks=STACKS)
         start = stacked(rng)
+        optimizer = make_optimizer(config, schedule, params=start, stacks=STACKS)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         expected = tensors(start)
@@ -196,13 +99,49 @@ def test_optimizer_equals_its_published_formula_for_every_tensor(formula):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-6 * change)
 
 
+REFERENCES = {
+    "lion": optax.lion(0.02, b1=0.9, b2=0.95, weight_decay=0.0),
+    "adafactor": optax.adafactor(0.02),
+    "schedule_free": optax.contrib.schedule_free_adamw(0.02, b1=0.9, b2=0.95),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_optimizer_equals_optax_for_every_tensor(name):
+    """Also the parameters that schedule-free learning evaluates."""
+    config = dataclasses.replace(BASE, name=name, weight_decay=0.0)
+    reference = REFERENCES[name]
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params: Any = jax.tree.map(jnp.asarray, stacked(rng))
+        optimizer = make_optimizer(config, lambda count: 0.02, params=params, stacks=STACKS)
+        theirs: Any = jax.tree.map(jnp.asarray, tensors(params))
+        state = optimizer.init(params)
+        their_state: Any = reference.init(theirs)
+        for _ in range(5):
+            grads = stacked(rng)
+            updates, state = jax.jit(optimizer.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            their_grads = jax.tree.map(jnp.asarray, tensors(grads))
+            their_updates, their_state = jax.jit(reference.update)(their_grads, their_state, theirs)
+            theirs = optax.apply_updates(theirs, their_updates)
+        pairs = [(params, theirs)]
+        if name == "schedule_free":
+            evaluated = optax.contrib.schedule_free_eval_params(their_state, theirs)
+            pairs.append((find_average(state), evaluated))
+        for ours, wanted in pairs:
+            for tensor_name, tensor in tensors(ours).items():
+                # float64; schedule-free learning computes (y - x) × 10.
+                np.testing.assert_allclose(tensor, wanted[tensor_name], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_equals_pytorchs(momentum):
     rng = np.random.default_rng(0)
     start = {"kernel": rng.normal(size=(5, 3)), "bias": rng.normal(size=3)}
     with jax.enable_x64(True):
         config = dataclasses.replace(BASE, name="sgd", momentum=momentum)
-        optimizer = make_optimizer(config, lambda count: 0.5)
+        optimizer = make_optimizer(config, lambda count: 0.5, params=start)
         params: Any = jax.tree.map(jnp.asarray, start)
         state = optimizer.init(params)
         theirs = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in start.items()}
@@ -226,7 +165,7 @@ def test_sgd_equals_pytorchs(momentum):
 def test_optimizer_of_an_import_path_gets_the_config_and_the_schedule():
     grads = {"kernel": jnp.full((2, 2), 100.0)}
     config = dataclasses.replace(BASE, name=f"{__name__}:plain_descent")
-    optimizer = make_optimizer(config, lambda count: 0.5)
+    optimizer = make_optimizer(config, lambda count: 0.5, params=grads)
     updates: Any = optimizer.update(grads, optimizer.init(grads), grads)[0]
     # `clip_norm` is 1, but clipping is not part of the optimizer.
     np.testing.assert_allclose(updates["kernel"], -50.0)
@@ -240,8 +179,8 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("adamv", "is neither one of adamw, lamb, lars, sgd nor an import path"),
-        ("json", "is neither one of adamw, lamb, lars, sgd nor an import path"),
+        ("adamv", "is neither one of adamw, muon, .*, sgd nor an import path"),
+        ("json", "is neither one of adamw, muon, .*, sgd nor an import path"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("optax:no_such", "optax has no 'no_such'"),
         (f"{__name__}:BASE", "is of type OptimizerConfig, but must be a function"),
@@ -250,13 +189,13 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
 def test_unknown_optimizer_is_rejected(name, message):
     config = dataclasses.replace(BASE, name=name)
     with pytest.raises(ValueError, match=rf"optimizer\.name='{name}':? {message}"):
-        make_optimizer(config, lambda count: 1.0)
+        make_optimizer(config, lambda count: 1.0, params={})
 
 
 @pytest.mark.parametrize(
     "field, value, rule",
     [
-        ("schedule", "cosinus", "choose cosine, linear or constant"),
+        ("schedule", "cosinus", "choose cosine, linear, constant, .* or an import path"),
         ("learning_rate", -1.0, "must be at least 0"),
         ("warmup_steps", -1, "must be at least 0"),
         ("weight_decay", -0.1, "must be at least 0"),

@@ -256,8 +256,10 @@ def test_invalid_budgets_are_rejected(overrides, message):
         validate_config(load(CONFIG, overrides))
 
 
-@pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("lamb", False), ("lars", False)])
-def test_host_memory_is_offered_only_to_elementwise_optimizers(name, is_offered, corpus_overrides):
+@pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("muon", True), ("lamb", False)])
+def test_host_memory_is_offered_only_to_optimizers_that_update_slices(
+    name, is_offered, corpus_overrides
+):
     run, _ = make_run((*base(corpus_overrides), f"optimizer.name={name}"))
     levers = MemorySearch(run.config, lambda config: run, of_device(math.inf)).levers
     settings = [setting for lever in levers for setting in lever]

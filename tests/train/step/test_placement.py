@@ -224,9 +224,12 @@ def test_run_resumes_with_equal_losses_on_another_placement_and_mesh(corpus_over
         (
             (HOSTED, "optimizer.name=tests.runs:factored"),
             "memory.placement=host updates one layer at a time, but optimizer.name="
-            "'tests.runs:factored' may not be element-wise; set optimizer.name=adamw",
+            "'tests.runs:factored' may need whole arrays; set optimizer.name=adamw",
         ),
-        ((HOSTED, "optimizer.name=lamb"), "may not be element-wise; set optimizer.name"),
+        (
+            (HOSTED, "optimizer.name=lamb"),
+            "may need whole arrays; set optimizer.name",
+        ),
     ],
 )
 def test_unsupported_placements_are_rejected(overrides, message, corpus_overrides):

@@ -224,7 +224,7 @@ class MemorySearch:
     def _placements(self) -> list[Setting]:
         memory = self._config.memory
         settings = []
-        if not self._config.optimizer.is_elementwise:
+        if not self._config.optimizer.can_be_sliced:
             return settings
         for optimizer, parameters in ((0.5, 0.0), (1.0, 0.0), (1.0, 0.5), (1.0, 1.0)):
             now = (memory.optimizer_fraction, memory.offload_parameters_fraction)
