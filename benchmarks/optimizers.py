@@ -4,7 +4,7 @@
 
 Every run trains a config for `--steps` steps from the same parameters on the same batches; its
 result is the mean training loss of the last 20 steps. The losses do not depend on the mesh, so one
-device is enough. The results are written to benchmarks/results/optimizers.json.
+device is enough. The results are added to benchmarks/results/optimizers.json.
 """
 
 import json
@@ -37,14 +37,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="steps of a run")
     args = parser.parse_args(argv)
     command = command_line("benchmarks.optimizers", argv)
-    results: dict[str, Any] = {"command": command, "losses": {}}
+    results: dict[str, Any] = json.loads(_RESULTS.read_text()) if _RESULTS.exists() else {}
     for name in args.names.split(","):
-        losses = results["losses"][name] = {}
         for rate in args.rates.split(","):
             momentum = ("optimizer.momentum=0.95",) if name == "muon" else ()
             overrides = [f"optimizer.name={name}", f"optimizer.learning_rate={rate}", *momentum]
-            losses[rate] = _final_loss(args.config, overrides, args.steps)
-            print(f"{name}, learning rate {rate}: {losses[rate]:.4f}", flush=True)
+            loss = _final_loss(args.config, overrides, args.steps)
+            print(f"{name}, learning rate {rate}: {loss:.4f}", flush=True)
+            key = f"{args.config}, {args.steps} steps, {name}, learning rate {rate}"
+            results[key] = {"loss": loss, "command": command}
             _RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
