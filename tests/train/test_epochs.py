@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from fractions import Fraction
 
 import pytest
 
@@ -11,8 +12,12 @@ from tests.data.images.pictures import NUM_PLAIN
 from tests.runs import CONFIG, TINY, arguments, make_run
 from tests.train.config.loading import load
 from tests.train.refusals import refusal
+from train.config.config_files import shorten
+from train.config.run_length import with_num_steps
+from train.config.schema import validate_config
 from train.main import main
 from train.reporting.metrics import read_metrics
+from train.run.compatibility import check_optimizer
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
 
@@ -108,3 +113,17 @@ def test_one_key_sets_the_length(tmp_path, capsys):
     assert (train.num_steps, train.num_epochs) == (30, None)
     train = load(str(file), [both[0]]).train  # the number of steps is known later
     assert (train.num_steps, train.num_epochs) == (100, 2)
+
+
+def test_decay_must_fit_into_the_length_when_it_is_known():
+    decay = ("optimizer.schedule=wsd", "optimizer.decay_steps=200")
+    config = validate_config(load(CONFIG, ["train.num_epochs=2", *decay]))
+    check_optimizer(config)  # the data, and so the length, is not known yet
+    assert with_num_steps(config, Fraction(150)).train.num_steps == 300
+    with pytest.raises(ValueError, match="decay_steps=200 is more than the 100 steps of the run"):
+        with_num_steps(config, Fraction(50))
+    with pytest.raises(ValueError, match="decay_steps=200 is more than the 120 steps of the run"):
+        check_optimizer(validate_config(load(CONFIG, ["train.num_steps=120", *decay])))
+    config = load(CONFIG, [*decay])
+    shorten(config)
+    check_optimizer(validate_config(config))

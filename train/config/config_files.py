@@ -162,6 +162,8 @@ def shorten(config: Any) -> None:
     with config.ignore_type():  # The values in the file may have any type.
         config.train.num_steps = 3
         config.train.num_epochs = None
+        if isinstance(config.optimizer.decay_steps, int):
+            config.optimizer.decay_steps = min(config.optimizer.decay_steps, 1)
         config.log.every_steps = 1
         config.eval.every_steps = 0
         config.eval.num_batches = 1

@@ -56,7 +56,8 @@ def with_num_steps(config: RunConfig, epoch_steps: Fraction) -> RunConfig:
         epoch_steps: exact length of an epoch, maybe a fraction.
 
     Raises:
-        ValueError: the config is the one of a run that had another number of steps.
+        ValueError: the config is the one of a run that had another number of steps, or its
+            learning-rate schedule does not fit into the run.
     """
     train = config.train
     if train.num_epochs is None:
@@ -69,4 +70,5 @@ def with_num_steps(config: RunConfig, epoch_steps: Fraction) -> RunConfig:
             f"{num_steps} steps; set --config.{_EPOCHS}={train.num_epochs} or "
             f"--config.{_STEPS}={train.num_steps}"
         )
+    config.optimizer.check_length(num_steps)
     return dataclasses.replace(config, train=dataclasses.replace(train, num_steps=num_steps))

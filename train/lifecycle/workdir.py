@@ -86,7 +86,9 @@ def check(workdir: Path, run: Run) -> None:
             f"{workdir} is a converted model, not a run; start from it with "
             f"--config.init_from={workdir}, and choose another --workdir"
         )
-    lines = differences(_complete(saved, run), full_config(run), FIXED)
+    # Schedule-free learning computes its iterate from parameters and average by this number.
+    of_optimizer = ["optimizer.beta1"] if run.config.optimizer.name == "schedule_free" else []
+    lines = differences(_complete(saved, run), full_config(run), (*FIXED, *of_optimizer))
     lines = [line for line in lines if line.partition(":")[0] not in FREE]
     if lines:
         raise ValueError(

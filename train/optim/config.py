@@ -194,6 +194,18 @@ class OptimizerConfig(Section, section="optimizer"):
                 "order, such as 8000,9000"
             )
 
+    def check_length(self, num_steps: int) -> None:
+        """Check that the schedule fits into a run of so many steps.
+
+        Raises:
+            ValueError: its decay is longer than the run.
+        """
+        if self.schedule == "wsd" and self.decay_steps > num_steps:
+            raise ValueError(
+                f"optimizer.decay_steps={self.decay_steps} is more than the {num_steps} steps of "
+                "the run; choose fewer steps of decay"
+            )
+
     @property
     def is_built_in(self) -> bool:
         """Whether the optimizer is one of OPTIMIZERS, not one of your own."""

@@ -120,7 +120,7 @@ def scale_by_muon(
         scale: one of SCALES.
         compute_dtype: dtype of the Newton-Schulz steps.
     """
-    trace = optax.trace(momentum, nesterov=True)
+    trace = optax.trace(momentum, nesterov=True) if momentum else optax.identity()
 
     def update(
         updates: Tree, state: Any, params: Tree = None, param_layout: Tree = None, **_: Any

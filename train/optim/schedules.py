@@ -39,17 +39,21 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
         A function int32 count of updates -> float32 learning rate.
 
     Raises:
-        ValueError: the schedule does not fit into the run, or cannot be imported.
+        ValueError: the schedule cannot be imported.
     """
     if config.schedule not in SCHEDULES:
         return _make_imported(config, num_steps)
     peak = config.learning_rate
     warmup = config.warmup_steps
-    decay = _after_warmup(config, num_steps)
     # A linear warmup starts at peak / warmup instead of 0, so that the first update has an effect.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     if config.warmup_type == "log":
         rise = partial(_logarithmic, peak, warmup)
+    if config.schedule in ("piecewise", "wsd"):
+        # Their steps count from the start of the run, and may be steps of the warmup.
+        share = _milestones(config) if config.schedule == "piecewise" else _wsd(config, num_steps)
+        return lambda count: share(count) * jnp.where(count < warmup, rise(count), peak)
+    decay = _after_warmup(config, num_steps)
     return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 
 
@@ -80,45 +84,43 @@ def _after_warmup(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
             return optax.constant_schedule(peak)
         case "inverse_sqrt":
             return partial(_inverse_sqrt, peak, config.warmup_steps)
-        case "piecewise":
-            factors = {m - config.warmup_steps: config.milestone_factor for m in config.milestones}
-            return optax.piecewise_constant_schedule(peak, factors)
         case "cosine":
             decay = optax.cosine_decay_schedule(peak, length, fraction)
         case "linear":
             decay = optax.linear_schedule(peak, final, length)
         case "polynomial":
             decay = optax.polynomial_schedule(peak, final, config.decay_power, length)
-        case "cosine_restarts":
-            decay = _cosine_restarts(config, length)
         case _:
-            decay = _stable_then_decay(config, num_steps)
+            decay = _cosine_restarts(config, length)
     # In float32 the last rate of a decay can be slightly below its end, and so below 0.
     return partial(_at_least, decay, min(final, peak))
 
 
-def _stable_then_decay(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Return the stable part and the decay of "wsd" (warmup, stable, decay).
+def _milestones(config: OptimizerConfig) -> optax.Schedule:
+    """Return the share of the peak that remains after the milestones so far."""
+    return optax.piecewise_constant_schedule(
+        1.0, {step: config.milestone_factor for step in config.milestones}
+    )
+
+
+def _wsd(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Return the share of the peak in the stable part and the decay of "wsd".
 
     The rate of the stable part does not depend on the length of the run. So a checkpoint of it can
     be resumed with another `train.num_steps`, whose last `decay_steps` steps then decay.
 
     Source: Hu et al., "MiniCPM" (2024), arXiv:2404.06395, section 4.
     """
-    if config.decay_steps > num_steps:
-        raise ValueError(
-            f"optimizer.decay_steps={config.decay_steps} is more than train.num_steps={num_steps}; "
-            "choose fewer steps of decay"
-        )
-    last_stable = num_steps - 1 - config.decay_steps - config.warmup_steps
+    last_stable = num_steps - 1 - config.decay_steps
     fraction = config.final_learning_rate_fraction
     remainder = _REMAINDERS[config.decay_shape]
 
-    def schedule(count: Any) -> Any:
+    def share(count: Any) -> Any:
         t = jnp.clip((count - last_stable) / config.decay_steps, 0, 1)
-        return config.learning_rate * (fraction + (1 - fraction) * remainder(t))
+        # In float32 the remainder can be slightly below 0.
+        return fraction + (1 - fraction) * jnp.maximum(remainder(t), 0)
 
-    return schedule
+    return share
 
 
 def _inverse_sqrt(peak: float, num_warmup: int, count: Any) -> Any:

@@ -124,9 +124,11 @@ def _check_names(config: RunConfig, model: nnx.Module, traces: ModelTraces) -> N
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Reject an optimizer that does not fit the memory, the precision or the average of the run."""
+    """Reject an optimizer that does not fit the memory, precision, average or length of the run."""
     if config.optimizer.name == "schedule_free":
         _check_schedule_free(config)
+    if config.train.num_epochs is None:  # otherwise the length is known after reading the data
+        config.optimizer.check_length(config.train.num_steps)
     if config.memory.placement == "host" and not config.optimizer.can_be_sliced:
         raise ValueError(
             f"memory.placement=host updates one layer at a time, but optimizer.name="
@@ -140,6 +142,12 @@ def _check_schedule_free(config: RunConfig) -> None:
         raise ValueError(
             f"optimizer.name=schedule_free keeps an average of its own, so it cannot be combined "
             f"with train.ema_decay={config.train.ema_decay}; remove one of them"
+        )
+    if config.optimizer.layer_decay != 1:
+        raise ValueError(
+            "optimizer.name=schedule_free computes its iterate from the parameters, which "
+            f"optimizer.layer_decay={config.optimizer.layer_decay} would move by a part of their "
+            "updates only; set optimizer.layer_decay=1"
         )
     if config.precision.params == "bfloat16":
         raise ValueError(
