@@ -208,8 +208,8 @@ BAD = {
         "before_decoder uses the vocab",
     ),
     "optimizer that mixes layers": (
-        ("mesh.pipeline=3", "optimizer.name=tests.runs:factored"),
-        "cannot be cut by layers",
+        ("optimizer.name=tests.train.optim.test_per_layer:clipped_by_global_norm",),
+        "clip with optimizer.clip_norm instead of optax.clip_by_global_norm",
     ),
     "mesh and batch": (("mesh.data=3",), "mesh.data=3"),
     "mesh axis without use": (("mesh.expert=2",), "mesh.expert=2 divides experts"),

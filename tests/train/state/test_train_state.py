@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec
 
 from data.batches import train_batches
 from tests.runs import TINY, digest, make_run
-from train.state.state_layout import StateLayout
 from train.state.train_state import TrainState
 
 #: name -> (overrides, whether slots and layers of the stack differ).
@@ -219,15 +218,3 @@ def test_padding_slots_stay_zero_while_training_with_weight_decay(corpus_overrid
         # The control: all other layers have changed.
         moved = np.any((after != before[path])[used].reshape(len(used), -1), axis=1)
         assert np.all(moved), path
-
-
-def test_optimizer_with_other_shapes_is_rejected_if_layers_are_permuted(corpus_overrides):
-    base = (*TINY, *corpus_overrides, "optimizer.name=tests.runs:factored")
-    with pytest.raises(
-        ValueError,
-        match=r"keeps an array of shape \(.*\) for parameter decoder.layers.*, which cannot be cut "
-        r"by layers; choose even stages of one chunk",
-    ):
-        make_run((*base, *CHANGED["uneven"]))
-    run, _ = make_run((*base, *LAYOUTS["even"][0]))
-    assert isinstance(run.state_layout, StateLayout)
