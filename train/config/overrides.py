@@ -20,6 +20,7 @@ from fields.types import split_at_commas
 from models.registry import find_model
 from models.section import ModelSettings
 from train.config.old_keys import NEW_KEYS, replace_old_keys
+from train.config.peer_keys import key_of_peer
 from untrusted.imports import allow_imports_in, is_import_path
 
 _PREFIX = "--config."
@@ -57,7 +58,9 @@ class Override(NamedTuple):
             fields = _model_fields(config)
             if section != "model" or name not in fields:
                 known = [*keys, *(f"model.{field}" for field in fields)]
-                raise ValueError(f"--config.{self.key}: unknown key{nearest(self.key, known)}")
+                ours = key_of_peer(self.key)
+                hint = nearest(self.key, known) if ours is None else f"; here it is {ours}"
+                raise ValueError(f"--config.{self.key}: unknown key{hint}")
             current_value = _default_of(fields[name])
         value = self.text if isinstance(current_value, str) else self.value
         if isinstance(current_value, tuple):

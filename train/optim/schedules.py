@@ -52,7 +52,11 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
     if config.schedule in ("piecewise", "wsd"):
         # Their steps count from the start of the run, and may be steps of the warmup.
         share = _milestones(config) if config.schedule == "piecewise" else _wsd(config, num_steps)
-        return lambda count: share(count) * jnp.where(count < warmup, rise(count), peak)
+
+        def schedule(count: Any) -> Any:
+            return share(count) * jnp.where(count < warmup, rise(count), peak)
+
+        return schedule
     decay = _after_warmup(config, num_steps)
     return optax.join_schedules([rise, decay], [warmup]) if warmup else decay
 

@@ -1,0 +1,100 @@
+"""What other trainers call our keys, for the message about an unknown key.
+
+The names are those of the Hugging Face Trainer, TRL, Megatron-LM, LiBai, MaxText, torchtitan and
+DeepSpeed. Whatever section a name is typed with, its last part is looked up:
+
+    --config.optimizer.lr, --config.lr, --config.train.LR      optimizer.learning_rate
+"""
+
+#: Our key, or another way to say it -> the names of other trainers.
+_NAMES = {
+    "init_from": """model_name_or_path pretrained pretrained_model_name_or_path model_path hf_path
+        load_parameters_path pretrained_checkpoint finetune""",
+    "lora.rank": "lora_r lora_rank use_peft peft r",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_target_modules target_modules",
+    "mesh.pipeline": """pp pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size
+        pipeline_parallel_degree ici_pipeline_parallelism pp_size""",
+    "mesh.data": """dp ddp data_parallel data_parallel_size data_parallel_replicate_degree
+        ici_data_parallelism dp_size""",
+    "mesh.fsdp": "fsdp fully_sharded data_parallel_shard_degree ici_fsdp_parallelism",
+    "mesh.context": """cp context_parallel context_parallel_size context_parallel_degree
+        sequence_parallel_size ici_context_parallelism ring_attention sp sp_size""",
+    "mesh.expert": """ep expert_parallel expert_parallel_size expert_model_parallel_size
+        expert_parallel_degree ici_expert_parallelism""",
+    "mesh.model": """tp tensor_parallel tensor_parallel_size tensor_model_parallel_size
+        tensor_parallel_degree ici_tensor_parallelism tp_size""",
+    "pipeline.chunks": """num_model_chunks virtual_pipeline_model_parallel_size
+        num_layers_per_virtual_pipeline_stage num_pipeline_repeats""",
+    "pipeline.schedule": "pipeline_parallel_schedule pipeline_schedule",
+    "memory.zero_stage": "zero zero_stage zero_optimization use_distributed_optimizer stage",
+    "memory.placement": "cpu_offload offload offload_optimizer optimizer_offload offload_to_cpu",
+    "data.paths": """dataset dataset_name dataset_path data_path data_files train_file train_files
+        train_data_path training_dataset""",
+    "data.validation_paths": """validation_file valid_data_path eval_dataset validation_dataset
+        eval_file val_data""",
+    "data.objective": "task task_type training_task",
+    "data.packing": "packing pack_sequences",
+    "data.tokenizer": """tokenizer tokenizer_name tokenizer_path tokenizer_model
+        tokenizer_name_or_path tokenizer_type""",
+    "data.vocab_size": "vocab_size padded_vocab_size",
+    "data.sequence_length": """seq_length seq_len max_seq_length max_seq_len max_length block_size
+        sequence_length max_target_length encoder_seq_length context_length""",
+    "data.global_batch_size": """batch_size global_batch_size train_batch_size total_batch_size
+        global_batch""",
+    "data.num_threads": "num_workers dataloader_num_workers num_threads",
+    "optimizer.name": "optim optimizer optimizer_type opt_type optimizer_name",
+    "optimizer.learning_rate": "lr learning_rate base_lr max_lr peak_lr",
+    "optimizer.final_learning_rate_fraction": """min_lr min_lr_ratio min_lr_factor eta_min
+        cosine_learning_rate_final_fraction learning_rate_final_fraction""",
+    "optimizer.schedule": """scheduler lr_scheduler lr_scheduler_type lr_decay_style lr_schedule
+        decay_type""",
+    "optimizer.decay_steps": "lr_wsd_decay_iters num_decay_steps decay_steps",
+    "optimizer.warmup_steps": """warmup warmup_steps warmup_iter warmup_iters lr_warmup_iters
+        num_warmup_steps warmup_ratio lr_warmup_fraction warmup_steps_fraction""",
+    "optimizer.weight_decay": "weight_decay wd adam_weight_decay",
+    "optimizer.beta1": "adam_beta1 adam_b1 beta_1 betas b1",
+    "optimizer.beta2": "adam_beta2 adam_b2 beta_2 b2",
+    "optimizer.epsilon": "adam_eps adam_epsilon eps",
+    "optimizer.clip_norm": """max_grad_norm clip_grad clip_grad_norm grad_clip gradient_clipping
+        gradient_clip_val gradient_clipping_threshold max_norm""",
+    "train.num_steps": """max_steps steps training_steps train_steps num_train_steps train_iters
+        train_iter total_steps max_iters num_iterations""",
+    "train.num_epochs": "epochs num_epochs num_train_epochs max_epochs train_epoch train_epochs",
+    "train.num_microbatches": """gradient_accumulation_steps accumulate_grad_batches grad_accum
+        num_accumulation_steps micro_batch_size train_micro_batch_size
+        train_micro_batch_size_per_gpu per_device_train_batch_size per_device_batch_size
+        local_batch_size num_microbatches""",
+    "train.remat": """gradient_checkpointing activation_checkpoint activation_checkpointing
+        checkpoint_activations recompute recompute_granularity recompute_activations remat_policy
+        use_gradient_checkpointing remat""",
+    "train.seed": "seed random_seed init_weights_seed",
+    "train.ema_decay": "ema use_ema ema_decay",
+    "eval.every_steps": "eval_steps eval_interval eval_period eval_freq validation_freq eval_iter",
+    "eval.num_batches": "eval_iters eval_batches",
+    "checkpoint.every_steps": """save_steps save_interval checkpoint_interval checkpoint_period
+        save_every ckpt_interval save_freq""",
+    "checkpoint.max_to_keep": "save_total_limit max_to_keep keep_latest_k keep_last",
+    "precision.compute": """bf16 fp16 fp8 float16 bfloat16 amp dtype torch_dtype precision
+        mixed_precision mixed_precision_param compute_dtype""",
+    "precision.params": "weight_dtype param_dtype params_dtype",
+    "precision.reduce": "mixed_precision_reduce grad_reduce_in_bf16 grad_dtype",
+    "precision.loss_scale": "initial_loss_scale initial_scale_power",
+    "log.every_steps": "logging_steps log_interval log_freq log_period log_every",
+    "model.num_layers": """num_hidden_layers n_layer n_layers hidden_layers num_decoder_layers
+        base_num_decoder_layers depth""",
+    "model.num_heads": "num_attention_heads n_head n_heads num_query_heads base_num_query_heads",
+    "model.num_kv_heads": "num_key_value_heads n_kv_heads num_query_groups base_num_kv_heads",
+    "model.embed_dim": "hidden_size n_embd d_model emb_dim base_emb_dim hidden_dim",
+    "model.mlp_dim": "ffn_hidden_size intermediate_size ffn_dim base_mlp_dim n_inner d_ff",
+    "model.num_experts": "num_local_experts n_routed_experts moe_num_experts",
+    "model.experts_per_token": "num_experts_per_tok moe_router_topk num_experts_per_token",
+    "--workdir": """output_dir run_dir save_dir dump_folder base_output_directory checkpoint_dir
+        resume resume_from_checkpoint resume_from load_checkpoint""",
+}
+_KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
+
+
+def key_of_peer(key: str) -> str | None:
+    """Return our name of a key that another trainer has; None if none has it."""
+    return _KEYS.get(key.rpartition(".")[2].lower().replace("-", "_"))
