@@ -31,20 +31,22 @@ def with_split_folders(config: DataConfig) -> DataConfig:
     Raises:
         ValueError: A split does not exist, or splits are named but nothing has splits.
     """
-    splits = {path: _splits_of(path, config) for path in config.paths}
-    has_splits = any(entries.keys() - {""} for entries in splits.values())
+    # Not a dict: an entry may occur twice, for example to read token files twice.
+    splits = [(path, _splits_of(path, config)) for path in config.paths]
+    if not any(entries for _, entries in splits):
+        _check_no_splits_named(config)
+        return config
+    has_splits = any(entries.keys() - {""} for _, entries in splits)
     if not has_splits:
         _check_no_splits_named(config)
     paths = tuple(
         entry
-        for path, entries in splits.items()
+        for path, entries in splits
         for entry in _entries(path, config.split, entries, "split")
     )
     validation = config.validation_paths
     if has_splits and not validation:
-        validation = _validation_entries(config, splits)
-    if (paths, validation) == (config.paths, config.validation_paths):
-        return config
+        validation = _validation_entries(config, dict(splits))
     return dataclasses.replace(
         config, paths=paths, validation_paths=validation, split="train", validation_splits=()
     )
