@@ -33,6 +33,9 @@ FORMATS = tuple(
     """.split()
 )
 
+# Files that are downloaded at the same time; 8 is the default of `huggingface_hub`.
+_NUM_DOWNLOADS = 8
+
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@[\w.-]+(?:/[\w.-]+)*)?")
 # The revision of a dataset has no slash, because a path may follow.
@@ -198,18 +201,26 @@ def fetch(repository: Repository, files: Sequence[str]) -> Path:
         ValueError: See `pin`.
         ConnectionError: The hub cannot be reached, and the cache lacks a file.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm
+    from tqdm.contrib.concurrent import thread_map
 
     folder = _cached_folder(repository, files)
     if folder is not None:
         return folder
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     with _explaining(repository):
-        snapshot_download(
-            repository.name,
-            repo_type=repository.kind,
-            revision=repository.revision,
-            allow_patterns=[glob.escape(file) for file in files],
+        # This also stores the list of all files, which `list_files` needs without a network. It
+        # compares all files with all patterns, so the other files are not left to it.
+        snapshot_download(repository.name, allow_patterns=glob.escape(files[0]), **where)
+        thread_map(
+            lambda file: hf_hub_download(repository.name, file, **where),
+            files,
+            max_workers=_NUM_DOWNLOADS,
+            tqdm_class=tqdm,
+            desc=f"Files of {repository.name}",
+            disable=None,  # only on a terminal
         )
         folder = _cached_folder(repository, files)
         if folder is None:  # The client does not know all files of the repository.

@@ -2,6 +2,7 @@
 
 import socket
 
+import huggingface_hub
 import pytest
 
 from tests.hub import TOKEN, use_hub
@@ -105,6 +106,22 @@ def test_fetch_downloads_only_formats_without_code(hub):
     hub.commit("me/gpt", FILES)
     assert download("me/gpt") == {file: FILES[file] for file in SAFE}
     assert sorted(hub.downloads()) == SAFE
+
+
+def test_fetch_compares_each_file_with_few_patterns(hub, monkeypatch):
+    """The time is linear in the number of files, of which datasets may have 100,000."""
+    patterns: list[str] = []
+    snapshot_download = huggingface_hub.snapshot_download
+
+    def download_snapshot(*args, allow_patterns, **options):
+        patterns.extend([allow_patterns] if isinstance(allow_patterns, str) else allow_patterns)
+        return snapshot_download(*args, allow_patterns=allow_patterns, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download_snapshot)
+    files = {f"{i}.txt": b"%d" % i for i in range(40)}
+    hub.commit("me/gpt", files)
+    assert download("me/gpt") == files
+    assert len(patterns) <= 2
 
 
 def test_files_of_a_commit_are_fetched_once_and_stay(hub):
