@@ -4,6 +4,8 @@ The files that describe a model are downloaded first, and a model that is not su
 before its weights are downloaded.
 """
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
@@ -14,7 +16,11 @@ from convert.options import DEFAULTS, ReadOptions
 from convert.registry import find
 from convert.tensor_files import INDEX_FILE, SINGLE_FILE, files_in_index
 from data.text.hub_tokenizer import description_files
-from untrusted.hub import Repository, fetch, list_files, model_of, pin
+from untrusted.hub import Repository, cached_files, fetch, list_files, model_of, pin
+
+
+class _MissingFile(ValueError):
+    """A repository has no file that a model needs."""
 
 
 def pinned_model(path: str) -> str:
@@ -39,16 +45,26 @@ def download_model(repository: Repository, options: ReadOptions = DEFAULTS) -> P
             `pinned_model`.
         ConnectionError: The hub cannot be reached, and the cache lacks a file.
     """
-    files = list_files(repository)
+    try:
+        files = list_files(repository)
+    except ConnectionError:
+        with contextlib.suppress(_MissingFile):  # it may only be missing in the cache
+            return _download(repository, cached_files(repository), options)
+        raise
+    return _download(repository, files, options)
+
+
+def _download(repository: Repository, files: Sequence[str], options: ReadOptions) -> Path:
+    """Download a model from a repository, of which some files are known."""
     is_adapter = "config.json" not in files and ADAPTER_CONFIG_FILE in files
     weights = [name for name in (ADAPTER_FILE if is_adapter else SINGLE_FILE,) if name in files]
     if not ("config.json" in files or is_adapter):
-        raise ValueError(
+        raise _MissingFile(
             f"{repository} has no config.json, so it is not a model of transformers; name another "
             "model"
         )
     if not (weights or INDEX_FILE in files):
-        raise ValueError(
+        raise _MissingFile(
             f"{repository} has neither {SINGLE_FILE} nor {INDEX_FILE}, and other weights are not "
             "downloaded, because pickles can run code; save the model as safetensors"
         )
@@ -61,7 +77,7 @@ def download_model(repository: Repository, options: ReadOptions = DEFAULTS) -> P
         weights = [file.name for file in files_in_index(directory / INDEX_FILE)]
         missing = sorted({*weights} - {*files})
         if missing:
-            raise ValueError(
+            raise _MissingFile(
                 f"{repository} lacks {missing[0]}, which {INDEX_FILE} lists; name another model"
             )
     return fetch(repository, weights)

@@ -19,7 +19,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.formats import TABLES, format_of, named_formats
 from data.named_paths import named_paths
-from untrusted.hub import Repository, dataset_of, fetch, list_files, pin
+from untrusted.hub import Repository, cached_files, dataset_of, fetch, list_files, pin
 
 # Words that stand for a split, if neither letters nor digits surround them.
 _WORDS = {
@@ -50,7 +50,7 @@ def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
         return {}
     repository = pin(reference[0])
     path = reference[1]
-    files = list_files(repository)
+    files = _list_files(repository, path)
     prefix = f"{path}/" if path else ""
     below = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
     if not below or path in files or (reads_images and any(f.endswith(_IMAGES) for f in below)):
@@ -174,8 +174,9 @@ def files_of_entry(key: str, entry: str, repository: Repository, path: str) -> l
 
     Raises:
         ValueError: There are none.
+        ConnectionError: See `_list_files`.
     """
-    files = list_files(repository)
+    files = _list_files(repository, path)
     matches = _matching(files, path)
     if not matches:
         some = f", such as {files[0]}" if files else ""
@@ -184,3 +185,18 @@ def files_of_entry(key: str, entry: str, repository: Repository, path: str) -> l
             f"one of its {len(files):,} files of data{some}"
         )
     return matches
+
+
+def _list_files(repository: Repository, path: str) -> list[str]:
+    """Return the files of a pinned dataset, or only the file `path` if the others are not known.
+
+    Raises:
+        ConnectionError: The hub cannot be reached, the cache has no list of all files, and `path`
+            is no file in the cache. A glob or a folder could then lack files without a notice.
+    """
+    try:
+        return list_files(repository)
+    except ConnectionError:
+        if path not in cached_files(repository):
+            raise
+        return [path]

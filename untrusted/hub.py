@@ -161,32 +161,37 @@ def check_access(repository: Repository, files: Sequence[str]) -> None:
 def list_files(repository: Repository) -> list[str]:
     """Return the paths of the files of a pinned repository that may be fetched, sorted.
 
-    Without a network, these are at least the files in the cache.
-
     Raises:
         ValueError: See `pin`.
-        ConnectionError: The hub cannot be reached, and the cache has no such commit.
+        ConnectionError: The hub cannot be reached, and the cache has no list of all files.
     """
-    from huggingface_hub import HfApi, get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     try:
         paths = [file.path for file in get_cached_repo_tree(repository.name, **where)]
     except CachedRepoTreeNotFoundError:
         with _explaining(repository):
-            try:
-                paths = HfApi().list_repo_files(repository.name, **where)
-            except Exception as error:
-                if not _is_unreachable(error):
-                    raise
-                try:
-                    cached = snapshot_download(repository.name, local_files_only=True, **where)
-                except LocalEntryNotFoundError:
-                    raise error from None
-                folder = Path(cached)
-                files = (path for path in folder.rglob("*") if path.is_file())
-                paths = [path.relative_to(folder).as_posix() for path in files]
+            paths = HfApi().list_repo_files(repository.name, **where)
+    return sorted(path for path in paths if path.endswith(FORMATS))
+
+
+def cached_files(repository: Repository) -> list[str]:
+    """Return the paths of the files of a pinned repository that the cache has, sorted.
+
+    A download of single files, as `transformers` does it, leaves no list of all files. Then these
+    are the only files that are known without a network, but there may be others.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    try:
+        folder = Path(snapshot_download(repository.name, local_files_only=True, **where))
+    except LocalEntryNotFoundError:
+        return []
+    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return sorted(path for path in paths if path.endswith(FORMATS))
 
 
@@ -195,7 +200,7 @@ def fetch(repository: Repository, files: Sequence[str]) -> Path:
 
     Args:
         repository: pinned repository.
-        files: paths from `list_files`.
+        files: paths from `list_files` or `cached_files`.
 
     Raises:
         ValueError: See `pin`.

@@ -2,7 +2,9 @@
 
 import io
 import json
+from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -16,6 +18,7 @@ from data.image_config import ImageConfig
 from data.text.hub_tokenizer import local_tokenizer
 from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from data.validation import with_split_folders
+from tests.hub import use_hub
 from tests.hugging_face import save_tokenizer
 
 TEXTS = "hf://datasets/me/texts"
@@ -123,6 +126,22 @@ def test_path_stands_for_the_same_files_as_on_disk(path, hub):
         "data": {"data/a.csv", "data/b.csv", "data/sub/c.csv"},
     }
     assert {*hub.downloads()} == expected[path]
+
+
+@pytest.mark.parametrize("path", ["", "/data", "/data/*.csv", "/data/b.csv"])
+def test_files_that_the_cache_may_lack_are_refused_without_a_network(
+    path, hub, monkeypatch, tmp_path
+):
+    """A download of single files leaves no list of all files."""
+    files = {"data/a.csv": b"text\n1\n", "data/b.csv": b"text\n2\n"}
+    hub.commit("me/texts", files, kind="datasets")
+    huggingface_hub.hf_hub_download("me/texts", "data/a.csv", repo_type="dataset")
+    use_hub(monkeypatch, hub.url, tmp_path / "hf_home", is_offline=True)
+    (file,) = with_local_files(with_split_folders(config(f"{TEXTS}/data/a.csv"))).paths
+    assert Path(file).read_bytes() == files["data/a.csv"]
+    for read in (with_split_folders, with_local_files):
+        with pytest.raises(ConnectionError, match="'hf download --repo-type=dataset me/texts --re"):
+            read(config(TEXTS + path))
 
 
 def test_pickle_of_a_dataset_is_not_downloaded(hub):

@@ -8,6 +8,7 @@ import pytest
 from tests.hub import TOKEN, use_hub
 from untrusted.hub import (
     Repository,
+    cached_files,
     check_access,
     dataset_of,
     fetch,
@@ -203,16 +204,16 @@ def test_offline_without_the_files_is_refused(hub, monkeypatch, tmp_path):
         download("me/other")
 
 
-def test_cache_without_a_list_of_files_is_read(hub, monkeypatch, tmp_path):
-    """A download of single files, as transformers does it, leaves no list of all files."""
-    hub.commit("me/gpt", FILES)
-    files = download("me/gpt")
-    (lists,) = (tmp_path / "hf_home" / "hub").glob("*/trees")
-    lists.rename(tmp_path / "hf_home" / "moved")
-    lists = tmp_path / "other_home"
-    (tmp_path / "hf_home").rename(lists)  # the client keeps lists in memory, by their paths
-    use_hub(monkeypatch, hub.url, lists, is_offline=True)
-    assert download("me/gpt") == files
+def test_cache_without_a_list_of_files_has_some_files(hub, monkeypatch, tmp_path):
+    commit = hub.commit("me/gpt", FILES)
+    huggingface_hub.hf_hub_download("me/gpt", "config.json")
+    pinned = Repository(kind="model", name="me/gpt", revision=commit)
+    use_hub(monkeypatch, hub.url, tmp_path / "hf_home", is_offline=True)
+    assert cached_files(pinned) == ["config.json"]
+    assert (fetch(pinned, ["config.json"]) / "config.json").read_bytes() == FILES["config.json"]
+    with pytest.raises(ConnectionError, match=r"HF_HUB_OFFLINE is set; run 'hf download me/gpt -"):
+        list_files(pinned)
+    assert cached_files(Repository(kind="model", name="me/none", revision=commit)) == []
 
 
 def test_hub_without_a_network_is_refused_unless_cached(hub, monkeypatch, tmp_path, closed_port):
