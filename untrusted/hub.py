@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from untrusted.messages import shortened
+from untrusted.messages import LastingError, shortened
 
 #: Prefix of the files of a dataset.
 DATASETS = "hf://datasets/"
@@ -41,6 +41,10 @@ _REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@[\w.-]+(?:/[\w.-]+)*)?")
 # The revision of a dataset has no slash, because a path may follow.
 _DATASET = re.compile(rf"{DATASETS}({_NAME}/{_NAME})(?:@([\w.-]+))?(?:/(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class OfflineError(LastingError, ConnectionError):
+    """The cache lacks a file, and HF_HUB_OFFLINE is set, so waiting does not help."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,9 +316,18 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 def _unavailable(repository: Repository, reason: str) -> ConnectionError:
-    return ConnectionError(
-        f"{repository} is not complete in the cache of the Hugging Face hub, and {reason}; run "
-        f"'{repository.download_command}' where there is a network, with the same HF_HOME"
+    from huggingface_hub import constants
+
+    no_path = ""
+    correct = ""
+    if repository.kind == "model":  # a name that looks like one may be a path with a typing error
+        no_path = f"there is no path {repository} on this machine, and the model "
+        correct = ", or correct the path"
+    error = OfflineError if constants.is_offline_mode() else ConnectionError
+    return error(
+        f"{no_path}{repository} is not complete in the cache of the Hugging Face hub, and "
+        f"{reason}; run '{repository.download_command}' where there is a network, with the same "
+        f"HF_HOME{correct}"
     )
 
 

@@ -13,7 +13,7 @@ import yaml
 from tests.hub import TOKEN, StandInHub, use_hub
 from tests.hugging_face import OPT, save_model
 from tests.launch.launcher import REPOSITORY, variables
-from train.lifecycle.exit_codes import FAILED, FINISHED
+from train.lifecycle.exit_codes import FAILED, FINISHED, REFUSED
 from train.main import main
 from train.reporting.metrics import read_metrics
 
@@ -96,10 +96,13 @@ def test_evaluation_reads_checkpoint_tokenizer_and_data(filled_hub, tmp_path, mo
 def test_run_without_network_and_cache_is_refused(is_offline, tmp_path, monkeypatch, capsys):
     address = closed_address()
     use_hub(monkeypatch, address, tmp_path / "hf_home", is_offline=is_offline)
-    assert main(flags(tmp_path / "run", HUB)) == FAILED  # a restart may help
+    # A restart may help if the hub cannot be reached.
+    expected = REFUSED if is_offline else FAILED
+    assert main(flags(tmp_path / "run", (*HUB, "init_from=runs/typo"))) == expected
     reason = "HF_HUB_OFFLINE is set" if is_offline else f"{address} cannot be reached"
     error = capsys.readouterr().err
-    assert reason in error and "run 'hf download me/opt' where there is a network" in error
+    assert error.startswith("error: there is no path runs/typo on this machine, and the model ")
+    assert reason in error and "run 'hf download runs/typo' where there is a network" in error
 
 
 @pytest.mark.thorough
