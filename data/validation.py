@@ -15,7 +15,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.formats import format_of
 from data.hub_files import hub_splits
-from data.named_paths import named_paths
+from data.named_paths import named_paths, split_name
 from data.saved_sets import saved_splits
 
 _DEFAULT_SPLIT = "validation"
@@ -31,6 +31,7 @@ def with_split_folders(config: DataConfig) -> DataConfig:
     Raises:
         ValueError: A split does not exist, or splits are named but nothing has splits.
     """
+    config = with_validation_folders(config)
     # Not a dict: an entry may occur twice, for example to read token files twice.
     splits = [(path, _splits_of(path, config)) for path in config.paths]
     if not any(entries for _, entries in splits):
@@ -50,6 +51,30 @@ def with_split_folders(config: DataConfig) -> DataConfig:
     return dataclasses.replace(
         config, paths=paths, validation_paths=validation, split="train", validation_splits=()
     )
+
+
+def with_validation_folders(config: DataConfig) -> DataConfig:
+    """Replace folders of the Hugging Face hub in `data.validation_paths` by their files.
+
+    Of a folder with splits, the set is the split `validation`, or the only one.
+
+    Raises:
+        ValueError: A folder has several splits, but none is called `validation`.
+    """
+    validation: list[str] = []
+    for entry in config.validation_paths:
+        name, path = split_name(entry)
+        with naming_validation_paths():
+            splits = hub_splits(path, reads_images=config.reads_images)
+        if len(splits) > 1 and _DEFAULT_SPLIT not in splits:
+            raise ValueError(
+                f"data.validation_paths: {path} has the splits {', '.join(sorted(splits))}; name "
+                f"the files of one, such as {next(iter(splits.values()))[0]}"
+            )
+        only = next(iter(splits.values()), (path,))
+        paths = splits.get(_DEFAULT_SPLIT, only)
+        validation += [f"{name}={each}" if name else each for each in paths]
+    return dataclasses.replace(config, validation_paths=tuple(validation))
 
 
 def _splits_of(path: str, config: DataConfig) -> dict[str, tuple[str, ...]]:

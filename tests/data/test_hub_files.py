@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from data.config import DataConfig
-from data.corpus import load_corpus
+from data.corpus import load_corpus, load_validation
 from data.hub_files import hub_splits, with_local_files
 from data.image_config import ImageConfig
 from data.text.hub_tokenizer import local_tokenizer
@@ -171,6 +171,36 @@ def test_corpus_equals_that_of_local_files(hub, tmp_path):
     assert len(corpora[0].train) == len(corpora[1].train)
     ours, theirs = (corpus.named_validation["t"][0]["tokens"] for corpus in corpora)
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("en/a.csv", "en/b.csv", "c.csv"), {"en/a.csv", "en/b.csv"}),
+        (("en/train.csv", "en/val.csv", "en/test.csv"), {"en/val.csv"}),
+        (("en/test-0.csv", "en/test-1.csv"), {"en/test-0.csv", "en/test-1.csv"}),
+    ],
+)
+def test_folder_of_the_hub_is_a_validation_set(files, expected, hub, tmp_path):
+    text = "text\n" + "some text\n" * 40
+    contents = {file: f"{text}{file}\n".encode() for file in files}  # equal ones are read once
+    hub.commit("me/texts", contents, kind="datasets")
+    (tmp_path / "a.txt").write_text(text)
+    fields = {"validation_paths": (f"en={TEXTS}/en",), "cache_dir": str(tmp_path / "cache")}
+    section = config(str(tmp_path / "a.txt"), **fields)
+    corpus = load_corpus(section)
+    assert {*hub.downloads()} == expected
+    alone = load_validation(section, ImageConfig(), ())
+    for loaded in (corpus, alone):
+        assert len(loaded.named_validation["en"]) > 0
+
+
+def test_folder_of_the_hub_with_several_splits_is_no_validation_set(hub):
+    hub.commit("me/texts", {"train.csv": b"text\n1\n", "test.csv": b"text\n"}, kind="datasets")
+    with pytest.raises(
+        ValueError, match=r"^data.validation_paths: .*/texts has the splits test, t"
+    ):
+        with_split_folders(config("a.txt", validation_paths=(TEXTS,)))
 
 
 def image(color: int) -> bytes:
