@@ -75,6 +75,16 @@ def test_folder_has_the_splits_that_names_tell(files, path, expected, hub):
     }
 
 
+def test_files_without_a_split_are_logged(hub, caplog):
+    files = ("train.csv", "test2.csv", "a.csv", "b.csv", "c.csv", "d.csv")
+    hub.commit("me/texts", dict.fromkeys(files, b"text"), kind="datasets")
+    with caplog.at_level("INFO"):
+        assert splits(TEXTS) == {"train": ("train.csv",), "test": ("test2.csv",)}
+    lines = [each.message for each in caplog.records if each.name == "data.hub_files"]
+    why = "because other files have the name of a split"
+    assert lines == [f"{TEXTS}: a.csv, b.csv, c.csv and 1 more are not read, {why}"]
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
