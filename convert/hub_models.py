@@ -10,12 +10,14 @@ from pathlib import Path
 
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from convert.adapters.peft_format import TENSORS_FILE as ADAPTER_FILE
+from convert.adapters.peft_format import name_of_base
 from convert.keys import read
 from convert.model_on_disk import read_config
 from convert.options import DEFAULTS, ReadOptions
 from convert.registry import find
 from convert.tensor_files import INDEX_FILE, SINGLE_FILE, files_in_index
 from data.text.hub_tokenizer import description_files
+from untrusted.documents import read_json
 from untrusted.hub import Repository, cached_files, fetch, list_files, model_of, pin
 
 
@@ -32,6 +34,42 @@ def pinned_model(path: str) -> str:
     """
     repository = model_of(path)
     return path if repository is None else str(pin(repository))
+
+
+def _known_files(repository: Repository) -> list[str]:
+    """Return the files of a pinned repository, or those in the cache if it cannot be asked."""
+    try:
+        return list_files(repository)
+    except ConnectionError:
+        files = cached_files(repository)
+        if not files:
+            raise
+        return files
+
+
+def base_on_hub(path: str) -> Repository | None:
+    """Return the base of an adapter as adapter_config.json names it, if it is on the hub.
+
+    Args:
+        path: directory, or `org/name@revision`; it may be something else than an adapter.
+
+    Raises:
+        ValueError: adapter_config.json is broken, or the hub has no such model or revision.
+        ConnectionError: The hub cannot be reached, and the cache lacks a file.
+    """
+    repository = model_of(path)
+    directory = Path(path)
+    if repository is not None:
+        repository = pin(repository)
+        files = _known_files(repository)
+        if "config.json" in files or ADAPTER_CONFIG_FILE not in files:
+            return None
+        directory = fetch(repository, [ADAPTER_CONFIG_FILE])
+    file = directory / ADAPTER_CONFIG_FILE
+    if (directory / "config.json").is_file() or not file.is_file():
+        return None
+    name = name_of_base(read_json(file, within=directory))
+    return model_of(name) if name else None
 
 
 def download_model(repository: Repository, options: ReadOptions = DEFAULTS) -> Path:

@@ -127,6 +127,15 @@ def test_adapter_and_its_base_on_the_hub_are_read_and_written(hub, tmp_path):
     np.testing.assert_array_equal(ours(tmp_path / "back"), expected)
     assert str(read_source("me/adapter").path) == f"me/adapter@{adapter}"
 
+    # A run that started from the adapter has recorded the commit of the base.
+    commits = {"train": {"hub_commits": [f"adapter_base me/base@v1 {base}"]}}
+    changed = {**written, "init_from": str(tmp_path / "adapter"), **commits}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(changed))
+    hub.commit("me/base", {"config.json": b"{}"}, revision="v1")
+    to_hf.convert(tmp_path / "run", tmp_path / "later")
+    config = json.loads((tmp_path / "later" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", base)
+
 
 @pytest.mark.thorough
 def test_generate_continues_with_a_model_of_the_hub(opt, hub, capsys):

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import transformers
 import yaml
 
 from tests.hub import TOKEN, StandInHub, use_hub
@@ -154,6 +156,21 @@ def test_resumed_run_uses_the_commits_of_its_config(filled_hub, model, tmp_path,
     capsys.readouterr()
     error = refused(workdir, (*HUB, "init_from=me/opt@main"), capsys)
     assert f"init_from: 'me/opt@{commit}' -> 'me/opt@{newer}'" in error
+
+
+@pytest.mark.thorough
+def test_resumed_run_of_an_adapter_uses_the_commit_of_its_base(filled_hub, model, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["fc1"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = {**json.loads(file.read_text()), "base_model_name_or_path": "me/opt"}
+    file.write_text(json.dumps(config))
+    command = (*HUB, f"init_from={tmp_path}/adapter", "lora.rank=2", "lora.alpha=4")
+    command += ("lora.targets=mlp.up",)
+    assert main(flags(tmp_path / "run", command)) == FINISHED
+    filled_hub.commit("me/opt", {"config.json": b"{}"})
+    assert main(flags(tmp_path / "run", (*command, "train.num_steps=6"))) == FINISHED
 
 
 def refused(workdir: Path, overrides: tuple[str, ...], capsys) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypedDict
 
+from convert.hub_commits import ADAPTER_BASE, recorded_commits
+from convert.hub_models import base_on_hub
 from data.hub_files import files_of_entry
 from data.named_paths import split_name
 from untrusted.hub import (
@@ -34,11 +36,11 @@ _log = logging.getLogger(__name__)
 
 
 def may_name_repositories(config: Mapping[str, Any]) -> bool:
-    """Return whether a value of a config has the form of the name of a repository.
+    """Return whether a config may name repositories, or an adapter whose base is on the hub.
 
     It does not depend on which paths exist on this machine, so it is the same on all hosts.
     """
-    return any(
+    return bool(config.get("init_from")) or any(
         has_form_of_model(text) if key in _MODELS else DATASETS in text
         for key, text in _texts(config)
     )
@@ -67,7 +69,7 @@ def pin_repositories(config: Mapping[str, Any], saved: Mapping[str, Any]) -> Pin
             read it.
         ConnectionError: the hub cannot be reached, and the cache does not have the revision.
     """
-    recorded = _recorded_commits(saved)
+    recorded = recorded_commits(saved)
     commits = _commits_in_values(saved) | recorded
     texts: dict[str, dict[str, str]] = {}
     for key, text in _texts(config):
@@ -87,6 +89,10 @@ def pin_repositories(config: Mapping[str, Any], saved: Mapping[str, Any]) -> Pin
         texts.setdefault(key, {})[text] = (
             (f"{name}=" if name else "") + str(pinned) + (f"/{path}" if path else "")
         )
+    base = base_on_hub(next(iter(texts.get("init_from", {}).values()), ""))
+    if base is not None and not base.is_pinned:
+        place = (ADAPTER_BASE, str(base))
+        recorded[place] = recorded.get(place) or str(pin(base).revision)
     entries = [f"{key} {repository} {commit}" for (key, repository), commit in recorded.items()]
     return {"texts": texts, "hub_commits": entries}
 
@@ -146,17 +152,6 @@ def _repository_of(key: str, text: str) -> tuple[str, Repository, str] | None:
     set_name, path = split_name(text) if key == "data.validation_paths" else ("", text)
     reference = dataset_of(path)
     return None if reference is None else (set_name, *reference)
-
-
-def _recorded_commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return (key, repository as it was named) -> commit, from `train.hub_commits`.
-
-    Entries of another form are ignored, so their repositories are resolved newly.
-    """
-    section, name = _place(saved, "train.hub_commits")
-    entries = section.get(name)
-    parts = [str(entry).split() for entry in entries] if isinstance(entries, list | tuple) else []
-    return {(part[0], part[1]): part[2] for part in parts if len(part) == 3}
 
 
 def _commits_in_values(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:

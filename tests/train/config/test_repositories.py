@@ -1,13 +1,13 @@
 """Values of a config that name repositories of the Hugging Face hub, and their commits."""
 
+import json
 from typing import Any
 
 import pytest
 from ml_collections import ConfigDict
 
+from convert.hub_commits import base_commits
 from train.config.repositories import may_name_repositories, pin_repositories, store_pinned
-
-OLD = "0" * 40
 
 
 def config(init_from: str = "", **data: Any) -> Any:
@@ -28,7 +28,8 @@ def pinned(init_from: str, saved: Any = None, **data: Any) -> Any:
         (config(tokenizer="me/gpt@v1"), True),
         (config(paths=("a.txt", "hf://datasets/me/texts")), True),
         (config(validation_paths=("a=hf://datasets/me/texts",)), True),
-        (config("runs/a/b", tokenizer="bpe", paths=("me/texts",)), False),
+        (config("runs/a/b"), True),  # maybe an adapter whose base is on the hub
+        (config(tokenizer="bpe", paths=("me/texts",)), False),
         (config(tokenizer="me/tokenizer.json"), False),
     ],
 )
@@ -37,13 +38,14 @@ def test_may_name_repositories_reads_the_form_of_values(named, expected):
 
 
 def test_commits_of_a_saved_config_stand_for_names_without_a_revision(hub):
+    old = hub.commit("me/gpt", {"config.json": b"{}"})
     new = hub.commit("me/gpt", {"config.json": b"{}"})
     texts = hub.commit("me/texts", {"a.txt": b"a", "b.txt": b"b"}, kind="datasets")
-    saved = config(f"me/gpt@{OLD}", tokenizer="bpe")
+    saved = config(f"me/gpt@{old}", tokenizer="bpe")
     section = {"tokenizer": "me/gpt@main", "validation_paths": ("x=hf://datasets/me/texts/a.txt",)}
     run = config("me/gpt", **section, paths=("local.txt", "hf://datasets/me/texts"))
     store_pinned(run, pin_repositories(run, saved))
-    assert run.init_from == f"me/gpt@{OLD}"
+    assert run.init_from == f"me/gpt@{old}"
     assert run.data.tokenizer == f"me/gpt@{new}"
     assert run.data.paths == ("local.txt", f"hf://datasets/me/texts@{texts}")
     assert run.data.validation_paths == (f"x=hf://datasets/me/texts@{texts}/a.txt",)
@@ -78,6 +80,20 @@ def test_repository_may_have_different_commits_in_two_keys(hub):
     saved = config(f"me/gpt@{first}", tokenizer=f"me/gpt@{second}")
     run = pinned("me/gpt", saved, tokenizer="me/gpt")
     assert (run.init_from, run.data.tokenizer) == (f"me/gpt@{first}", f"me/gpt@{second}")
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_base_of_an_adapter_is_resolved_once(is_local, hub, tmp_path):
+    first = hub.commit("me/base", {"config.json": b"{}"})
+    description = {"base_model_name_or_path": "me/base", "revision": "main"}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(description))
+    hub.commit("me/adapter", tmp_path)
+    init_from = str(tmp_path) if is_local else "me/adapter"
+    run = pinned(init_from)
+    assert base_commits(run) == {"me/base@main": first}
+    hub.commit("me/base", {"config.json": b"{}"})
+    assert base_commits(pinned(init_from, run)) == {"me/base@main": first}
 
 
 def test_process_with_another_command_is_refused(hub):
