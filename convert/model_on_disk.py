@@ -52,6 +52,8 @@ class Source:
         dtypes: name of a Hugging Face tensor -> its original dtype, for tensors where it is known.
         lora: adapters of the model.
         init_from: checkpoint that a run started from; empty for none.
+        hub_commits: base of the adapter that a run started from, as adapter_config.json names it on
+            the hub -> its commit; empty for none.
     """
 
     path: Path
@@ -67,6 +69,7 @@ class Source:
     lora: LoraConfig = LoraConfig()
     init_from: str = ""
     adapter_files: Path | None = None
+    hub_commits: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def hf_file(self, name: str) -> Path | None:
         """Return the path of a file of the tokenizer or for generation; None if it is absent."""

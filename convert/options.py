@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from untrusted.imports import add_allow_import
 
@@ -15,12 +15,15 @@ class ReadOptions:
         harmless: unknown keys of config.json to ignore.
         allow_pickle_weights: whether to open `.bin` files.
         allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
+        hub_commits: repository of the hub, as it is named -> commit to read. A run has resolved
+            them earlier.
         harmless_option: option of the current command that sets `harmless`, for messages.
     """
 
     harmless: Sequence[str] = ()
     allow_pickle_weights: bool = False
     allow_import: Sequence[str] = ()
+    hub_commits: Mapping[str, str] = dataclasses.field(default_factory=dict)
     harmless_option: str = "--harmless"
 
     def remedy_for(self, key: str) -> str:

@@ -18,6 +18,7 @@ from checkpoint.checksums import find_damage
 from checkpoint.errors import read_patiently
 from checkpoint.layout import CONFIG, STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
+from convert.hub_commits import base_commits
 from convert.model_on_disk import Shapes, Source, check_known, read_config
 from convert.registry import find
 from data.text.tokenization.file_tokenizer import find_tokenizer
@@ -155,6 +156,7 @@ def open_run(
         dtypes=dtypes,
         lora=LoraConfig(**adapters),
         init_from=init_from,
+        hub_commits=base_commits(config),
     )
     return source
 

@@ -50,7 +50,8 @@ def read_source(
     check_local("path", path)
     repository = model_of(str(path))
     if repository is not None:
-        repository = pin(repository)
+        commit = options.hub_commits.get(str(repository), repository.revision)
+        repository = pin(dataclasses.replace(repository, revision=commit))
         directory = download_model(repository, options)
         source = read_source(directory, options, averaged=averaged)
         return dataclasses.replace(source, path=Path(str(repository)))

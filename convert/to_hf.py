@@ -109,13 +109,17 @@ def convert(
         has_adapters = source.lora.rank is not None
         if has_adapters:
             chosen = None if dtype is None else _DTYPES[dtype]
-            base = base_of(source, partial(read_source, options=options))
+            base = base_of(source, partial(_read_base, options))
             write_adapter(source, architecture, directory, chosen, base)
         else:
             _write_model(source, architecture, hf, directory, dtype, max_shard_bytes)
         write_card(source, architecture, step, directory)
     what = f"adapters of {architecture.name}" if has_adapters else architecture.name
     _log.info("%s: %s of %s", dst, what, step)
+
+
+def _read_base(options: ReadOptions, path: str, hub_commits: Mapping[str, str]) -> Source:
+    return read_source(path, dataclasses.replace(options, hub_commits=hub_commits))
 
 
 def _write_model(

@@ -4,7 +4,7 @@ from data.config import DataConfig
 from data.examples import Corpus, Label
 from data.hub_files import with_local_files
 from data.image_config import ImageConfig, check_images
-from data.validation import with_split_folders
+from data.validation import with_split_folders, with_validation_folders
 
 
 def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus:
@@ -48,8 +48,9 @@ def load_validation(config: DataConfig, images: ImageConfig, labels: tuple[Label
         ValueError: A set or the tokenizer is broken or unsuitable for the objective.
         FileNotFoundError: A glob matches nothing, or a folder or the tokenizer does not exist.
     """
-    if not config.validation_paths:
-        config = with_split_folders(config)
+    # The training data need not exist if the config names other validation data.
+    has_sets = bool(config.validation_paths)
+    config = with_validation_folders(config) if has_sets else with_split_folders(config)
     config = with_local_files(config, reads_training_data=False)
     if config.objective == "image_text":
         from data.images.captioned import load_validation_captions

@@ -11,6 +11,7 @@ stands for, and only these are downloaded. The readers of local files do the res
 
 import dataclasses
 import fnmatch
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ from pathlib import Path
 from data.config import DataConfig
 from data.formats import TABLES, format_of, named_formats
 from data.named_paths import named_paths
-from untrusted.hub import Repository, dataset_of, fetch, list_files, pin
+from untrusted.hub import Repository, cached_files, dataset_of, fetch, list_files, pin
 
-# Words that stand for a split, if neither letters nor digits surround them.
+# Words that stand for a split, if no letters surround them: `train2.csv` belongs to `train`.
 _WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -29,6 +30,8 @@ _WORDS = {
 }
 _SPLIT = re.compile(rf"(?<![A-Za-z])({'|'.join(_WORDS)})(?![A-Za-z])")
 _IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+
+_log = logging.getLogger(__name__)
 
 
 def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
@@ -50,7 +53,7 @@ def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
         return {}
     repository = pin(reference[0])
     path = reference[1]
-    files = list_files(repository)
+    files = _list_files(repository, path)
     prefix = f"{path}/" if path else ""
     below = [file.removeprefix(prefix) for file in files if file.startswith(prefix)]
     if not below or path in files or (reads_images and any(f.endswith(_IMAGES) for f in below)):
@@ -66,12 +69,24 @@ def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
     splits: dict[str, list[str]] = {}
     for file in readable:
         splits.setdefault(_split_of(file), []).append(file)
-    if len(splits) > 1:
-        splits.pop("", None)  # such as a license
+    without_split = splits.pop("", []) if len(splits) > 1 else []  # such as a license
     _check_one_kind(entry, [file for files in splits.values() for file in files])
+    _log_unread(entry, without_split)
     return {
         split: _as_entries(repository, prefix, chosen, below) for split, chosen in splits.items()
     }
+
+
+def _log_unread(entry: str, files: Sequence[str]) -> None:
+    """Log which files are not read because their names tell no split."""
+    if files:
+        more = f" and {len(files) - 3:,} more" if len(files) > 3 else ""
+        _log.info(
+            "%s: %s%s not read, because other files have the name of a split",
+            entry,
+            f"{', '.join(files[:3])}{more}",
+            " is" if len(files) == 1 else " are",
+        )
 
 
 def _split_of(file: str) -> str:
@@ -174,8 +189,9 @@ def files_of_entry(key: str, entry: str, repository: Repository, path: str) -> l
 
     Raises:
         ValueError: There are none.
+        ConnectionError: See `_list_files`.
     """
-    files = list_files(repository)
+    files = _list_files(repository, path)
     matches = _matching(files, path)
     if not matches:
         some = f", such as {files[0]}" if files else ""
@@ -184,3 +200,18 @@ def files_of_entry(key: str, entry: str, repository: Repository, path: str) -> l
             f"one of its {len(files):,} files of data{some}"
         )
     return matches
+
+
+def _list_files(repository: Repository, path: str) -> list[str]:
+    """Return the files of a pinned dataset, or only the file `path` if the others are not known.
+
+    Raises:
+        ConnectionError: The hub cannot be reached, the cache has no list of all files, and `path`
+            is no file in the cache. A glob or a folder could then lack files without a notice.
+    """
+    try:
+        return list_files(repository)
+    except ConnectionError:
+        if path not in cached_files(repository):
+            raise
+        return [path]

@@ -15,7 +15,7 @@ from pathlib import Path
 from data.config import DataConfig
 from data.formats import format_of
 from data.hub_files import hub_splits
-from data.named_paths import named_paths
+from data.named_paths import named_paths, split_name
 from data.saved_sets import saved_splits
 
 _DEFAULT_SPLIT = "validation"
@@ -31,23 +31,50 @@ def with_split_folders(config: DataConfig) -> DataConfig:
     Raises:
         ValueError: A split does not exist, or splits are named but nothing has splits.
     """
-    splits = {path: _splits_of(path, config) for path in config.paths}
-    has_splits = any(entries.keys() - {""} for entries in splits.values())
+    config = with_validation_folders(config)
+    # Not a dict: an entry may occur twice, for example to read token files twice.
+    splits = [(path, _splits_of(path, config)) for path in config.paths]
+    if not any(entries for _, entries in splits):
+        _check_no_splits_named(config)
+        return config
+    has_splits = any(entries.keys() - {""} for _, entries in splits)
     if not has_splits:
         _check_no_splits_named(config)
     paths = tuple(
         entry
-        for path, entries in splits.items()
+        for path, entries in splits
         for entry in _entries(path, config.split, entries, "split")
     )
     validation = config.validation_paths
     if has_splits and not validation:
-        validation = _validation_entries(config, splits)
-    if (paths, validation) == (config.paths, config.validation_paths):
-        return config
+        validation = _validation_entries(config, dict(splits))
     return dataclasses.replace(
         config, paths=paths, validation_paths=validation, split="train", validation_splits=()
     )
+
+
+def with_validation_folders(config: DataConfig) -> DataConfig:
+    """Replace folders of the Hugging Face hub in `data.validation_paths` by their files.
+
+    Of a folder with splits, the set is the split `validation`, or the only one.
+
+    Raises:
+        ValueError: A folder has several splits, but none is called `validation`.
+    """
+    validation: list[str] = []
+    for entry in config.validation_paths:
+        name, path = split_name(entry)
+        with naming_validation_paths():
+            splits = hub_splits(path, reads_images=config.reads_images)
+        if len(splits) > 1 and _DEFAULT_SPLIT not in splits:
+            raise ValueError(
+                f"data.validation_paths: {path} has the splits {', '.join(sorted(splits))}; name "
+                f"the files of one, such as {next(iter(splits.values()))[0]}"
+            )
+        only = next(iter(splits.values()), (path,))
+        paths = splits.get(_DEFAULT_SPLIT, only)
+        validation += [f"{name}={each}" if name else each for each in paths]
+    return dataclasses.replace(config, validation_paths=tuple(validation))
 
 
 def _splits_of(path: str, config: DataConfig) -> dict[str, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import jax
 from jax._src import distributed
 
-from untrusted.messages import LASTING, sentence_of
+from untrusted.messages import LASTING, LastingError, sentence_of
 
 #: Seconds without an answer after which a process counts as failed.
 TIMEOUT_S = 1200.0
@@ -34,12 +34,8 @@ T = TypeVar("T")
 _numbers = itertools.count()
 
 
-class LastingError(OSError):
-    """An error of the file system on another process that only the user can resolve."""
-
-
 def may_pass(error: Exception | None) -> bool:
-    """Return whether a restart may help: a file system or another process failed."""
+    """Return whether a restart may help: a file system, a network or another process failed."""
     lasting = (FileNotFoundError, LastingError)
     return (
         isinstance(error, OSError) and not isinstance(error, lasting) and error.errno not in LASTING

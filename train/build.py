@@ -116,7 +116,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     run, planner = _assemble(config, fixed, mesh, sizes, options)
 
     corpus = Exchange(LONGEST_START_S).on_all(lambda: _load_data(config, source, options))
-    # The base of an adapter may be on the hub, where every process has resolved it.
+    # The base of an adapter is named by the adapter, not by the config.
     base = "" if source is None else source.init_from
     workdir.check_processes_agree("config", f"{workdir.full_config(run)!r} {base}")
     workdir.check_processes_agree("data", f"{corpus.fingerprint} {corpus.contents}")

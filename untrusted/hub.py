@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from untrusted.messages import shortened
+from untrusted.messages import LastingError, shortened
 
 #: Prefix of the files of a dataset.
 DATASETS = "hf://datasets/"
@@ -33,11 +33,18 @@ FORMATS = tuple(
     """.split()
 )
 
+# Files that are downloaded at the same time; 8 is the default of `huggingface_hub`.
+_NUM_DOWNLOADS = 8
+
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _REPOSITORY = re.compile(rf"({_NAME}/{_NAME})(?:@[\w.-]+(?:/[\w.-]+)*)?")
 # The revision of a dataset has no slash, because a path may follow.
 _DATASET = re.compile(rf"{DATASETS}({_NAME}/{_NAME})(?:@([\w.-]+))?(?:/(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class OfflineError(LastingError, ConnectionError):
+    """The cache lacks a file, and HF_HUB_OFFLINE is set, so waiting does not help."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,32 +165,37 @@ def check_access(repository: Repository, files: Sequence[str]) -> None:
 def list_files(repository: Repository) -> list[str]:
     """Return the paths of the files of a pinned repository that may be fetched, sorted.
 
-    Without a network, these are at least the files in the cache.
-
     Raises:
         ValueError: See `pin`.
-        ConnectionError: The hub cannot be reached, and the cache has no such commit.
+        ConnectionError: The hub cannot be reached, and the cache has no list of all files.
     """
-    from huggingface_hub import HfApi, get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import HfApi, get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     try:
         paths = [file.path for file in get_cached_repo_tree(repository.name, **where)]
     except CachedRepoTreeNotFoundError:
         with _explaining(repository):
-            try:
-                paths = HfApi().list_repo_files(repository.name, **where)
-            except Exception as error:
-                if not _is_unreachable(error):
-                    raise
-                try:
-                    cached = snapshot_download(repository.name, local_files_only=True, **where)
-                except LocalEntryNotFoundError:
-                    raise error from None
-                folder = Path(cached)
-                files = (path for path in folder.rglob("*") if path.is_file())
-                paths = [path.relative_to(folder).as_posix() for path in files]
+            paths = HfApi().list_repo_files(repository.name, **where)
+    return sorted(path for path in paths if path.endswith(FORMATS))
+
+
+def cached_files(repository: Repository) -> list[str]:
+    """Return the paths of the files of a pinned repository that the cache has, sorted.
+
+    A download of single files, as `transformers` does it, leaves no list of all files. Then these
+    are the only files that are known without a network, but there may be others.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    try:
+        folder = Path(snapshot_download(repository.name, local_files_only=True, **where))
+    except LocalEntryNotFoundError:
+        return []
+    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return sorted(path for path in paths if path.endswith(FORMATS))
 
 
@@ -192,24 +204,32 @@ def fetch(repository: Repository, files: Sequence[str]) -> Path:
 
     Args:
         repository: pinned repository.
-        files: paths from `list_files`.
+        files: paths from `list_files` or `cached_files`.
 
     Raises:
         ValueError: See `pin`.
         ConnectionError: The hub cannot be reached, and the cache lacks a file.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm
+    from tqdm.contrib.concurrent import thread_map
 
     folder = _cached_folder(repository, files)
     if folder is not None:
         return folder
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     with _explaining(repository):
-        snapshot_download(
-            repository.name,
-            repo_type=repository.kind,
-            revision=repository.revision,
-            allow_patterns=[glob.escape(file) for file in files],
+        # This also stores the list of all files, which `list_files` needs without a network. It
+        # compares all files with all patterns, so the other files are not left to it.
+        snapshot_download(repository.name, allow_patterns=glob.escape(files[0]), **where)
+        thread_map(
+            lambda file: hf_hub_download(repository.name, file, **where),
+            files,
+            max_workers=_NUM_DOWNLOADS,
+            tqdm_class=tqdm,
+            desc=f"Files of {repository.name}",
+            disable=None,  # only on a terminal
         )
         folder = _cached_folder(repository, files)
         if folder is None:  # The client does not know all files of the repository.
@@ -296,9 +316,18 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 def _unavailable(repository: Repository, reason: str) -> ConnectionError:
-    return ConnectionError(
-        f"{repository} is not complete in the cache of the Hugging Face hub, and {reason}; run "
-        f"'{repository.download_command}' where there is a network, with the same HF_HOME"
+    from huggingface_hub import constants
+
+    no_path = ""
+    correct = ""
+    if repository.kind == "model":  # a name that looks like one may be a path with a typing error
+        no_path = f"there is no path {repository} on this machine, and the model "
+        correct = ", or correct the path"
+    error = OfflineError if constants.is_offline_mode() else ConnectionError
+    return error(
+        f"{no_path}{repository} is not complete in the cache of the Hugging Face hub, and "
+        f"{reason}; run '{repository.download_command}' where there is a network, with the same "
+        f"HF_HOME{correct}"
     )
 
 

@@ -24,6 +24,10 @@ _MAX_CHARACTERS = 4000
 _END_CHARACTERS = 500
 
 
+class LastingError(OSError):
+    """An error of the file system or of the network that only the user can resolve."""
+
+
 def without_surrogates(text: str) -> str:
     """Return a text in which `?` replaces lone surrogates, which JSON has, but UTF-8 has not."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -21,6 +21,7 @@ are stored for all experts of a layer together:
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from convert.model_on_disk import Shapes
 from convert.names import TensorMapping
 from convert.tensor_files import Tensor
 from models.adapters import adapter_of
+from untrusted.hub import model_of
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -183,3 +185,12 @@ def check_untied(trained: Iterable[TensorMapping], what: str, remedy: str) -> No
                 f"{what} has {module_of(place)}, whose weight is also {others[0]}; PEFT would "
                 f"train only one of the two; {remedy}"
             )
+
+
+def name_of_base(config: Mapping[str, Any]) -> str:
+    """Return the path of the base, or its name on the hub with the revision; "" without one."""
+    name = config.get("base_model_name_or_path")
+    revision = config.get("revision")
+    if not isinstance(name, str):
+        return ""
+    return f"{name}@{revision}" if revision and model_of(name) is not None else name

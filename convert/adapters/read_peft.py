@@ -17,6 +17,7 @@ from convert.adapters.peft_format import (
     module_name,
     module_of,
     name_of,
+    name_of_base,
     split_experts,
 )
 from convert.architecture import Architecture
@@ -184,9 +185,7 @@ def _check_choice(config: Mapping[str, Any], name: str, allowed: tuple, file: Pa
 
 def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Source]) -> Source:
     """Open the model that the adapters are for."""
-    name = config.get("base_model_name_or_path")
-    if name and config.get("revision") and model_of(name) is not None:
-        name = f"{name}@{config['revision']}"
+    name = name_of_base(config)
     if not name or not (Path(name).is_dir() or model_of(name)):
         raise ValueError(
             f"{file} has base_model_name_or_path={name!r}, which is neither a directory here nor "

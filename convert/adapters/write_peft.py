@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,23 @@ _SAVED_BY_PEFT = {"classifier", "score"}
 _MODULES_OF_EXPERTS = {"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
 
 
-def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
+def base_of(source: Source, read: Callable[[str, Mapping[str, str]], Source]) -> Source | None:
     """Return the model that the adapters of a run are for; None if it cannot be reached.
 
     A run that continues the adapters of another has the same base as that one. If the base does not
     come from Hugging Face, a warning says so.
 
+    Args:
+        read: opens a path, or `org/name@commit`, with the commits of a run for its base.
+
     Raises:
         ValueError: A model on the way there cannot be read.
     """
     path = source.init_from
+    hub_commits = source.hub_commits
     while path and (Path(path).exists() or pinned_model_of(path)):
         try:
-            base = read(path)
+            base = read(path, hub_commits)
         except ConnectionError as error:
             _log.warning("%s", error)
             return None
@@ -68,6 +72,7 @@ def base_of(source: Source, read: Callable[[str], Source]) -> Source | None:
                 )
             return base
         path = base.init_from
+        hub_commits = base.hub_commits
     return None
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Iterable
 
 from data.text.chat.template import TEMPLATES
-from untrusted.hub import fetch, list_files, model_of, pin
+from untrusted.hub import cached_files, fetch, list_files, model_of, pin
 
 #: Ends of the names of files that describe a model or its tokenizer.
 _DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
+
+#: Files of which a tokenizer has one.
+_TOKENIZERS = {"tokenizer.json", "vocab.json", "vocab.txt"}
 
 
 def description_files(files: Iterable[str]) -> list[str]:
@@ -36,8 +39,13 @@ def local_tokenizer(tokenizer: str) -> str:
     if repository is None:
         return tokenizer
     repository = pin(repository)
-    files = description_files(list_files(repository))
-    if not {"tokenizer.json", "vocab.json", "vocab.txt"}.intersection(files):
+    try:
+        files = description_files(list_files(repository))
+    except ConnectionError:
+        files = description_files(cached_files(repository))
+        if not _TOKENIZERS.intersection(files):
+            raise
+    if not _TOKENIZERS.intersection(files):
         raise ValueError(
             f"data.tokenizer={tokenizer!r} has neither a tokenizer.json nor a vocab.json with "
             "merges.txt; name a model that has one, or set data.tokenizer to 'bpe' or 'bytes'"

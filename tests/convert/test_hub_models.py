@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import yaml
 
 from convert import from_hf, to_hf
 from convert.source import read_source
+from data.text.hub_tokenizer import local_tokenizer
 from generate import __main__ as generate
 from tests.convert.hf_files import edit_config, parameters
 from tests.convert.test_peft import make, ours
+from tests.hub import use_hub
 from tests.hugging_face import OPT, save_model
 from untrusted.commands import REFUSED
 
@@ -79,6 +82,31 @@ def test_model_without_safetensors_is_refused(opt, hub, tmp_path):
         read_source("me/empty")
 
 
+@pytest.mark.parametrize("missing", [None, "last", "config.json", "tokenizer.json"])
+def test_model_without_a_list_of_its_files_is_read_if_complete(
+    missing, opt, hub, monkeypatch, tmp_path
+):
+    """A download of single files, as transformers does it, leaves no list of all files."""
+    paths = [*(opt / "sharded").iterdir(), opt / "opt" / "tokenizer.json"]
+    hub.commit("me/opt", {path.name: path.read_bytes() for path in paths})
+    names = sorted(path.name for path in paths)
+    weights = [name for name in names if name.endswith(".safetensors")]
+    missing = weights[-1] if missing == "last" else missing
+    for name in names:
+        if name != missing:
+            huggingface_hub.hf_hub_download("me/opt", name)
+    use_hub(monkeypatch, hub.url, tmp_path / "hf_home", is_offline=True)
+    if missing == "tokenizer.json":
+        with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set; run 'hf download me/opt"):
+            local_tokenizer("me/opt")
+    elif missing is not None:
+        with pytest.raises(ConnectionError, match="HF_HUB_OFFLINE is set; run 'hf download me/opt"):
+            read_source("me/opt")
+    else:
+        read_source("me/opt")
+        local_tokenizer("me/opt")
+
+
 @pytest.mark.thorough
 def test_adapter_and_its_base_on_the_hub_are_read_and_written(hub, tmp_path):
     make("gpt2", "LoRA", tmp_path)
@@ -98,6 +126,15 @@ def test_adapter_and_its_base_on_the_hub_are_read_and_written(hub, tmp_path):
     assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", base)
     np.testing.assert_array_equal(ours(tmp_path / "back"), expected)
     assert str(read_source("me/adapter").path) == f"me/adapter@{adapter}"
+
+    # A run that started from the adapter has recorded the commit of the base.
+    commits = {"train": {"hub_commits": [f"adapter_base me/base@v1 {base}"]}}
+    changed = {**written, "init_from": str(tmp_path / "adapter"), **commits}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(changed))
+    hub.commit("me/base", {"config.json": b"{}"}, revision="v1")
+    to_hf.convert(tmp_path / "run", tmp_path / "later")
+    config = json.loads((tmp_path / "later" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("me/base", base)
 
 
 @pytest.mark.thorough

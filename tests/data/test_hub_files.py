@@ -2,7 +2,9 @@
 
 import io
 import json
+from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -10,12 +12,13 @@ import pytest
 from PIL import Image
 
 from data.config import DataConfig
-from data.corpus import load_corpus
+from data.corpus import load_corpus, load_validation
 from data.hub_files import hub_splits, with_local_files
 from data.image_config import ImageConfig
 from data.text.hub_tokenizer import local_tokenizer
 from data.text.tokenization.file_tokenizer import load_tokenizer_file
 from data.validation import with_split_folders
+from tests.hub import use_hub
 from tests.hugging_face import save_tokenizer
 
 TEXTS = "hf://datasets/me/texts"
@@ -72,6 +75,16 @@ def test_folder_has_the_splits_that_names_tell(files, path, expected, hub):
     }
 
 
+def test_files_without_a_split_are_logged(hub, caplog):
+    files = ("train.csv", "test2.csv", "a.csv", "b.csv", "c.csv", "d.csv")
+    hub.commit("me/texts", dict.fromkeys(files, b"text"), kind="datasets")
+    with caplog.at_level("INFO"):
+        assert splits(TEXTS) == {"train": ("train.csv",), "test": ("test2.csv",)}
+    lines = [each.message for each in caplog.records if each.name == "data.hub_files"]
+    why = "because other files have the name of a split"
+    assert lines == [f"{TEXTS}: a.csv, b.csv, c.csv and 1 more are not read, {why}"]
+
+
 @pytest.mark.parametrize(
     ("files", "problem"),
     [
@@ -125,6 +138,22 @@ def test_path_stands_for_the_same_files_as_on_disk(path, hub):
     assert {*hub.downloads()} == expected[path]
 
 
+@pytest.mark.parametrize("path", ["", "/data", "/data/*.csv", "/data/b.csv"])
+def test_files_that_the_cache_may_lack_are_refused_without_a_network(
+    path, hub, monkeypatch, tmp_path
+):
+    """A download of single files leaves no list of all files."""
+    files = {"data/a.csv": b"text\n1\n", "data/b.csv": b"text\n2\n"}
+    hub.commit("me/texts", files, kind="datasets")
+    huggingface_hub.hf_hub_download("me/texts", "data/a.csv", repo_type="dataset")
+    use_hub(monkeypatch, hub.url, tmp_path / "hf_home", is_offline=True)
+    (file,) = with_local_files(with_split_folders(config(f"{TEXTS}/data/a.csv"))).paths
+    assert Path(file).read_bytes() == files["data/a.csv"]
+    for read in (with_split_folders, with_local_files):
+        with pytest.raises(ConnectionError, match="'hf download --repo-type=dataset me/texts --re"):
+            read(config(TEXTS + path))
+
+
 def test_pickle_of_a_dataset_is_not_downloaded(hub):
     hub.commit("me/texts", {"a.csv": b"text\n1\n", "a.pkl": b"code"}, kind="datasets")
     with pytest.raises(
@@ -152,6 +181,36 @@ def test_corpus_equals_that_of_local_files(hub, tmp_path):
     assert len(corpora[0].train) == len(corpora[1].train)
     ours, theirs = (corpus.named_validation["t"][0]["tokens"] for corpus in corpora)
     np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("en/a.csv", "en/b.csv", "c.csv"), {"en/a.csv", "en/b.csv"}),
+        (("en/train.csv", "en/val.csv", "en/test.csv"), {"en/val.csv"}),
+        (("en/test-0.csv", "en/test-1.csv"), {"en/test-0.csv", "en/test-1.csv"}),
+    ],
+)
+def test_folder_of_the_hub_is_a_validation_set(files, expected, hub, tmp_path):
+    text = "text\n" + "some text\n" * 40
+    contents = {file: f"{text}{file}\n".encode() for file in files}  # equal ones are read once
+    hub.commit("me/texts", contents, kind="datasets")
+    (tmp_path / "a.txt").write_text(text)
+    fields = {"validation_paths": (f"en={TEXTS}/en",), "cache_dir": str(tmp_path / "cache")}
+    section = config(str(tmp_path / "a.txt"), **fields)
+    corpus = load_corpus(section)
+    assert {*hub.downloads()} == expected
+    alone = load_validation(section, ImageConfig(), ())
+    for loaded in (corpus, alone):
+        assert len(loaded.named_validation["en"]) > 0
+
+
+def test_folder_of_the_hub_with_several_splits_is_no_validation_set(hub):
+    hub.commit("me/texts", {"train.csv": b"text\n1\n", "test.csv": b"text\n"}, kind="datasets")
+    with pytest.raises(
+        ValueError, match=r"^data.validation_paths: .*/texts has the splits test, t"
+    ):
+        with_split_folders(config("a.txt", validation_paths=(TEXTS,)))
 
 
 def image(color: int) -> bytes:

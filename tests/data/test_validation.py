@@ -12,6 +12,7 @@ from data.corpus import load_corpus, load_validation
 from data.examples import Examples
 from data.image_config import ImageConfig
 from data.named_paths import named_paths
+from data.validation import with_split_folders
 from tests.data.corpora import documents, jsonl_config
 from tests.data.images import test_captioned
 from tests.data.images.pictures import folder, targets, values, write_classes
@@ -145,6 +146,20 @@ def test_folders_of_images(tmp_path):
         folder(tmp_path, tmp_path / "train", validation_paths=("nowhere",))
     with pytest.raises(ValueError, match=r"data\.validation_paths=.* must be one folder"):
         folder(tmp_path, tmp_path / "train", validation_paths=("a", "b"))
+
+
+def test_folder_of_images_named_twice_is_also_the_validation_set(tmp_path):
+    write_classes(tmp_path / "train", "ab", 8)
+    corpus = folder(tmp_path, tmp_path / "train", tmp_path / "train")
+    assert len(corpus.train) == 16
+    assert sorted(values(corpus.validation)) == sorted(values(corpus.train))
+
+
+def test_path_named_twice_is_read_twice():
+    config = DataConfig(
+        name="megatron", tokenizer="bytes", paths=("a", "b", "a"), global_batch_size=1
+    )
+    assert with_split_folders(config).paths == ("a", "b", "a")
 
 
 def test_captioned_images(tmp_path):

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
+import transformers
 import yaml
 
 from tests.hub import TOKEN, StandInHub, use_hub
 from tests.hugging_face import OPT, save_model
 from tests.launch.launcher import REPOSITORY, variables
-from train.lifecycle.exit_codes import FAILED, FINISHED
+from train.lifecycle.exit_codes import FAILED, FINISHED, REFUSED
 from train.main import main
 from train.reporting.metrics import read_metrics
 
@@ -96,10 +98,13 @@ def test_evaluation_reads_checkpoint_tokenizer_and_data(filled_hub, tmp_path, mo
 def test_run_without_network_and_cache_is_refused(is_offline, tmp_path, monkeypatch, capsys):
     address = closed_address()
     use_hub(monkeypatch, address, tmp_path / "hf_home", is_offline=is_offline)
-    assert main(flags(tmp_path / "run", HUB)) == FAILED  # a restart may help
+    # A restart may help if the hub cannot be reached.
+    expected = REFUSED if is_offline else FAILED
+    assert main(flags(tmp_path / "run", (*HUB, "init_from=runs/typo"))) == expected
     reason = "HF_HUB_OFFLINE is set" if is_offline else f"{address} cannot be reached"
     error = capsys.readouterr().err
-    assert reason in error and "run 'hf download me/opt' where there is a network" in error
+    assert error.startswith("error: there is no path runs/typo on this machine, and the model ")
+    assert reason in error and "run 'hf download runs/typo' where there is a network" in error
 
 
 @pytest.mark.thorough
@@ -151,6 +156,21 @@ def test_resumed_run_uses_the_commits_of_its_config(filled_hub, model, tmp_path,
     capsys.readouterr()
     error = refused(workdir, (*HUB, "init_from=me/opt@main"), capsys)
     assert f"init_from: 'me/opt@{commit}' -> 'me/opt@{newer}'" in error
+
+
+@pytest.mark.thorough
+def test_resumed_run_of_an_adapter_uses_the_commit_of_its_base(filled_hub, model, tmp_path):
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["fc1"], task_type="CAUSAL_LM")
+    peft.get_peft_model(base, settings).save_pretrained(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    config = {**json.loads(file.read_text()), "base_model_name_or_path": "me/opt"}
+    file.write_text(json.dumps(config))
+    command = (*HUB, f"init_from={tmp_path}/adapter", "lora.rank=2", "lora.alpha=4")
+    command += ("lora.targets=mlp.up",)
+    assert main(flags(tmp_path / "run", command)) == FINISHED
+    filled_hub.commit("me/opt", {"config.json": b"{}"})
+    assert main(flags(tmp_path / "run", (*command, "train.num_steps=6"))) == FINISHED
 
 
 def refused(workdir: Path, overrides: tuple[str, ...], capsys) -> str:

@@ -2,11 +2,13 @@
 
 import socket
 
+import huggingface_hub
 import pytest
 
 from tests.hub import TOKEN, use_hub
 from untrusted.hub import (
     Repository,
+    cached_files,
     check_access,
     dataset_of,
     fetch,
@@ -107,6 +109,22 @@ def test_fetch_downloads_only_formats_without_code(hub):
     assert sorted(hub.downloads()) == SAFE
 
 
+def test_fetch_compares_each_file_with_few_patterns(hub, monkeypatch):
+    """The time is linear in the number of files, of which datasets may have 100,000."""
+    patterns: list[str] = []
+    snapshot_download = huggingface_hub.snapshot_download
+
+    def download_snapshot(*args, allow_patterns, **options):
+        patterns.extend([allow_patterns] if isinstance(allow_patterns, str) else allow_patterns)
+        return snapshot_download(*args, allow_patterns=allow_patterns, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download_snapshot)
+    files = {f"{i}.txt": b"%d" % i for i in range(40)}
+    hub.commit("me/gpt", files)
+    assert download("me/gpt") == files
+    assert len(patterns) <= 2
+
+
 def test_files_of_a_commit_are_fetched_once_and_stay(hub):
     first = hub.commit("me/gpt", {"config.json": b"old"})
     assert download("me/gpt") == {"config.json": b"old"}
@@ -186,16 +204,16 @@ def test_offline_without_the_files_is_refused(hub, monkeypatch, tmp_path):
         download("me/other")
 
 
-def test_cache_without_a_list_of_files_is_read(hub, monkeypatch, tmp_path):
-    """A download of single files, as transformers does it, leaves no list of all files."""
-    hub.commit("me/gpt", FILES)
-    files = download("me/gpt")
-    (lists,) = (tmp_path / "hf_home" / "hub").glob("*/trees")
-    lists.rename(tmp_path / "hf_home" / "moved")
-    lists = tmp_path / "other_home"
-    (tmp_path / "hf_home").rename(lists)  # the client keeps lists in memory, by their paths
-    use_hub(monkeypatch, hub.url, lists, is_offline=True)
-    assert download("me/gpt") == files
+def test_cache_without_a_list_of_files_has_some_files(hub, monkeypatch, tmp_path):
+    commit = hub.commit("me/gpt", FILES)
+    huggingface_hub.hf_hub_download("me/gpt", "config.json")
+    pinned = Repository(kind="model", name="me/gpt", revision=commit)
+    use_hub(monkeypatch, hub.url, tmp_path / "hf_home", is_offline=True)
+    assert cached_files(pinned) == ["config.json"]
+    assert (fetch(pinned, ["config.json"]) / "config.json").read_bytes() == FILES["config.json"]
+    with pytest.raises(ConnectionError, match=r"HF_HUB_OFFLINE is set; run 'hf download me/gpt -"):
+        list_files(pinned)
+    assert cached_files(Repository(kind="model", name="me/none", revision=commit)) == []
 
 
 def test_hub_without_a_network_is_refused_unless_cached(hub, monkeypatch, tmp_path, closed_port):

@@ -11,6 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from convert.files import preprocessor
+from convert.hub_commits import base_commits
 from convert.options import DEFAULTS, ReadOptions
 from convert.source import Source, read_source
 from convert.upcycling import FIELDS, check_fields, upcycles
@@ -75,6 +76,7 @@ def take_init_from(
     options = dataclasses.replace(
         options,
         harmless=checked_value(config, "train.init_harmless"),
+        hub_commits=base_commits(config),
         harmless_option="--config.train.init_harmless",
     )
     source = read_source(path, options)

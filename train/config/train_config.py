@@ -58,6 +58,12 @@ class TrainConfig(Section, section="train"):
         "not change the computation.",
         nonempty=True,
     )
+    hub_commits: tuple[str, ...] = field(
+        (),
+        "Commits of repositories on the Hugging Face hub, `KEY NAME[@REVISION] COMMIT`. A run "
+        "stores them here, and uses them when it continues.",
+        nonempty=True,
+    )
     compilation_cache: bool = field(
         True,
         "Keep compiled steps in `data.cache_dir`, so that a restart does not compile them again. "
