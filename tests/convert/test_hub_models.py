@@ -1,4 +1,4 @@
-"""Models and adapters on the Hugging Face hub: which files are downloaded, and what is recorded."""
+"""Models and adapters on the Hugging Face hub: downloaded files, recorded commits."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Validation sets that a config names: their rows, and what is refused."""
+"""Validation sets that a config names: their rows, and refusals."""
 
 import dataclasses
 import json

@@ -59,7 +59,7 @@ def take_init_from(
 
     Args:
         config: ConfigDict, changed in place; see `inherit_config`.
-        overrides: those of the command line are never replaced.
+        overrides: overrides of the command line, which are never replaced.
         options: those of the command line. The checkpoint's config may also import paths that the
             user names on the command line or in a config.py. `harmless` comes from the config.
 
@@ -93,8 +93,8 @@ def inherit_config(config: Any, source: Source, overrides: Overrides) -> None:
         config: ConfigDict, changed in place. The checkpoint's values replace values from the
             config file.
         source: checkpoint.
-        overrides: those of the command line are never replaced: one that contradicts the
-            checkpoint is an error.
+        overrides: overrides of the command line, which are never replaced: one that contradicts
+            the checkpoint is an error.
 
     Raises:
         ValueError: an override contradicts the checkpoint, the config is for another model, or a

@@ -3,7 +3,7 @@
     --config.optimizer.clip_norm=0.5 -> Override("optimizer.clip_norm", "0.5", 0.5)
 
 The text of the command line is parsed once, into `Overrides`, which know where each value came
-from. `Overrides.apply` sets the values; `validate_config` checks them with those of the file.
+from. `Overrides.apply` sets the values; `validate_config` checks them with the values of the file.
 """
 
 import ast
@@ -71,7 +71,7 @@ class Override(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The values that replace those of a config file, by where they came from.
+    """The values that replace values of a config file, by where they came from.
 
     Attributes:
         command_line: of several values of a key, the last one counts.

@@ -1,6 +1,6 @@
-"""What other trainers call our keys, for the message about an unknown key.
+"""Names of other trainers for our keys, for the message about an unknown key.
 
-The names are those of the Hugging Face Trainer, TRL, Megatron-LM, LiBai, MaxText, torchtitan and
+They are names of the Hugging Face Trainer, TRL, Megatron-LM, LiBai, MaxText, torchtitan and
 DeepSpeed. Whatever section a name is typed with, its last part is looked up:
 
     --config.optimizer.lr, --config.lr, --config.train.LR      optimizer.learning_rate

@@ -6,8 +6,8 @@ For a matrix W with gradient G, momentum μ, learning rate γ and weight decay �
     O = orthogonalize(G + μ B)        about U Vᵀ, for the singular value decomposition U S Vᵀ
     W ← W - γ (s O + λ W)             s depends on the shape, see SCALES
 
-Matrices are kernels of linear layers and weights of experts, in stacks. Those of each layer and
-each expert, and fused queries, keys and values, are orthogonalized separately.
+Matrices are kernels of linear layers and weights of experts, in stacks. The matrices of each
+layer and each expert, and fused queries, keys and values, are orthogonalized separately.
 
 Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 https://kellerjordan.github.io/posts/muon; Liu et al., "Muon is Scalable for LLM Training" (2025),

@@ -15,7 +15,7 @@ def config(init_from: str = "", **data: Any) -> Any:
 
 
 def pinned(init_from: str, saved: Any = None, **data: Any) -> Any:
-    """Return a config whose repositories are pinned, as those of a run that continues."""
+    """Return a config with pinned repositories, like the config of a run that continues."""
     run = config(init_from, **data)
     store_pinned(run, pin_repositories(run, saved or {}))
     return run
