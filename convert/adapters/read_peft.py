@@ -187,8 +187,9 @@ def _base(config: Mapping[str, Any], file: Path, open_base: Callable[[Path], Sou
     """Open the model that the adapters are for."""
     name = name_of_base(config)
     if not name or not (Path(name).is_dir() or model_of(name)):
+        value = config.get("base_model_name_or_path")
         raise ValueError(
-            f"{file} has base_model_name_or_path={name!r}, which is neither a directory here nor "
+            f"{file} has base_model_name_or_path={value!r}, which is neither a directory here nor "
             "the name of a model on the Hugging Face hub; download the model, and set this key to "
             "its directory"
         )
