@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: which of their files are needed, and in which order.
+"""Downloads the files that a model on the Hugging Face hub needs.
 
 The files that describe a model are downloaded first, and a model that is not supported is refused
 before its weights are downloaded.

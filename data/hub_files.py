@@ -5,8 +5,8 @@
     hf://datasets/org/name                   the files of the whole dataset
 
 The names of files and folders tell splits, as in `datasets`: `data/train-00000-of-00002.parquet`
-and `test/1.csv` belong to `train` and `test`. The list of files alone decides which files a folder
-stands for, and only these are downloaded. The readers of local files do the rest.
+and `test/1.csv` belong to `train` and `test`. Which files a folder stands for is decided by the
+list of files, and only these are downloaded. The readers of local files do the rest.
 """
 
 import dataclasses

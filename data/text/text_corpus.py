@@ -91,7 +91,7 @@ def load_text(config: DataConfig) -> TextCorpus:
 
 
 def load_validation_text(config: DataConfig, labels: tuple[Label, ...]) -> TextCorpus:
-    """Load the sets of `data.validation_paths` alone, without training data.
+    """Load only the sets of `data.validation_paths`, without training data.
 
     Args:
         config: config section `data`; its tokenizer does not need to be trained.

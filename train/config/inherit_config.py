@@ -60,7 +60,7 @@ def take_init_from(
     Args:
         config: ConfigDict, changed in place; see `inherit_config`.
         overrides: overrides of the command line, which are never replaced.
-        options: those of the command line. The checkpoint's config may also import paths that the
+        options: options of the command line. The checkpoint's config may also import paths that the
             user names on the command line or in a config.py. `harmless` comes from the config.
 
     Returns:

@@ -6,7 +6,7 @@ With T=8 and items of 5, 4, 3, 2 and 2 tokens:
     best fit    aaaaaccc  bbbbddee               16 of 16
 
 Best fit takes the items from the longest to the shortest, and puts each into the fullest row that
-has room for it. The rows depend on the lengths alone.
+has room for it. The rows depend only on the lengths.
 
 Source: Ding et al. 2024 (arXiv:2404.10830), "Fewer truncations improve language modeling".
 """

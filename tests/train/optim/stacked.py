@@ -1,8 +1,12 @@
 """Parameters of a model with one stack, for tests of optimizers without a model."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from train.optim.config import OptimizerConfig
 
@@ -37,5 +41,42 @@ def stacked(rng: np.random.Generator) -> dict[str, Any]:
 def tensors(tree: Any) -> dict[str, np.ndarray]:
     """Split such a tree into its tensors: one per slot, and the table."""
     slots = tree["blocks"]["layers"]
-    found = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
-    return {name: np.array(tensor) for name, tensor in (*found.items(), ("table", tree["table"]))}
+    in_slots = {f"{name}{i}": slots[name][i] for name in slots for i in range(len(slots[name]))}
+    return {
+        name: np.array(tensor) for name, tensor in (*in_slots.items(), ("table", tree["table"]))
+    }
+
+
+class Trained(NamedTuple):
+    """Parameters and optimizer state after some steps, and those of a reference."""
+
+    params: Any
+    state: Any
+    theirs: Any
+    their_state: Any
+
+
+def train_beside(
+    optimizer: optax.GradientTransformation,
+    reference: optax.GradientTransformation,
+    params: Any,
+    draw: Callable[[], Any],
+    num_steps: int,
+) -> Trained:
+    """Train stacked parameters, and their tensors with a reference, on the same gradients.
+
+    Args:
+        params: tree like that of `stacked`.
+        draw: returns the next gradients, as a tree like `params`.
+    """
+    theirs: Any = jax.tree.map(jnp.asarray, tensors(params))
+    state = optimizer.init(params)
+    their_state = reference.init(theirs)
+    for _ in range(num_steps):
+        grads = draw()
+        updates, state = jax.jit(optimizer.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        their_grads = jax.tree.map(jnp.asarray, tensors(grads))
+        their_updates, their_state = jax.jit(reference.update)(their_grads, their_state, theirs)
+        theirs = optax.apply_updates(theirs, their_updates)
+    return Trained(params, state, theirs, their_state)

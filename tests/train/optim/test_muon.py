@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.mesh import MeshConfig, make_mesh, use_mesh
 from tests.runs import ROOT, TINY, losses, make_run
-from tests.train.optim.stacked import BASE, STACKS, stacked, tensors
+from tests.train.optim.stacked import BASE, STACKS, stacked, tensors, train_beside
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.optim.muon import Matrix, matrices_of, newton_schulz
@@ -60,8 +60,12 @@ def test_muon_equals_optax_for_every_tensor(scale):
     )
     config = dataclasses.replace(config, beta1=0.9)
     with jax.enable_x64(True):
-        params: Any = jax.tree.map(jnp.asarray, stacked(rng))
-        params = {**params, "table": params["table"][0]}  # a vector, which is not decayed
+
+        def draw() -> Any:
+            tree = stacked(rng)
+            return {**tree, "table": tree["table"][0]}  # a vector, which is not decayed
+
+        params: Any = jax.tree.map(jnp.asarray, draw())
         optimizer = make_optimizer(
             config,
             lambda count: 0.25,
@@ -70,20 +74,10 @@ def test_muon_equals_optax_for_every_tensor(scale):
             matrices=KERNEL,
             compute_dtype="float64",
         )
-        theirs: Any = jax.tree.map(jnp.asarray, tensors(params))
-        state = optimizer.init(params)
-        their_state = reference.init(theirs)
-        for _ in range(3):
-            grads: Any = stacked(rng)
-            grads = {**grads, "table": grads["table"][0]}
-            updates, state = jax.jit(optimizer.update)(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            their_grads = jax.tree.map(jnp.asarray, tensors(grads))
-            their_updates, their_state = jax.jit(reference.update)(their_grads, their_state, theirs)
-            theirs = optax.apply_updates(theirs, their_updates)
-        for name, tensor in tensors(params).items():
+        trained = train_beside(optimizer, reference, params, draw, 3)
+        for name, tensor in tensors(trained.params).items():
             # optax adds 1e-8 to the norm of about 4, which the steps magnify up to 500 times.
-            np.testing.assert_allclose(tensor, theirs[name], rtol=0, atol=2e-6)
+            np.testing.assert_allclose(tensor, trained.theirs[name], rtol=0, atol=2e-6)
 
 
 def test_momentum_of_muon_equals_pytorchs():

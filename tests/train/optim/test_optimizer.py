@@ -11,7 +11,7 @@ import optax.contrib
 import pytest
 import torch
 
-from tests.train.optim.stacked import BASE, SLOTS, STACKS, VECTORS, stacked, tensors
+from tests.train.optim.stacked import BASE, SLOTS, STACKS, VECTORS, stacked, tensors, train_beside
 from train.optim.config import OptimizerConfig
 from train.optim.ema import find_average
 from train.optim.optimizer import make_optimizer
@@ -115,20 +115,11 @@ def test_optimizer_equals_optax_for_every_tensor(name):
     with jax.enable_x64(True):
         params: Any = jax.tree.map(jnp.asarray, stacked(rng))
         optimizer = make_optimizer(config, lambda count: 0.02, params=params, stacks=STACKS)
-        theirs: Any = jax.tree.map(jnp.asarray, tensors(params))
-        state = optimizer.init(params)
-        their_state: Any = reference.init(theirs)
-        for _ in range(5):
-            grads = stacked(rng)
-            updates, state = jax.jit(optimizer.update)(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            their_grads = jax.tree.map(jnp.asarray, tensors(grads))
-            their_updates, their_state = jax.jit(reference.update)(their_grads, their_state, theirs)
-            theirs = optax.apply_updates(theirs, their_updates)
-        pairs = [(params, theirs)]
+        trained = train_beside(optimizer, reference, params, lambda: stacked(rng), 5)
+        pairs = [(trained.params, trained.theirs)]
         if name == "schedule_free":
-            evaluated = optax.contrib.schedule_free_eval_params(their_state, theirs)
-            pairs.append((find_average(state), evaluated))
+            evaluated = optax.contrib.schedule_free_eval_params(trained.their_state, trained.theirs)
+            pairs.append((find_average(trained.state), evaluated))
         for ours, wanted in pairs:
             for tensor_name, tensor in tensors(ours).items():
                 # float64; schedule-free learning computes (y - x) × 10.

@@ -12,7 +12,7 @@ import pytest
 
 from sharding.mesh import make_mesh
 from tests.runs import CONFIG
-from tests.train.optim.stacked import BASE, STACKS, stacked, tensors
+from tests.train.optim.stacked import BASE, STACKS, stacked, tensors, train_beside
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.optim.optimizer import make_optimizer
@@ -81,20 +81,11 @@ def test_optimizer_of_an_import_path_updates_each_layer_like_optax(make):
     with jax.enable_x64(True):
         params: Any = jax.tree.map(jnp.asarray, stacked(rng))
         optimizer = make_optimizer(config, schedule, params=params, stacks=STACKS)
-        state = optimizer.init(params)
-        theirs: Any = jax.tree.map(jnp.asarray, tensors(params))
         reference = make(config, schedule)
-        their_state = reference.init(theirs)
-        for _ in range(4):
-            grads = stacked(rng)
-            updates, state = jax.jit(optimizer.update)(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            their_grads = jax.tree.map(jnp.asarray, tensors(grads))
-            their_updates, their_state = jax.jit(reference.update)(their_grads, their_state, theirs)
-            theirs = optax.apply_updates(theirs, their_updates)
-        for name, tensor in tensors(params).items():
+        trained = train_beside(optimizer, reference, params, lambda: stacked(rng), 4)
+        for name, tensor in tensors(trained.params).items():
             # float64, and reductions in another order.
-            np.testing.assert_allclose(tensor, theirs[name], rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(tensor, trained.theirs[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("make", [clipped_by_global_norm, prodigy])
