@@ -33,8 +33,16 @@ class VerifiedCache(CacheInterface):
 
     def put(self, key: str, value: bytes) -> None:
         """Store the program of a key."""
-        if not _paused:
-            write_cached(self._file(key), value)
+        if _paused:
+            return
+        file = self._file(key)
+        try:
+            write_cached(file, value)
+        except FileNotFoundError:
+            # Another process that compiles the same program uses the same temporary file, and has
+            # renamed it first.
+            if not file.exists():
+                raise
 
     def _file(self, key: str) -> Path:
         return self._path / f"{key}.program"

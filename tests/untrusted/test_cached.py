@@ -83,6 +83,17 @@ def test_programs_are_neither_read_nor_written_without_the_cache(tmp_path):
     assert cache.get("new") is None
 
 
+def test_two_processes_may_store_the_same_program(tmp_path, monkeypatch):
+    def renamed_by_another_process_first(source, target, replace=os.replace):
+        replace(source, target)
+        replace(source, target)
+
+    monkeypatch.setattr("untrusted.files.os.replace", renamed_by_another_process_first)
+    cache = VerifiedCache(tmp_path)
+    cache.put("key", b"program")
+    assert cache.get("key") == b"program"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_received", [False, True])
 def test_caches_of_a_run_are_private_and_received_programs_are_not_used(
