@@ -13,6 +13,9 @@ from models.layers.dropout import dropout
 from models.layers.masks import segments
 from models.layers.transformer import MLP, Attention
 
+#: How a branch may be joined to the activations, when its sum has no norm; see `Block`.
+NORMS = ("before", "after", "around", "parallel")
+
 
 class Block(nnx.Module):
     """Two residual branches, attention and an MLP, each with a norm.
@@ -70,8 +73,7 @@ class Block(nnx.Module):
         def branch_of(x_BTD: jax.Array, number: int) -> jax.Array:
             branch_BTD = self.mlp(x_BTD) if number else self.attend(x_BTD, batch)
             branch_BTD = apply((self.attention_norm_2, self.mlp_norm_2)[number], branch_BTD)
-            branch_BTD = branch_BTD if self.scale == 1.0 else self.scale * branch_BTD
-            return self.drop(branch_BTD, batch, keys, number)
+            return self.drop(scaled(branch_BTD, self.scale), batch, keys, number)
 
         if self.norms == "parallel":
             normal_BTD = apply(self.attention_norm, x_BTD)
@@ -160,3 +162,8 @@ class PlainBlock(Block):
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
         """Return the output of attention, `[B, T, D]`."""
         return self.attention(x_BTD, is_causal=self.is_causal, segments=segments(batch))
+
+
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Return `factor * x`, without a product if the factor is 1."""
+    return x if factor == 1.0 else factor * x

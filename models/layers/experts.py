@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.field_checks import check_choices, check_needs
 from models.layers import float8
 from models.layers.activations import ACTIVATIONS
 from models.layers.basic import Linear, fits_float8, param
@@ -39,9 +40,9 @@ from sharding.ops import sequence
 from sharding.ops.experts import apply_experts
 
 #: Values of `model.router_scores`.
-ROUTER_SCORES = ("softmax", "sigmoid")
+_ROUTER_SCORES = ("softmax", "sigmoid")
 #: Values of `model.router_loss_over`.
-ROUTER_LOSS_OVER = ("row", "batch")
+_ROUTER_LOSS_OVER = ("row", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ class ExpertsConfig:
                         f"or leave model.{name} out"
                     )
             return
+        check_choices(self, router_scores=_ROUTER_SCORES, router_loss_over=_ROUTER_LOSS_OVER)
         self._check_choice(self.num_experts)
         if all(self.are_dense):
             fields = ", ".join(f"model.{name}={getattr(self, name)}" for name in layout)
@@ -121,11 +123,7 @@ class ExpertsConfig:
                 f"model.gate_limit={self.gate_limit} must be positive, and needs "
                 "model.is_gated=True; correct both, or set it to None"
             )
-        if self.shared_expert_gate and self.shared_expert_dim is None:
-            raise ValueError(
-                "model.shared_expert_gate=True needs model.shared_expert_dim; set it, or leave "
-                "both out"
-            )
+        check_needs(self, shared_expert_gate="shared_expert_dim")
 
     def _check_capacity(self) -> None:
         for name in ("expert_capacity", "expert_capacity_tokens"):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from models.field_checks import check_needs
 from models.layers import kv_cache
 from models.layers.attention import attend
 from models.layers.basic import Linear, RMSNorm
@@ -44,9 +45,7 @@ class LatentConfig:
     def check_latents(self) -> None:
         """Check these fields together with the fields of grouped-query attention."""
         if self.latent_dim is None:
-            for name in ("query_latent_dim", "value_dim"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"model.{name} needs model.latent_dim; set it, or leave both")
+            check_needs(self, query_latent_dim="latent_dim", value_dim="latent_dim")
             return
         config: Any = self
         is_grouped = config.num_kv_heads != config.num_heads

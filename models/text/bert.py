@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.field_checks import check_choices
 from models.layers.activations import ACTIVATIONS, check_activation
 from models.layers.basic import LayerNorm, Linear, lookup, param
 from models.layers.block import PlainBlock
@@ -25,7 +26,6 @@ from models.stack import Stack
 from models.text.common import (
     BlockConfig,
     VocabConfig,
-    check_choices,
     count_positions,
     learned_positions,
     positions_by_index,

@@ -12,7 +12,6 @@ B batch, T seq, D embed, V vocab.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -173,18 +172,6 @@ def check_heads_divide(config: Any, *, prefix: str = "") -> None:
         raise ValueError(
             f"model.{prefix}num_heads={heads} must divide model.{prefix}embed_dim={embed}"
         )
-
-
-def check_choices(config: Any, **choices: Iterable[str]) -> None:
-    """Raise a ValueError if a field has none of the values that it may have.
-
-    Args:
-        config: dataclass.
-        **choices: values of each field to check.
-    """
-    for name, values in choices.items():
-        if (value := getattr(config, name)) not in values:
-            raise ValueError(f"model.{name}={value!r} is unknown; choose {', '.join(values)}")
 
 
 def check_has_loss(config: Any) -> None:

@@ -12,6 +12,7 @@ import math
 import jax
 from flax import nnx
 
+from models.field_checks import check_choices
 from models.layers.basic import lookup, param
 from models.layers.block import Block, mlp_of, norm_of
 from models.layers.dropout import dropout
@@ -24,7 +25,6 @@ from models.text.common import (
     CAUSAL_HEADS,
     BlockConfig,
     VocabConfig,
-    check_choices,
     learned_positions,
     positions_by_index,
 )

@@ -16,13 +16,13 @@ import jax
 from flax import nnx
 
 from fields.numbers import shown
+from models.field_checks import check_choices
 from models.layers.masks import segments
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import identity
 from models.stack import Stack, periods
 from models.text.common import (
     VocabConfig,
-    check_choices,
     positions_by_count,
     positions_by_index,
 )

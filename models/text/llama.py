@@ -18,20 +18,19 @@ from typing import Any
 import jax
 from flax import nnx
 
+from models.field_checks import check_choices, check_needs
 from models.layers.activations import check_activation
 from models.layers.basic import NORM_KINDS, LayerNorm, RMSNorm, lookup
-from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, ExpertsConfig
+from models.layers.block import NORMS, scaled
+from models.layers.experts import ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
 from models.losses import VocabLogits
 from models.stack import Stack
-from models.text.common import CAUSAL_HEADS, check_choices
+from models.text.common import CAUSAL_HEADS
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from models.text.mixture import MixtureBlock, activations_of, feed_forward
 from models.text.multi_token import MultiTokenBlock, MultiTokenConfig, MultiTokenModel
-
-#: Values of `model.norms`.
-_NORMS = ("before", "after", "around", "parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +54,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
     qk_norm_over_heads: bool = False  # these norms are over all heads together: OLMo 2
     qk_norm_by_head: bool = False  # these are layer norms, with a scale for each head: Command-R+
     attention_sinks: bool = False  # whether heads can attend to nothing: GPT-OSS
-    norms: str = (
-        "before"  # of a branch: before | after | around | parallel; see models/layers/block.py
-    )
+    norms: str = "before"  # before | after | around | parallel; see models/layers/block.py
     embedding_scale: float = 1.0  # of the embedding, and of the following: Granite
     attention_scale: float | None = None  # of queries · keys; 1 / √head_dim if None
     attention_softcap: float | None = None  # c of c · tanh(scores / c); Gemma 2
@@ -76,33 +73,25 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
                 f"model.num_kv_heads={self.num_kv_heads} must divide "
                 f"model.num_heads={self.num_heads}"
             )
-        check_choices(self, norms=_NORMS, norm=NORM_KINDS)
+        check_choices(self, norms=NORMS, norm=NORM_KINDS, head=CAUSAL_HEADS)
         check_activation(self.activation)
         for name in ("attention_softcap", "logit_softcap"):
             if (value := getattr(self, name)) is not None and not value > 0:
                 raise ValueError(f"model.{name}={value} must be positive, or None for no cap")
-        if not 0.0 < self.rotary_fraction <= 1.0:
+        has_pairs = self.rotary_dim >= 2 and self.rotary_dim % 2 == 0
+        if self.rotary_fraction != 1.0 and not (0.0 < self.rotary_fraction < 1.0 and has_pairs):
             raise ValueError(
-                f"model.rotary_fraction={self.rotary_fraction} must be more than 0 and at most 1"
-            )
-        if self.rotary_fraction < 1.0 and (self.rotary_dim < 2 or self.rotary_dim % 2):
-            raise ValueError(
-                f"model.rotary_fraction={self.rotary_fraction} of model.head_dim={self.head_dim} "
-                f"is {self.rotary_dim} features, which must be even: they are rotated in pairs"
+                f"model.rotary_fraction={self.rotary_fraction} must be more than 0 and at most 1, "
+                f"and its part of model.head_dim={self.head_dim}, {self.rotary_dim} features, "
+                "must be even: they are rotated in pairs"
             )
         self.check_latents()
-        for name in ("qk_norm_over_heads", "qk_norm_by_head"):
-            if getattr(self, name) and not self.qk_norm:
-                raise ValueError(
-                    f"model.{name}=True needs model.qk_norm=True; set it, or leave both out"
-                )
+        check_needs(self, qk_norm_over_heads="qk_norm", qk_norm_by_head="qk_norm")
         if self.qk_norm_over_heads and self.qk_norm_by_head:
             raise ValueError(
-                "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other; "
-                "choose one of them"
+                "model.qk_norm_over_heads=True and model.qk_norm_by_head=True: choose one of them"
             )
         self.check_rotation()
-        check_choices(self, head=CAUSAL_HEADS)
         self.check_multi_token()
         if not 0 <= self.dense_layers < self.num_layers:
             raise ValueError(
@@ -110,7 +99,6 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
                 f"model.num_layers={self.num_layers}"
             )
         self.check_experts("dense_layers")
-        check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
 
     @property
     def are_dense(self) -> tuple[bool, ...]:
@@ -231,7 +219,7 @@ class Llama(MultiTokenModel):
     def embed_tokens(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""
         x_BTD = lookup(self.token_embedding[...], batch["tokens"])
-        return _scaled(x_BTD, self.config.embedding_scale)
+        return scaled(x_BTD, self.config.embedding_scale)
 
     def outputs(self, x: Any) -> VocabLogits:
         """Return the logits for the activations after the last block."""
@@ -244,8 +232,4 @@ class Llama(MultiTokenModel):
         config = self.config
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         options = {"vocab_size": config.vocab_size, "softcap": config.logit_softcap}
-        return VocabLogits(_scaled(x_BTD, config.logit_scale), table[...], **options)
-
-
-def _scaled(x: jax.Array, factor: float) -> jax.Array:
-    return x if factor == 1.0 else factor * x
+        return VocabLogits(scaled(x_BTD, config.logit_scale), table[...], **options)

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.field_checks import check_choices
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear, lookup
 from models.layers.block import Block, attention_of, mlp_of, norm_of
 from models.layers.dropout import dropout
-from models.text.common import BlockConfig, check_choices
+from models.text.common import BlockConfig
 from models.text.encoder import DenseHead, EncoderModel
 from models.text.layer_types import LayerTypesConfig, stacks_of
 from sharding.ops.sequence import sum_over_tokens, whole_length

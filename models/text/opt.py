@@ -14,6 +14,7 @@ import dataclasses
 import jax
 from flax import nnx
 
+from models.field_checks import check_choices
 from models.layers.basic import Linear, lookup, param
 from models.layers.block import PlainBlock, norm_of
 from models.losses import VocabLogits
@@ -23,7 +24,6 @@ from models.text.common import (
     CAUSAL_HEADS,
     BlockConfig,
     VocabConfig,
-    check_choices,
     learned_positions,
     positions_by_count,
     positions_by_index,

@@ -25,14 +25,14 @@ from flax import nnx
 from models.layers.activations import check_activation
 from models.layers.basic import RMSNorm, lookup, param
 from models.layers.dropout import dropout
-from models.layers.experts import ROUTER_LOSS_OVER, ROUTER_SCORES, Experts, ExpertsConfig
+from models.layers.experts import Experts, ExpertsConfig
 from models.layers.kv_cache import key_distances
 from models.layers.masks import segments
 from models.layers.relative_bias import RelativeBias
 from models.layers.transformer import MLP, Attention
 from models.losses import VocabLogits
 from models.stack import Stack, Sums, run_stacks
-from models.text.common import VocabConfig, check_choices, check_token_ids, vocab_loss
+from models.text.common import VocabConfig, check_token_ids, vocab_loss
 from models.text.layer_types import stacks_of
 from models.text.mixture import Mixture, added_report
 
@@ -70,7 +70,6 @@ class T5Config(VocabConfig, ExpertsConfig):
             if getattr(self, name) < 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be 0 or positive")
         self.check_experts("sparse_step", "decoder_sparse_step")
-        check_choices(self, router_scores=ROUTER_SCORES, router_loss_over=ROUTER_LOSS_OVER)
 
     @property
     def are_dense(self) -> tuple[bool, ...]:

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
+from models.field_checks import check_choices
 from models.layers.basic import Linear, lookup, param, unit_length
 from models.layers.block import PlainBlock, attention_of, mlp_of, norm_of
 from models.stack import Stack, run_stacks
 from models.text.common import (
     BlockConfig,
-    check_choices,
     check_heads_divide,
     learned_positions,
     padded_vocab,

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from models.field_checks import check_choices
 from models.layers.basic import Linear, param, recomputed
 from models.layers.dropout import drop_path
 from models.layers.transformer import MLP, across_tokens
 from models.stack import Stack
-from models.text.common import check_choices
 from models.vision.common import (
     HEADS,
     ImageClassifier,

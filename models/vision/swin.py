@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fields.numbers import MAX_LAYERS
+from models.field_checks import check_choices
 from models.layers.activations import check_activation
 from models.layers.basic import LayerNorm, Linear
 from models.layers.dropout import drop_path, dropout
@@ -39,7 +40,6 @@ from models.layers.windows import (
     regions,
 )
 from models.stack import Stack
-from models.text.common import check_choices
 from models.vision.common import (
     HEADS,
     ImageClassifier,

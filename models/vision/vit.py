@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from models.field_checks import check_choices
 from models.layers.basic import Linear, param
 from models.layers.block import PlainBlock, norm_of
 from models.layers.dropout import drop_path, dropout
 from models.stack import Stack
-from models.text.common import BlockConfig, check_choices
+from models.text.common import BlockConfig
 from models.vision.common import (
     HEADS,
     ImageClassifier,

@@ -30,12 +30,16 @@ SIZES = {
         ({"norm": "batch"}, "model.norm='batch' is unknown; choose rms, rms_1p, layer"),
         ({"rotary_pairs": "all"}, "model.rotary_pairs='all' is unknown; choose halves, neighbours"),
         ({"rotary_fraction": 0.0}, "model.rotary_fraction=0.0 must be more than 0 and at most 1"),
-        ({"rotary_fraction": 0.5}, "model.rotary_fraction=0.5 of model.head_dim=6 is 3 features"),
+        (
+            {"rotary_fraction": 0.5},
+            "model.rotary_fraction=0.5 must be more than 0 and at most 1, and its part of "
+            "model.head_dim=6, 3 features, must be even",
+        ),
         ({"qk_norm_over_heads": True}, "model.qk_norm_over_heads=True needs model.qk_norm=True"),
         ({"qk_norm_by_head": True}, "model.qk_norm_by_head=True needs model.qk_norm=True"),
         (
             {"qk_norm": True, "qk_norm_over_heads": True, "qk_norm_by_head": True},
-            "model.qk_norm_over_heads=True and model.qk_norm_by_head=True exclude each other",
+            "model.qk_norm_over_heads=True and model.qk_norm_by_head=True: choose one of them",
         ),
         ({"activation": "sine"}, "model.activation='sine' is unknown; choose relu, relu2"),
         ({"layer_types": ("local",)}, "model.layer_types: 'local' is unknown; choose full"),
