@@ -94,8 +94,8 @@ class DataConfig(Section, section="data"):
         "without the suffixes .bin and .idx, or a mixture in Megatron's spelling, `0.7 a 0.3 b`. "
         "For `name=image_folder`: one folder, which contains either a folder of images per class "
         "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
-        "tables, as for `name=text`, or WebDataset's .tar files. For `image_text`: such folders without classes, with a "
-        "metadata.jsonl in each. Each may be on the Hugging Face hub: "
+        "tables, as for `name=text`, or WebDataset's .tar files. For `image_text`: such folders "
+        "without classes, with a metadata.jsonl in each. Each may be on the Hugging Face hub: "
         "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`.",
         nonempty=True,
         remedy="write for example ('my_texts/*.txt',)",
