@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
     config.data.name = "text"
     config.data.objective = "classification"
     config.data.tokenizer = "init_from"
+    config.data.sequence_length = 0  # the model's
     config.data.global_batch_size = 32
     config.optimizer.learning_rate = 2e-5
     config.optimizer.warmup_steps = 50
@@ -33,5 +34,6 @@ def get_config() -> ConfigDict:
     config.optimizer.final_learning_rate_fraction = 0.0
     config.optimizer.weight_decay = 0.01
     config.optimizer.beta2 = 0.999
+    config.precision.compute = "bfloat16"
     config.train.num_steps = 500
     return config

@@ -9,9 +9,7 @@ Ask it a question:
     python -m generate --model=runs/chat --temperature=0 --max_new_tokens=24 \
         --prompt=$'<|user|>\nWhat is the capital of Peru?\n<|assistant|>\n'
 
-It starts from random weights. To fine-tune published ones instead, set `--config.init_from=PATH`,
-`--config.data.tokenizer=init_from` and `--config.data.chat_template=`, which stands for the
-template of the tokenizer, and remove the sizes from the section `model`.
+It starts from random weights; chat_finetune.py starts from published ones.
 """
 
 from pathlib import Path

@@ -4,32 +4,24 @@ Hardware: any that holds the model; set the keys of `mesh` to use more than one 
 
     python -m train.main --config=configs/opt_finetune.py --config.init_from=PATH --workdir=runs/opt
 
-PATH is the directory of a Hugging Face model: config.json, *.safetensors and tokenizer.json. The
-architecture, its sizes and the tokenizer are read from there. Set `data.name` or `data.paths` to
-your text.
+PATH is the directory of a Hugging Face model, or `OWNER/NAME` on the hub. The architecture, its
+sizes and the tokenizer are read from there. `opt_finetune.py:lora` trains only adapters. Set
+`data.name` or `data.paths` to your text; chat_finetune.py is for conversations.
 """
 
 from ml_collections import ConfigDict
-from ml_collections.config_dict import placeholder
 
-from configs import common
+from configs import common, sizes
+
+#: Peak learning rates.
+_RATES = {"full": 2e-5, "lora": 2e-4}
 
 
-def get_config() -> ConfigDict:
-    """Return the config."""
+def get_config(tuning: str = "full") -> ConfigDict:
+    """Return the config; `tuning` is one of `configs.sizes.TUNINGS`."""
+    sizes.choose_task("opt_finetune", tuning, sizes.TUNINGS)
     config = common.get_config()
-    config.model = ConfigDict()
-    # None: from the init_from checkpoint, like all keys of `model` that are not set here.
-    config.model.name = placeholder(str)
-    config.model.dropout = placeholder(float)
+    sizes.from_published(config, tuning, _RATES[tuning])
     config.model.head = "lm"  # a checkpoint of a base model has no head
-    config.data.tokenizer = "init_from"
-    config.data.sequence_length = 512
-    config.data.global_batch_size = 8
-    config.optimizer.learning_rate = 2e-5
-    config.optimizer.warmup_steps = 10
-    config.optimizer.schedule = "linear"
-    config.optimizer.weight_decay = 0.0
     config.train.num_steps = 200
-    config.train.remat = "stage,dots"
     return config

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 from configs import common
 
@@ -48,6 +49,35 @@ def decoder_at_scale(
     positions = min(rest["max_positions"], 8192)
     vocab_size = rest["vocab_size"]
     at_scale(config, sequence_length=positions, vocab_size=vocab_size, learning_rate=learning_rate)
+
+
+#: How `from_published` trains: all parameters, or only adapters.
+TUNINGS = ("full", "lora")
+
+
+def from_published(config: ConfigDict, tuning: str, learning_rate: float) -> None:
+    """Set the settings for published weights of a text model: their tokenizer, length and dtype.
+
+    Args:
+        config: config without a section `model`; its keys come from `init_from`.
+        tuning: one of TUNINGS.
+        learning_rate: peak learning rate.
+    """
+    config.model = ConfigDict()
+    # None: from the init_from checkpoint, like all keys of `model` that are not set here.
+    config.model.name = placeholder(str)
+    config.data.tokenizer = "init_from"
+    config.data.sequence_length = 0  # the model's
+    config.data.global_batch_size = 8
+    config.optimizer.learning_rate = learning_rate
+    config.optimizer.warmup_steps = 10
+    config.optimizer.schedule = "linear"
+    config.optimizer.weight_decay = 0.0
+    config.precision.compute = "bfloat16"
+    config.train.remat = "stage,dots"
+    if tuning == "lora":
+        config.lora.rank = 16
+        config.precision.frozen = "bfloat16"
 
 
 def of_images(model: str, objective: str) -> ConfigDict:
@@ -134,3 +164,13 @@ def choose(model: str, size: str, sizes: Iterable[str]) -> None:
     """
     if size != "tiny" and size not in sizes:
         raise ValueError(f"{model} has no size {size!r}; choose from {', '.join(['tiny', *sizes])}")
+
+
+def choose_task(config: str, task: str, tasks: Iterable[str]) -> None:
+    """Check that `task`, the text after the colon of `--config`, is one that a config has.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if task not in tasks:
+        raise ValueError(f"configs/{config}.py:{task} does not exist; choose {', '.join(tasks)}")

@@ -94,8 +94,8 @@ class DataConfig(Section, section="data"):
         "without the suffixes .bin and .idx, or a mixture in Megatron's spelling, `0.7 a 0.3 b`. "
         "For `name=image_folder`: one folder, which contains either a folder of images per class "
         "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
-        "tables, as for `name=text`. For `image_text`: such folders without classes, with a "
-        "metadata.jsonl in each. Each may be on the Hugging Face hub: "
+        "tables, as for `name=text`, or WebDataset's .tar files. For `image_text`: such folders "
+        "without classes, with a metadata.jsonl in each. Each may be on the Hugging Face hub: "
         "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`.",
         nonempty=True,
         remedy="write for example ('my_texts/*.txt',)",
@@ -221,7 +221,10 @@ class DataConfig(Section, section="data"):
         remedy="it includes 256 bytes and the end-of-document token; choose for example 8192",
     )
     sequence_length: int = field(
-        128, "Length of a sequence in tokens (T); the encoder's, if there is one.", ge=1
+        128,
+        "Length of a sequence in tokens (T); the encoder's, if there is one. 0: the longest that "
+        "the model of `init_from` supports, but at most 4096.",
+        ge=0,
     )
     global_batch_size: int = field(
         16,
@@ -359,6 +362,11 @@ class DataConfig(Section, section="data"):
             )
 
     def _check_lengths(self) -> None:
+        require(
+            self.sequence_length > 0,
+            "data.sequence_length=0 stands for the length of the model of init_from, which is not "
+            "set; set init_from, or a length such as data.sequence_length=1024",
+        )
         shortest = 6 if self.pair_field else _SHORTEST.get(self.objective, 1)
         require(
             self.sequence_length >= shortest,

@@ -47,8 +47,12 @@ MESHES = {
 #: Configs that start from a checkpoint -> the config that such a checkpoint is trained with.
 _STARTS_FROM = {"bert_classify": "bert.py", "opt_finetune": "opt.py"}
 _WITHOUT_CHECKPOINT = {
-    "bert_classify": ("data.tokenizer=bpe", "data.paths=texts/*.txt"),
-    "opt_finetune": ("data.tokenizer=bpe",),
+    "bert_classify": (
+        "data.tokenizer=bpe",
+        "data.paths=texts/*.txt",
+        "data.sequence_length=128",
+    ),
+    "opt_finetune": ("data.tokenizer=bpe", "data.sequence_length=512"),
 }
 _TEXT_AT_SCALE = ("train.remat=stage,full", "memory.zero_stage=1")
 _EIGHT = (
@@ -140,7 +144,7 @@ PUBLISHED = {
 }
 
 #: Not configs, or configs that train the model of gpt2.py with other data.
-_NOT_MODELS = ("__init__", "common", "chat", "dpo")
+_NOT_MODELS = ("__init__", "common", "chat", "chat_finetune", "dpo")
 #: Configs of small models whose estimates are not close enough yet; docs/experts.md says how far
 #: they are. tests/gpu/test_experts.py compares larger sizes.
 _NOT_CLOSE = ("mixtral",)

@@ -23,15 +23,13 @@ from data.images.folder import FolderImages, split_folders, validation_root
 from data.images.image_corpus import Images, open_splits
 from data.images.readability import leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split, hold_out
+from data.images.unpack import CAPTIONS, IMAGE_FIELD, unpack
 from data.text.objectives.rows import special_id
 from data.text.text_corpus import TextCorpus, load_fixed_tokenizer, train_bpe
 from data.text.tokenization.tokenizer import Tokenizer
 from data.validation import naming_validation_paths, validation_sources
 from untrusted.documents import parse_json
 from untrusted.files import MAX_BYTES, digest_of, open_regular
-
-FILE = "metadata.jsonl"
-_IMAGE_FIELD = "file_name"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,7 @@ def load_captioned_images(config: DataConfig, images: ImageConfig) -> TextCorpus
     """
     make_cache(config)
     tokenizer = load_fixed_tokenizer(config)
-    roots = split_folders(config.paths)
+    roots = split_folders(unpack(config))
     if config.validation_paths:
         roots = roots[:1]
     named = _validation_pairs(config, images)
@@ -202,23 +200,23 @@ def _read_pairs(root: Path, config: DataConfig, images: ImageConfig) -> _Pairs:
         else:
             files.append(file)
             captions.append(caption)
-    what = f"line(s) of {root / FILE} cannot be used"
+    what = f"line(s) of {root / CAPTIONS} cannot be used"
     leave_out(problems, what, "add the captions and images, or remove the lines", images)
     if not files:
         raise ValueError(
-            f"data.paths: {root / FILE} has no usable lines; add lines such as "
-            f'{{"{_IMAGE_FIELD}": "1.jpg", "{config.text_field}": "a caption"}}'
+            f"data.paths: {root / CAPTIONS} has no usable lines; add lines such as "
+            f'{{"{IMAGE_FIELD}": "1.jpg", "{config.text_field}": "a caption"}}'
         )
     return _Pairs(root=root, files=files, captions=captions)
 
 
 def _lines(root: Path, text_field: str) -> Iterator[tuple[str, str, str]]:
     """Yield (place, file name of the image, caption) of each line that is not blank."""
-    path = root / FILE
+    path = root / CAPTIONS
     if not path.exists():
         raise FileNotFoundError(
-            f"data.paths: {root} has no {FILE}, from which data.objective='image_text' reads the "
-            f'captions; write one with lines such as {{"{_IMAGE_FIELD}": "1.jpg", '
+            f"data.paths: {root} has no {CAPTIONS}, from which data.objective='image_text' reads "
+            f'the captions; write one with lines such as {{"{IMAGE_FIELD}": "1.jpg", '
             f'"{text_field}": "a caption"}}'
         )
     with open_regular(path) as file:
@@ -229,17 +227,17 @@ def _lines(root: Path, text_field: str) -> Iterator[tuple[str, str, str]]:
                 continue
             place = f"line {number} of {path}"
             record = parse_json(line, place)
-            for name, key in ((_IMAGE_FIELD, ""), (text_field, "data.text_field=")):
+            for name, key in ((IMAGE_FIELD, ""), (text_field, "data.text_field=")):
                 if not isinstance(record.get(name), str):
                     raise ValueError(
                         f"data.paths: {place} has the fields {sorted(record)}, but no string in "
                         f"{key}{name!r}; every line needs the file name of an image in "
-                        f"{_IMAGE_FIELD!r} and a caption in data.text_field"
+                        f"{IMAGE_FIELD!r} and a caption in data.text_field"
                     )
-            name = record[_IMAGE_FIELD]
+            name = record[IMAGE_FIELD]
             if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
                 raise ValueError(
-                    f"data.paths: {place} has {_IMAGE_FIELD}={name!r}, which must be a path within "
+                    f"data.paths: {place} has {IMAGE_FIELD}={name!r}, which must be a path within "
                     f"{root}; move the image there"
                 )
             yield place, name, record[text_field]

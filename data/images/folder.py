@@ -24,8 +24,8 @@ from data.image_config import ImageConfig
 from data.images.listing import ENDINGS, Listing, list_images, subfolders
 from data.images.readability import MAX_IMAGE_BYTES, leave_out, sound_files
 from data.images.sources import ImageDataset, ImageSource, Split
-from data.images.tables import unpack_tables
 from data.images.transforms.crops import open_image
+from data.images.unpack import unpack
 from data.validation import naming_validation_paths, validation_sources
 from untrusted.files import digest_of, read_bytes, version_of
 
@@ -78,7 +78,7 @@ def find_image_folder(config: DataConfig, images: ImageConfig) -> ImageDataset:
             folders; or `images.on_broken` is 'refuse', and there are broken files, classes without
             images, or validation classes that do not occur in training.
     """
-    roots = split_folders(unpack_tables(config))
+    roots = split_folders(unpack(config))
     if config.validation_paths:
         roots = roots[:1]
     has_labels = config.objective == "image_classification"
@@ -139,7 +139,7 @@ def validation_root(config: DataConfig) -> Path:
             f"data.paths={config.paths!r}: a validation set of images must be one folder; give "
             "each folder a name of its own, as in 'a=folder_a,b=folder_b'"
         )
-    root = Path(unpack_tables(config)[0]).expanduser()
+    root = Path(unpack(config)[0]).expanduser()
     if not root.is_dir():
         raise FileNotFoundError(
             f"data.paths: there is no folder {root} (in {Path.cwd()}); correct the path"
@@ -165,7 +165,7 @@ def split_folders(paths: Sequence[str]) -> list[Path]:
     """Return the folder of the training images and, if there is one, of the validation images.
 
     Args:
-        paths: `data.paths`, without tables.
+        paths: `data.paths`, without tables and tars.
 
     Raises:
         FileNotFoundError: A folder does not exist.

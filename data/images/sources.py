@@ -4,6 +4,7 @@ import abc
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -11,6 +12,22 @@ from PIL import Image
 from data.config import DataConfig
 from data.examples import Label
 from data.image_config import ImageConfig
+
+
+class Fields(NamedTuple):
+    """What is read besides an image: at most one of these."""
+
+    label: str | None  # name of the label; None if the objective needs none
+    caption: str | None  # name of the caption
+
+
+class Sample(NamedTuple):
+    """An image, encoded, with its label or caption."""
+
+    image: bytes
+    label: object
+    caption: str | None
+    place: str  # names it in messages
 
 
 class ImageSource(abc.ABC):

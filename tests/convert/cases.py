@@ -85,6 +85,10 @@ _DEEPSEEK = {
 }
 
 
+#: transformers saves no layers that predict later tokens, but its default of the key counts one.
+_WITHOUT_LATER_TOKENS = {"num_nextn_predict_layers": 0}
+
+
 _BERT = {
     "vocab_size": VOCAB,
     "max_position_embeddings": 24,
@@ -441,6 +445,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek3": (
         "DeepseekV3ForCausalLM",
         {
+            **_WITHOUT_LATER_TOKENS,
             **_DEEPSEEK,
             "n_routed_experts": 12,
             "num_experts_per_tok": 4,
@@ -460,7 +465,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek3_halves": (
         "DeepseekV3ForCausalLM",
-        {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+        {
+            **_WITHOUT_LATER_TOKENS,
+            **_DEEPSEEK,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+        },
     ),
     "gpt_oss": (
         "GptOssForCausalLM",
@@ -495,6 +506,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": (
         "Glm4MoeForCausalLM",
         {
+            **_WITHOUT_LATER_TOKENS,
             **_LLAMA,
             "head_dim": 12,
             "num_hidden_layers": 3,

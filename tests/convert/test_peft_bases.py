@@ -91,7 +91,7 @@ def test_files_of_the_adapter_go_before_those_of_its_base(adapter, tmp_path):
 
 
 #: Cases whose files have several linear layers in one tensor.
-FUSED = ["glm4", *(name for name in CASES if name.startswith(("phi3", "modernbert")))]
+FUSED = ["glm4", *(name for name in CASES if name.startswith(("phi", "modernbert")))]
 
 
 @pytest.mark.parametrize("name", FUSED)

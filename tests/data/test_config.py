@@ -18,7 +18,7 @@ GOOD = DataConfig(sequence_length=8, global_batch_size=2)
         ({"name": "text"}, r"data\.name='text' needs.*data\.paths=\(\); set data\.paths="),
         ({"name": "text", "paths": "a.txt"}, r"data\.paths='a\.txt' must be a tuple"),
         ({"paths": ("a.txt",)}, r"data\.paths=\('a\.txt',\) is read only with data\.name='text'"),
-        ({"sequence_length": 0}, r"data\.sequence_length=0 must be at least 1"),
+        ({"sequence_length": 0}, r"data\.sequence_length=0 stands for the length of the"),
         ({"sequence_length": 8.0}, r"data\.sequence_length=8\.0 must be of type int"),
         ({"global_batch_size": -1}, r"data\.global_batch_size=-1 must be at least 1"),
         ({"global_batch_size": True}, r"data\.global_batch_size=True must be of type int"),

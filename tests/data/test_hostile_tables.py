@@ -10,7 +10,7 @@ import pytest
 
 from data import table_files
 from data.config import DataConfig
-from data.images.tables import unpack_tables
+from data.images.unpack import unpack
 from data.text.tables import as_lines
 
 
@@ -85,7 +85,7 @@ def test_image_offsets_cannot_leave_their_column(tmp_path):
         cache_dir=str(tmp_path / "cache"),
     )
     with pytest.raises(ValueError, match="is not a whole Arrow file"):
-        unpack_tables(config)
+        unpack(config)
     folder = tmp_path / "cache" / "image_tables"
     assert {path.suffix for path in folder.iterdir()} == {".lock"}
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from data.config import DataConfig
-from data.images.tables import unpack_tables
+from data.images.unpack import unpack
 from data.text.tables import as_lines
 from data.text.text_files import find_files
 from tests.fuzz.mutations import damaged_bytes, damaged_json
@@ -105,7 +105,7 @@ def _read_images(path: str) -> Callable[[Path], Any]:
             cache_dir=str(cache),
         )
         try:
-            unpack_tables(config)
+            unpack(config)
         finally:
             left = [*(cache / "image_tables").glob(".*.tmp-*")]
             shutil.rmtree(cache, ignore_errors=True)

@@ -212,6 +212,7 @@ _CONTINUES = {
         },
     ),
     "opt_finetune": _OPT,
+    "chat_finetune": _OPT,
     "dpo": _OPT,
 }
 _CONFIGS = sorted(

@@ -32,7 +32,7 @@ from train.config.deepspeed_keys import (
     PARAM_OFFLOAD,
     PARAMS,
     RENAMED,
-    SCHEDULES,
+    SCHEDULE_TYPES,
     SECTIONS_LEFT_TO_XLA,
     TORCH_ADAMW_WEIGHT_DECAY,
     TYPES,
@@ -242,15 +242,15 @@ class _Translation:
         kind = self._take("scheduler.type")
         if kind is None:
             return
-        if kind not in SCHEDULES:
-            known = ", ".join(SCHEDULES)
+        if kind not in SCHEDULE_TYPES:
+            known = ", ".join(SCHEDULE_TYPES)
             self._refuse(f"scheduler.type={shown(kind)} is not supported; choose {known}")
             return self._drop("scheduler")
         self._check_params("scheduler", kind, PARAMS[kind])
         # DeepSpeed takes every unknown type, such as "auto", for a logarithmic warmup.
         self._without_value.discard("scheduler.params.warmup_type")
         self._with_defaults("scheduler.params", DEFAULTS[kind])
-        schedule, final = SCHEDULES[kind]
+        schedule, final = SCHEDULE_TYPES[kind]
         self._set("optimizer.schedule", schedule)
         if final is not None:
             self._set("optimizer.final_learning_rate_fraction", final)

@@ -230,7 +230,7 @@ OPTIMIZERS = {
     "lion": "lion",
     "sgd": "sgd",
 }
-SCHEDULES = {
+SCHEDULE_TYPES = {
     "WarmupLR": ("constant", None),
     "WarmupDecayLR": ("linear", 0.0),
     "WarmupCosineLR": ("cosine", None),

@@ -5,6 +5,7 @@ Keys that only affect training, such as dropout, stay with the run.
 """
 
 import dataclasses
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -48,8 +49,14 @@ _OF_ROTARY_POSITIONS = ("max_positions", "rope_scaling", "rope_theta")
 #: Keys of `model` that only a head reads. The run sets them if it does not use the checkpoint's
 #: head.
 _OF_A_HEAD = ("pool",)
+#: Learning rates from here on would destroy what published text models have learned.
+_RATE_FROM_SCRATCH = 1e-3
+#: Longest sequence, in tokens, that `data.sequence_length=0` stands for.
+_LONGEST = 4096
 #: Value of `data.tokenizer` that stands for the checkpoint's tokenizer.
 INIT_FROM = "init_from"
+
+_log = logging.getLogger(__name__)
 
 
 def take_init_from(
@@ -107,6 +114,9 @@ def inherit_config(config: Any, source: Source, overrides: Overrides) -> None:
     _take_model(config, source, overridden)
     if config.data.get("objective") not in IMAGE_OBJECTIVES:
         _take_tokenizer(config, source, overridden)
+        _take_length(config, source)
+        if source.architecture is not None:
+            _warn_of_settings_for_random_weights(config, overridden)
 
 
 def _take_model(config: Any, source: Source, overridden: Collection[str]) -> None:
@@ -164,6 +174,31 @@ def _counterpart(config: Any, source: Source) -> tuple[str, Any]:
     raise ValueError(
         f"config.model.name={name!r}, but init_from={config.init_from!r} contains a "
         f"{source.model}; use a config for that model, or do not set model.name"
+    )
+
+
+def _take_length(config: Any, source: Source) -> None:
+    if config.data.get("sequence_length") != 0:
+        return
+    longest = getattr(source.config, "max_positions", _LONGEST)  # T5 has no longest sequence
+    config.data.sequence_length = min(longest, _LONGEST)
+    if longest > _LONGEST:
+        _log.info(
+            "data.sequence_length=%d: the model supports %d; set it for longer texts",
+            _LONGEST,
+            longest,
+        )
+
+
+def _warn_of_settings_for_random_weights(config: Any, overridden: Collection[str]) -> None:
+    rate = config.optimizer.learning_rate
+    if "optimizer.learning_rate" in overridden or rate < _RATE_FROM_SCRATCH:
+        return
+    _log.warning(
+        "optimizer.learning_rate=%g is for weights that start at random; published ones are "
+        "usually tuned with 1e-5 to 5e-5, and adapters with 2e-4. configs/opt_finetune.py and "
+        "configs/chat_finetune.py have such settings",
+        rate,
     )
 
 

@@ -100,7 +100,7 @@ class TrainConfig(Section, section="train"):
     ema_schedule: str = field(
         "constant",
         "Schedule of `ema_decay`. `cosine`: the decay rises to 1 at the end.",
-        choices=ema.SCHEDULES,
+        choices=ema.EMA_SCHEDULES,
     )
     remat: str = field(
         "stage",

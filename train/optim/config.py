@@ -11,7 +11,7 @@ OPTIMIZERS = ("adamw", "muon", "lion", "adafactor", "schedule_free", "lamb", "la
 #: Optimizers whose updates can be computed one layer of a stack, or some rows of another parameter,
 #: at a time.
 SLICED = ("adamw", "muon", "lion", "sgd")
-SCHEDULES = (
+RATE_SCHEDULES = (
     "cosine",
     "linear",
     "constant",
@@ -172,10 +172,10 @@ class OptimizerConfig(Section, section="optimizer"):
             )
 
     def _check_schedule(self) -> None:
-        if self.schedule not in SCHEDULES and not is_import_path(self.schedule):
+        if self.schedule not in RATE_SCHEDULES and not is_import_path(self.schedule):
             raise ValueError(
-                f"optimizer.schedule={self.schedule!r} is unknown; choose {', '.join(SCHEDULES)} "
-                "or an import path, package.module:function"
+                f"optimizer.schedule={self.schedule!r} is unknown; choose "
+                f"{', '.join(RATE_SCHEDULES)} or an import path, package.module:function"
             )
         for schedule, key, value in (
             ("wsd", "decay_steps", self.decay_steps),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-SCHEDULES = ("constant", "cosine")
+EMA_SCHEDULES = ("constant", "cosine")
 
 Tree = Any
 

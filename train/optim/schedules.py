@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import optax
 
-from train.optim.config import SCHEDULES, OptimizerConfig
+from train.optim.config import RATE_SCHEDULES, OptimizerConfig
 from untrusted.imports import import_object
 
 #: Shapes of the decay of "wsd": share of the decay in [0, 1] -> share of the rate that remains.
@@ -28,7 +28,7 @@ _REMAINDERS: Mapping[str, Callable[[Any], Any]] = {
 def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Return the learning-rate schedule: warmup, then decay.
 
-    If `config.schedule` is none of SCHEDULES, it is the import path of a function
+    If `config.schedule` is none of RATE_SCHEDULES, it is the import path of a function
     `(config: OptimizerConfig, num_steps) -> schedule`, whose schedule has a warmup of its own.
 
     Args:
@@ -41,7 +41,7 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
     Raises:
         ValueError: the schedule cannot be imported.
     """
-    if config.schedule not in SCHEDULES:
+    if config.schedule not in RATE_SCHEDULES:
         return _make_imported(config, num_steps)
     peak = config.learning_rate
     warmup = config.warmup_steps
@@ -62,7 +62,7 @@ def make_learning_rate_schedule(config: OptimizerConfig, num_steps: int) -> opta
 
 
 def _make_imported(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    make = import_object(config.schedule, "optimizer.schedule", SCHEDULES)
+    make = import_object(config.schedule, "optimizer.schedule", RATE_SCHEDULES)
     if not callable(make):
         raise ValueError(
             f"optimizer.schedule={config.schedule!r} is of type {type(make).__name__}, but must be "

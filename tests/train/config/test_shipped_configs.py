@@ -17,7 +17,7 @@ from train.config.schema import FROM_DATA
 from train.run.assemble import assemble_run
 
 #: Configs that need a checkpoint (see test_init_from.py).
-CONTINUED = ("opt_finetune", "bert_classify", "dpo")
+CONTINUED = ("opt_finetune", "bert_classify", "chat_finetune", "dpo")
 NOT_ALONE = ("__init__", "common", "sizes", *CONTINUED)
 
 

@@ -45,6 +45,7 @@ SHORT = (
     "data.global_batch_size=8",
     "train.num_steps=3",
     "log.every_steps=1",
+    "precision.compute=float32",
 )
 FINETUNE, CLASSIFY = (str(ROOT / "configs" / f"{n}.py") for n in ("opt_finetune", "bert_classify"))
 
