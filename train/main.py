@@ -190,7 +190,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             print_error(error)
             code = DIVERGED if isinstance(error, Diverged) else FAILED
         if jax.process_index() == 0 and not options.is_fast_dev_run:
-            print(_describe_end(run, options.workdir, logs))
+            _log.info("%s", _describe_end(run, options.workdir, logs))
         return code
 
 

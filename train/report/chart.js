@@ -302,12 +302,10 @@ class Chart {
     this.cursorLine.setAttribute("visibility", "visible");
     this.cursorLine.setAttribute("x1", place);
     this.cursorLine.setAttribute("x2", place);
-    const isRight = place > this.plot.clientWidth / 2;
-    Object.assign(this.tip.style, {
-      top: "12px",
-      left: isRight ? "auto" : `${place + 12}px`,
-      right: isRight ? `${this.plot.clientWidth - place + 12}px` : "auto",
-    });
+    // To the right of the cursor if there is room, and never outside the plot.
+    const width = this.tip.offsetWidth;
+    const left = place + 12 + width > this.plot.clientWidth ? place - 12 - width : place + 12;
+    Object.assign(this.tip.style, { top: "12px", left: `${Math.max(left, 0)}px` });
   }
 
   describePlace({ x, step }) {

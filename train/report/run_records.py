@@ -22,6 +22,8 @@ from untrusted.messages import sentence_of
 
 T = TypeVar("T")
 
+#: Steps and bytes from here on are damaged: JavaScript's numbers are exact up to it.
+_LIMIT = 2**53
 #: Types of the values of run.json that the report computes with.
 _FACTS = {
     "software": dict[str, Any],
@@ -139,11 +141,22 @@ def _read_entries(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         numbers = ", ".join(map(str, damaged[:5]))
         more = f" and {len(damaged) - 5:,} more" if len(damaged) > 5 else ""
         problems.append(f"{path} has damaged lines, which are left out: {numbers}{more}")
-    return sorted(entries, key=lambda entry: entry["step"])
+    possible = [entry for entry in entries if 0 <= entry["step"] < _LIMIT]
+    if len(possible) < len(entries):
+        problems.append(
+            f"{path} has {len(entries) - len(possible):,} line(s) with an impossible step, which "
+            "are left out"
+        )
+    return sorted(possible, key=lambda entry: entry["step"])
 
 
 def _read_facts(path: Path) -> dict[str, Any]:
     facts = read_json(path)
     schema.check_fields(facts, _FACTS, path)
-    schema.check_fields(facts["memory"], _MEMORY, f"{path}: memory")
+    memory = facts["memory"]
+    schema.check_fields(memory, _MEMORY, f"{path}: memory")
+    numbers = [*memory["planned_device"].values(), *memory["planned_host"].values()]
+    numbers += [facts["units_per_step"], memory.get("compiled_device"), memory.get("device_budget")]
+    if any(number is not None and not 0 <= number < _LIMIT for number in numbers):
+        raise ValueError(f"{path} is damaged: it has a number of bytes or tokens out of range")
     return facts

@@ -85,7 +85,7 @@ def _summary_of(run: RunRecord, axis: Axis, evaluated: Sequence[str]) -> dict[st
     unit = unit_of(run)
     rates = _finite(run, f"{unit}_per_s")
     mfu = _finite(run, "mfu")
-    compiled = None if run.facts is None else run.facts["memory"]["compiled_device"]
+    compiled = None if run.facts is None else run.facts["memory"].get("compiled_device")
     sizes = [
         f"{name}={run.config[key]}"
         for name in AXES
@@ -121,9 +121,9 @@ def memory_lanes(runs: Sequence[RunRecord]) -> list[Lane]:
         if run.facts is None:
             continue
         memory = run.facts["memory"]
-        mark = memory["device_budget"]
+        mark = memory.get("device_budget")
         lanes.append(_stacked(index, "planned", memory["planned_device"], MEMORY_KINDS, mark))
-        if memory["compiled_device"] is not None:
+        if memory.get("compiled_device") is not None:
             compiled = {"as compiled": memory["compiled_device"]}
             lanes.append(_stacked(index, "as compiled", compiled, MEMORY_KINDS, mark))
         if any(memory["planned_host"].values()):

@@ -155,7 +155,7 @@ def axis_of(run: RunRecord) -> Axis:
     return Axis(
         steps=steps,
         units=None if per_step is None else [per_step * step for step in steps],
-        hours=[seconds[step] / 3600 for step in steps] if total_s else None,
+        hours=[seconds[step] / 3600 for step in steps] if 0 < total_s < math.inf else None,
     )
 
 

@@ -19,7 +19,6 @@ import rich.console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train.config.train_config import LogConfig
-from train.plot import main as plot_main
 from train.reporting import throughput
 from train.reporting.metrics import MetricsWriter, read_metrics
 from train.reporting.progress import Progress
@@ -248,40 +247,3 @@ def test_throughput_waits_for_the_steps_it_counts():
     meter.step(Slow())
     step_time_s = meter.lap()["step_time_s"]
     assert step_time_s is not None and step_time_s >= 0.05
-
-
-def test_plot_draws_runs_and_reports_missing_metrics(tmp_path, capsys):
-    for name in ("a", "b"):
-        log_steps(tmp_path / name, range(1, 6), resume_step=0)
-    writer = MetricsWriter(tmp_path / "a", resume_step=5)
-    writer.write(5, {"eval_loss": 2.0, "eval_perplexity": 7.4})
-    writer.close()
-    out = tmp_path / "loss.png"
-    plot_main([str(tmp_path / "a"), str(tmp_path / "b"), f"--out={out}", "--title=two runs"])
-    assert out.read_bytes().startswith(b"\x89PNG") and "loss.png" in capsys.readouterr().out
-    assert plot_main([str(tmp_path / "nothing")]) == 2
-    assert "nothing/metrics.jsonl does not exist; give" in capsys.readouterr().err
-    assert plot_main([str(tmp_path / "a"), f"--out={tmp_path / 'loss.xyz'}"]) == 2
-    assert "loss.xyz cannot be written" in capsys.readouterr().err
-
-
-def test_loads_of_experts_are_plotted(tmp_path, capsys, monkeypatch):
-    loads = {2: (1.5, 0.5, 2.0), 4: (1.25, 0.75, 1.9)}
-    writer = MetricsWriter(tmp_path / "run", resume_step=0)
-    for step, (largest, least, entropy) in loads.items():
-        of_experts = {"expert_load_max": largest, "expert_load_min": least}
-        writer.write(step, {"loss": 1.0, **of_experts, "router_entropy": entropy})
-    writer.write(4, {"eval_loss": 2.0})
-    writer.close()
-    figures = []
-    monkeypatch.setattr("train.plot.save", lambda figure, out: figures.append(figure))
-    assert not plot_main([str(tmp_path / "run"), "--experts"])
-    lines = [
-        line for axes in figures[0].axes for line in axes.get_lines() if len(line.get_xdata()) > 1
-    ]
-    drawn = [[*line.get_ydata()] for line in lines if [*line.get_xdata()] == [*loads]]
-    assert drawn == [[*values] for values in zip(*loads.values(), strict=True)]
-
-    log_steps(tmp_path / "dense", range(1, 3), resume_step=0)
-    assert plot_main([str(tmp_path / "dense"), "--experts"]) == 2
-    assert "dense has no loads of experts; give a run with" in capsys.readouterr().err
