@@ -364,7 +364,8 @@ class Chart {
     const pixel = this.pixelOf(event);
     const [from, to] = [this.pressed ?? pixel, pixel].sort((a, b) => a - b);
     this.pressed = undefined;
-    if (to - from > 6) this.view.set({ range: [this.scales.xOf(from), this.scales.xOf(to)] });
+    const range = [this.scales.xOf(from), this.scales.xOf(to)];
+    if (to - from > 6 && isWide(...range)) this.view.set({ range });
     else this.showTip(pixel);
   }
 
@@ -393,6 +394,7 @@ class Chart {
     const middle = this.cursor !== null && !this.tip.hidden ? this.cursor : (from + to) / 2;
     const half = (factor * (to - from)) / 2;
     const range = [Math.max(first, middle - half), Math.min(last, middle + half)];
+    if (!isWide(...range)) return;
     this.view.set({ range: range[0] <= first && range[1] >= last ? null : range });
   }
 
@@ -446,9 +448,9 @@ function valueRange(values, isLog, { from_zero: fromZero, reference }) {
     low = Math.min(low, reference);
     high = Math.max(high, reference);
   }
-  if (isLog) return low === high ? [low / 2, high * 2] : [low / 1.05, high * 1.05];
+  if (isLog) return isWide(low, high) ? [low / 1.05, high * 1.05] : [low / 2, high * 2];
   if (fromZero && low >= 0) return [0, high > 0 ? high * 1.05 : 1];
-  const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
+  const margin = isWide(low, high) ? 0.05 * (high - low) : 0.05 * Math.abs(high) || 1;
   return [low - margin, high + margin];
 }
 

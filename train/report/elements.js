@@ -78,10 +78,15 @@ function formatTick(value, isPercent = false) {
   return String(Number(value.toPrecision(6)));
 }
 
+/** Return whether a range is wide enough for ticks, which rounding would make equal otherwise. */
+function isWide(low, high) {
+  return high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high));
+}
+
 /** Return round numbers from `low` to `high`, about `count`. */
 function ticks(low, high, count) {
   const span = high - low;
-  if (!(span > 0) || !Number.isFinite(span)) return [low];
+  if (!isWide(low, high) || !Number.isFinite(span)) return [low];
   const power = 10 ** Math.floor(Math.log10(span / count));
   const step = [1, 2, 5, 10].find((factor) => factor * power * count >= span) * power;
   const result = [];

@@ -1,4 +1,4 @@
-"""Reads what runs have recorded in their workdirs, for their report.
+"""Reads the records of runs in their workdirs.
 
 A workdir may come from someone else, and the run may still be writing to it. So every file may be
 missing, which leaves out a part of the report, or be damaged, which becomes a sentence in it.
@@ -43,7 +43,7 @@ _MEMORY = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What one run has recorded."""
+    """The records of one run."""
 
     name: str  # unique among the runs of a report
     workdir: Path

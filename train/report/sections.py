@@ -226,10 +226,9 @@ def _add_schedule(
     pictures: dict[tuple[Any, ...], SchedulePicture], user: str, config: Mapping[str, Any]
 ) -> None:
     """Draw the schedule of a config, unless it has one stage or its schedule is drawn already."""
-    name, *counts = (config.get(key) for key in _SCHEDULE_KEYS)
-    if not isinstance(name, str) or any(type(count) is not int for count in counts):
-        return
-    if counts[0] <= 1:
+    name, *values = (config.get(key) for key in _SCHEDULE_KEYS)
+    counts = [value for value in values if type(value) is int]
+    if not isinstance(name, str) or len(counts) < len(values) or counts[0] <= 1:
         return
     key = (name, *counts)
     if key not in pictures:

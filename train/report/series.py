@@ -160,7 +160,7 @@ def axis_of(run: RunRecord) -> Axis:
 
 
 def unit_of(run: RunRecord) -> str:
-    """Return what a run counts: "tokens" or "images"."""
+    """Return the unit in which a run counts its data: "tokens" or "images"."""
     if run.facts is not None:
         return f"{run.facts['unit']}s"
     return "images" if any("images_per_s" in entry for entry in run.entries) else "tokens"
@@ -264,7 +264,7 @@ def _with_label(curve: Curve, label: str) -> Curve:
 def _curve(run: RunRecord, axis: Axis, index: int, metric: str, label: str) -> Curve | None:
     """Return the curve of a metric; None if none of its values is a number."""
     place = {step: i for i, step in enumerate(axis.steps)}
-    # Of a step that was logged twice, the last value counts.
+    # If a step was logged twice, the last value counts.
     points = {
         place[entry["step"]]: number_of(entry[metric])
         for entry in run.entries

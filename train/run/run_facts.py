@@ -1,7 +1,7 @@
-"""Records what a start runs on, `WORKDIR/run.json`: software, machine, model, and memory.
+"""Records the software, machine, model and memory of a start in `WORKDIR/run.json`.
 
-`config.yaml` states what a run was asked to do. This file has what only the running program knows,
-such as its memory as compiled. `train.report` shows it.
+`config.yaml` has the settings of a run. This file has facts that only the running program knows,
+such as its memory as compiled. `train.report` shows them.
 """
 
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Writes workdirs like those of runs, with known values."""
+"""Writes workdirs with known values, as runs leave them."""
 
 import json
 import math

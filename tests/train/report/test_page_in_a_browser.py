@@ -7,6 +7,7 @@ import re
 
 import pytest
 from selenium.webdriver import ActionChains, Keys
+from selenium.webdriver.common.actions.action_builder import ActionBuilder
 
 from tests.train.report.browser import chromium
 from tests.train.report.recorded_runs import STEPS, UNITS_PER_STEP, loss_at, write_run
@@ -37,24 +38,33 @@ def page(tmp_path_factory):
     return directory / "report.html"
 
 
-def plots(browser):
-    """Return title -> the SVG of each chart."""
-    pairs = browser.run(
-        """return [...document.querySelectorAll(".charts figure")].map((figure) =>
-          [figure.querySelector("h3").firstChild.textContent, figure.querySelector(".plot svg")]);"""
+def in_plot(browser, title, script):
+    """Run a script for the SVG of a chart, which is the variable `svg`; return its result.
+
+    Charts are drawn anew whenever something changes, so no element is kept.
+    """
+    return browser.run(
+        f"""const figure = [...document.querySelectorAll(".charts figure")].find((each) =>
+          each.querySelector("h3").firstChild.textContent === arguments[0]);
+        const svg = figure.querySelector(".plot svg");
+        {script}""",
+        title,
     )
-    return dict(pairs)
 
 
 def curves(browser, title):
     """Return (run, metric) -> the x and y coordinates of a curve in a chart."""
-    paths = plots(browser)[title].find_elements("css selector", "path.curve")
+    paths = in_plot(
+        browser,
+        title,
+        """return [...svg.querySelectorAll("path.curve")].map((path) =>
+          [path.dataset.run, path.dataset.metric, path.getAttribute("d")]);""",
+    )
     return {
-        (int(path.get_attribute("data-run")), path.get_attribute("data-metric")): [
-            (float(x), float(y))
-            for x, y in re.findall(r"[ML]([-\d.]+),([-\d.]+)", path.get_attribute("d"))
+        (int(run), metric): [
+            (float(x), float(y)) for x, y in re.findall(r"[ML]([-\d.]+),([-\d.]+)", path)
         ]
-        for path in paths
+        for run, metric, path in paths
     }
 
 
@@ -72,14 +82,27 @@ def tip(browser):
     return text.splitlines()
 
 
-def hover(browser, title, pixel):
-    """Move the pointer to a place in a chart, in pixels from its left side."""
-    svg = plots(browser)[title]
-    browser.run("arguments[0].scrollIntoView({block: 'center'})", svg)
-    shift = pixel - svg.rect["width"] / 2
-    ActionChains(browser.driver, duration=20).move_to_element_with_offset(
-        svg, round(shift), 0
-    ).perform()
+def hover(browser, title, pixel, *, dragged=0.0):
+    """Move the pointer to a place in a chart, and drag it to the right from there.
+
+    Args:
+        pixel: distance from the left side of the chart.
+        dragged: pixels to drag; 0: the pointer only moves.
+    """
+    left, top = in_plot(
+        browser,
+        title,
+        """svg.scrollIntoView({block: "center"});
+        const box = svg.getBoundingClientRect();
+        return [box.left, box.top + box.height / 2];""",
+    )
+    actions = ActionBuilder(browser.driver, duration=20)
+    actions.pointer_action.move_to_location(round(left + pixel), round(top))
+    if dragged:
+        actions.pointer_action.pointer_down()
+        actions.pointer_action.move_to_location(round(left + pixel + dragged), round(top))
+        actions.pointer_action.pointer_up()
+    actions.perform()
 
 
 @pytest.mark.parametrize("width", [1400, 400])
@@ -106,15 +129,20 @@ def test_page_fits_and_shows_all_points(width, page, browser):
 @pytest.mark.parametrize("width", [1400, 400])
 def test_no_text_of_a_chart_is_clipped_or_hides_another(width, page, browser):
     browser.open(page, width=width)
-    for title, svg in plots(browser).items():
-        boxes = browser.run(
-            """const [svg] = arguments, frame = svg.getBoundingClientRect();
+    titles = browser.run(
+        "return [...document.querySelectorAll('.charts h3')].map((h3) => h3.firstChild.textContent)"
+    )
+    assert "Loss" in titles
+    for title in titles:
+        boxes = in_plot(
+            browser,
+            title,
+            """const frame = svg.getBoundingClientRect();
             return [...svg.querySelectorAll("text")].map((text) => {
               const box = text.getBoundingClientRect();
               return [box.left - frame.left, box.top - frame.top, box.right - frame.left,
                       box.bottom - frame.top, frame.width, frame.height, text.textContent];
             });""",
-            svg,
         )
         assert len(boxes) > 5
         for left, top, right, bottom, wide, high, text in boxes:
@@ -141,7 +169,7 @@ def test_pointer_and_keys_show_the_values_of_the_metrics(width, page, browser):
     place = browser.driver.find_elements("css selector", ".tip")[0].rect
     assert place["x"] >= 0 and place["x"] + place["width"] <= width
 
-    browser.run("arguments[0].focus()", plots(browser)["Loss"])
+    in_plot(browser, "Loss", "svg.focus();")
     ActionChains(browser.driver, duration=20).send_keys(Keys.HOME, Keys.ARROW_RIGHT).perform()
     first, *rows = tip(browser)
     assert first == f"step {STEPS[1]}"
@@ -185,13 +213,15 @@ def test_dragging_zooms_all_charts_and_a_log_scale_is_logarithmic(page, browser)
     browser.open(page)
     whole = curves(browser, "Loss")[0, "loss"]
     start, end = (whole[STEPS.index(step)][0] for step in (20, 60))
-    hover(browser, "Loss", start)
-    ActionChains(browser.driver, duration=20).click_and_hold().move_by_offset(
-        round(end - start), 0
-    ).release().perform()
+    hover(browser, "Loss", start, dragged=end - start)
     for title in ("Loss", "Throughput", "Learning rate"):
-        texts = plots(browser)[title].find_elements("css selector", "text[text-anchor=middle]")
-        assert all(19 <= float(text.text) <= 61 for text in texts) and len(texts) >= 2
+        texts = in_plot(
+            browser,
+            title,
+            """return [...svg.querySelectorAll("text[text-anchor=middle]")].map(
+              (text) => Number(text.textContent));""",
+        )
+        assert len(texts) >= 2 and all(19 <= step <= 61 for step in texts)
     reset = browser.driver.find_element("xpath", "//button[text()='Reset zoom']")
     reset.click()
     assert curves(browser, "Loss")[0, "loss"] == whole and not reset.is_enabled()

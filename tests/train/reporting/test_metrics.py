@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -20,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from train.config.train_config import LogConfig
 from train.reporting import throughput
+from train.reporting.ending import describe_end
 from train.reporting.metrics import MetricsWriter, read_metrics
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu
@@ -116,6 +118,7 @@ def test_kill_loses_no_line_and_neither_tensorflow_nor_torch_is_needed(tmp_path)
 import sys
 for name in ("tensorflow", "torch"):
     sys.modules[name] = None  # importing it fails
+from train.reporting.ending import describe_end
 from train.reporting.metrics import MetricsWriter
 writer = MetricsWriter({str(tmp_path)!r}, resume_step=0)
 for step in range(1, 4):
@@ -247,3 +250,15 @@ def test_throughput_waits_for_the_steps_it_counts():
     meter.step(Slow())
     step_time_s = meter.lap()["step_time_s"]
     assert step_time_s is not None and step_time_s >= 0.05
+
+
+def test_end_of_a_run_names_its_losses_and_the_command_that_shows_them(monkeypatch):
+    metrics = {"loss": 2.5, "grad_norm": 1.0, "eval_wiki_loss": 3.25, "eval_loss": math.nan}
+    options: Any = {"step": 50, "num_steps": 1000, "metrics": metrics, "goodput": 0.875}
+    text = describe_end(Path("my runs/a"), **options)
+    assert text.splitlines() == [
+        "ended   step 50 of 1,000, loss 2.5000, eval_wiki_loss 3.2500, goodput 87.5%",
+        "report  python -m train.report 'my runs/a' --out=report.html",
+    ]
+    monkeypatch.setattr(sys, "argv", ["taibai train"])
+    assert "report  taibai report 'my runs/a'" in describe_end(Path("my runs/a"), **options)
