@@ -70,7 +70,7 @@ function formatValue(value, isPercent = false) {
 function formatTick(value, isPercent = false) {
   if (isPercent) return `${Number((100 * value).toPrecision(4))} %`;
   const size = Math.abs(value);
-  if (size !== 0 && size < 1e-3) return value.toExponential().replace(/(\.\d\d)\d+/, "$1");
+  if (size !== 0 && size < 1e-4) return value.toExponential().replace(/(\.\d\d)\d+/, "$1");
   if (size >= 1e15) return value.toExponential(1);
   if (size >= 1e4) {
     return value.toLocaleString("en", { notation: "compact", maximumFractionDigits: 2 });

@@ -21,7 +21,7 @@ from data.named_paths import split_name
 from train.report.run_records import RunRecord
 
 #: Maximum number of points of a curve. A longer one is thinned out, without losing its extremes.
-MAX_POINTS = 4000
+MAX_POINTS = 2000
 _EVALUATION = "eval_"
 
 
