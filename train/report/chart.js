@@ -175,7 +175,7 @@ class Chart {
       shape(
         "clipPath",
         { id: clip },
-        shape("rect", { x: left, y: top - 2, width: right - left, height: bottom - top + 4 }),
+        shape("rect", { x: left - 3, y: top - 3, width: right - left + 6, height: bottom - top + 6 }),
       ),
       this.drawAxes(),
       lines,
