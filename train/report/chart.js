@@ -302,10 +302,14 @@ class Chart {
     this.cursorLine.setAttribute("visibility", "visible");
     this.cursorLine.setAttribute("x1", place);
     this.cursorLine.setAttribute("x2", place);
-    // To the right of the cursor if there is room, and never outside the plot.
+    // Next to the cursor if there is room on either side, otherwise below the chart.
     const width = this.tip.offsetWidth;
-    const left = place + 12 + width > this.plot.clientWidth ? place - 12 - width : place + 12;
-    Object.assign(this.tip.style, { top: "12px", left: `${Math.max(left, 0)}px` });
+    const fitsRight = place + 12 + width <= this.plot.clientWidth;
+    const fitsLeft = place - 12 - width >= 0;
+    let left = fitsRight ? place + 12 : place - 12 - width;
+    if (!fitsRight && !fitsLeft) left = (this.plot.clientWidth - width) / 2;
+    const top = fitsRight || fitsLeft ? 12 : HEIGHT;
+    Object.assign(this.tip.style, { top: `${top}px`, left: `${left}px` });
   }
 
   describePlace({ x, step }) {
