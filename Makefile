@@ -7,6 +7,7 @@
 # make test-all: runs these three, one after another (an hour)
 # make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
 # make lint: runs ruff, codespell and the type checker, and prints large files and folders
+# make setup-browser: installs Chromium (Debian's package), without which the tests of the report's page are skipped
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
@@ -16,7 +17,7 @@ ARGS ?=
 REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup setup-test setup-compiler train test test-all test-thorough test-compiler test-device reproduce lint
+.PHONY: setup setup-test setup-compiler setup-browser train test test-all test-thorough test-compiler test-device reproduce lint
 setup: .venv/$(REQUIREMENTS).stamp .venv/bin/taibai
 setup-test: .venv/requirements-test.txt.stamp
 setup-compiler: .venv/requirements-compiler.txt.stamp
@@ -43,6 +44,16 @@ setup-compiler: .venv/requirements-compiler.txt.stamp
 	@echo "Installing requirements-compiler.txt into .venv (3 GB)"
 	$(PIP) -r requirements-compiler.txt
 	@touch $@
+
+# Not in .venv: only the system's packages have a browser. Without one, nothing but these tests is missing.
+setup-browser:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then \
+		echo "Chromium is installed"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq chromium chromium-driver >/dev/null && echo "Installed Chromium"; \
+	else \
+		echo "Install the packages chromium and chromium-driver, as root"; \
+	fi
 
 train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)

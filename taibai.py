@@ -21,7 +21,7 @@ COMMANDS = {
     "train": "train.main",
     "plan": "train.plan",
     "compile": "train.compile",
-    "plot": "train.plot",
+    "report": "train.report",
     "goodput": "train.goodput",
     "reconstructions": "train.reconstructions",
     "config": "train.config.reference",

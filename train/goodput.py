@@ -175,18 +175,21 @@ class GoodputRecord:
         return _sum([*self._earlier, self._start])
 
 
-def summarize(workdir: str | Path) -> Goodput:
+def summarize(workdir: str | Path, on_damaged: Callable[[str], None] = _log.warning) -> Goodput:
     """Return the goodput of the run in `workdir`, over all its starts.
 
     The time between the last write of a start and the next start counts as "down", unless the run
     had finished. If a start was killed, that includes its time after the last write.
+
+    Args:
+        on_damaged: called with a sentence about each record that cannot be read.
 
     Raises:
         ValueError: `workdir` has no record of a start.
         OSError: it cannot be read.
     """
     directory = Path(workdir) / GOODPUT_DIRECTORY
-    starts = _read_starts(directory) if directory.is_dir() else []
+    starts = _read_starts(directory, on_damaged) if directory.is_dir() else []
     if not starts:
         raise ValueError(
             f"{directory} has no record of a start; give the --workdir of a run that has started"
@@ -225,11 +228,15 @@ def _sum(starts: Sequence[Attempt]) -> Goodput:
                 lost_s[name if name in NAMES else "other"] += seconds
         lost_s[RECOMPUTED] += start.recomputed_s
     for start, after in zip(starts, starts[1:], strict=False):
-        if start.ended != "finished":
-            lost_s["down"] += max(0.0, after.started_at - start.written_at)
+        lost_s["down"] += down_s(start, after)
     productive_s = math.fsum(start.seconds.get("step", 0.0) for start in starts)
     total_s = productive_s + math.fsum(lost_s.values())
     return Goodput(starts=tuple(starts), total_s=total_s, productive_s=productive_s, lost_s=lost_s)
+
+
+def down_s(start: Attempt, after: Attempt) -> float:
+    """Return the seconds between two starts in which a run that had not finished did not run."""
+    return 0.0 if start.ended == "finished" else max(0.0, after.started_at - start.written_at)
 
 
 def _numbers(directory: Path) -> list[int]:
@@ -237,8 +244,10 @@ def _numbers(directory: Path) -> list[int]:
     return [int(match[1]) for match in matches if match]
 
 
-def _read_starts(directory: Path) -> list[Attempt]:
-    """Return the starts ordered by number; log a warning for files that cannot be parsed."""
+def _read_starts(
+    directory: Path, on_damaged: Callable[[str], None] = _log.warning
+) -> list[Attempt]:
+    """Return the starts ordered by number, without files that cannot be parsed."""
     starts = []
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):  # left by an interrupted write
@@ -249,7 +258,7 @@ def _read_starts(directory: Path) -> list[Attempt]:
                 raise ValueError("its name is not a number")
             starts.append(Attempt(number=int(match[1]), **read_json(path)))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            _log.warning("%s is ignored, it is not a record of a start: %s", path, error)
+            on_damaged(f"{path} is ignored, it is not a record of a start: {error}")
     return sorted(starts, key=lambda start: start.number)
 
 

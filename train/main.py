@@ -56,7 +56,9 @@ from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
 from train.references import add_references, compute_references, set_references
+from train.reporting.ending import describe_end
 from train.run.run import Run
+from train.run.run_facts import write_run_facts
 from train.state.train_state import TrainState
 
 _log = logging.getLogger("train.main")  # also when this file is the program
@@ -162,17 +164,19 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 built.planner.check_compiled(run)
             restored = _restore(built, options.workdir, phases)
             restored.checkpoints.tidy()
+            memory = built.planner.facts(run)
 
             def write_files_and_open_logs() -> loop.Logs:
                 report = built.planner.report
                 write_run_files(options.workdir, run, built.corpus, built.source, report)
+                write_run_facts(options.workdir, run, memory)
                 return loop.open_logs(run, restored.step, options.workdir, phases)
 
             # All processes are ready before the watchdog starts to limit the time of a step.
             logs = Exchange(LONGEST_START_S).on_all(write_files_and_open_logs)
         stack.enter_context(closing(_watchdog(run, options.workdir, start_id, phases)))
         try:
-            return loop.train(
+            code = loop.train(
                 run,
                 built.corpus,
                 restored,
@@ -184,7 +188,21 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             )
         except (Diverged, BrokenExample, ReadError) as error:
             print_error(error)
-            return DIVERGED if isinstance(error, Diverged) else FAILED
+            code = DIVERGED if isinstance(error, Diverged) else FAILED
+        if jax.process_index() == 0 and not options.is_fast_dev_run:
+            _log.info("%s", _describe_end(run, options.workdir, logs))
+        return code
+
+
+def _describe_end(run: Run, workdir: Path, logs: loop.Logs) -> str:
+    goodput = logs.goodput.summary()
+    return describe_end(
+        workdir,
+        step=goodput.starts[-1].last_step,
+        num_steps=run.config.train.num_steps,
+        metrics=logs.metrics.latest,
+        goodput=goodput.fraction,
+    )
 
 
 def evaluate(options: RunOptions) -> int:

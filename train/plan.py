@@ -40,6 +40,7 @@ from train.compile import (
 from train.config import config_files
 from train.config.overrides import Overrides
 from train.config.schema import RunConfig
+from train.pictures import check_picture, plot_plans
 from train.planning.calibration import calibrate
 from train.planning.explanation import (
     first_tried_as_json,
@@ -54,7 +55,6 @@ from train.planning.parallel_plan import UNPLANNED, ParallelPlan, open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
 from train.planning.plan_limits import check_max_microbatches, check_replicas
 from train.planning.plan_search import PlanSearch
-from train.plot import check_picture, plot_plans
 from train.run.assemble import assemble_run
 from untrusted.commands import run_command
 from untrusted.outputs import check_file

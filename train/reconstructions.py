@@ -16,7 +16,7 @@ from data.images.image_corpus import Images
 from fields.paths import local_path
 from train.config import config_files
 from train.config.schema import validate_config
-from train.plot import save
+from train.pictures import save
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.imports import add_allow_import
 

@@ -16,6 +16,7 @@ import collections
 import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,12 +100,27 @@ def read_json_lines(path: Path, *, within: Path | None = None) -> list[dict[str,
         ValueError: See `untrusted.files.open_regular`.
         OSError: The file cannot be read.
     """
-    objects = []
+    lines = each_json_line(path, within=within)
+    return [each for _, each in lines if each is not None]
+
+
+def each_json_line(
+    path: Path, *, within: Path | None = None
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number of each line, from 1 on, and its JSON object; None if it has none.
+
+    Raises:
+        ValueError: See `untrusted.files.open_regular`.
+        OSError: The file cannot be read.
+    """
     with open_regular(path, within=within) as file:
+        number = 0
         while line := file.readline(MAX_BYTES):
+            number += 1
+            value = None
             with contextlib.suppress(ValueError):
-                objects.append(parse_json(line, path))
-    return objects
+                value = parse_json(line, path)
+            yield number, value
 
 
 def number_as_json(value: Any) -> Any:

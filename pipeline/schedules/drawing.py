@@ -1,8 +1,11 @@
 """Draws schedule tables as text and as Gantt charts."""
 
+import contextlib
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pipeline.schedules.simulate import (
     CLOCKS,
@@ -70,13 +73,31 @@ def draw_picture(schedule: Schedule, times: OperationTimes, clock: str, path: st
         clock: key of CLOCKS.
         path: output file; must end in .svg or .png.
     """
+    path = Path(path)
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"the picture {str(path)!r} must end in .svg or .png")
+    if path.suffix == ".svg":
+        path.write_text(picture_as_svg(schedule, times, clock), encoding="utf-8")
+    else:
+        with _figure(schedule, times, clock) as figure:
+            figure.savefig(path, dpi=160)
+
+
+def picture_as_svg(schedule: Schedule, times: OperationTimes, clock: str) -> str:
+    """Return the picture of `draw_picture` as SVG; the arguments are the same."""
+    svg = io.StringIO()
+    with _figure(schedule, times, clock) as figure:
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return _shorten(svg.getvalue())
+
+
+@contextlib.contextmanager
+def _figure(schedule: Schedule, times: OperationTimes, clock: str) -> Iterator[Any]:
+    """Draw a Gantt chart. matplotlib has the settings to save it until the context ends."""
     # Imported here because matplotlib is slow to import and training runs never draw.
     import matplotlib
     from matplotlib.figure import Figure
 
-    path = Path(path)
-    if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"the picture {str(path)!r} must end in .svg or .png")
     spans = _SPANS[clock](schedule, times)
     step_time = CLOCKS[clock](schedule, times)
     with matplotlib.rc_context():
@@ -95,12 +116,7 @@ def draw_picture(schedule: Schedule, times: OperationTimes, clock: str, path: st
         axes.set_xlabel(f"time ({clock} clock)")
         kinds = {span.op.kind for span in spans}
         figure.legend(loc="outside upper center", ncols=len(kinds), frameon=False)
-        if path.suffix == ".png":
-            figure.savefig(path, dpi=160)
-        else:
-            svg = io.StringIO()
-            figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-            path.write_text(_shorten(svg.getvalue()), encoding="utf-8")
+        yield figure
 
 
 def _draw_boxes(axes, schedule: Schedule, spans: list[Span], step_time: float) -> None:

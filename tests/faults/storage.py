@@ -172,7 +172,14 @@ def _check_linked(start: Attempt, path: Path, target: Path, content: bytes) -> N
 
 def _written_files(run: DisturbedRun) -> list[Path]:
     """Return the files that a start writes, except those of checkpoints; some do not exist yet."""
-    names = {"lock", "memory.txt", "config.yaml", "watchdog/0.json", "metrics.jsonl"}
+    names = {
+        "lock",
+        "memory.txt",
+        "run.json",
+        "config.yaml",
+        "watchdog/0.json",
+        "metrics.jsonl",
+    }
     found = {
         path
         for path in run.workdir.rglob("*")

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.runs import CONFIG, TINY, write_corpus
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
 from train.planning.memory.search import MemorySearch
+from train.report.run_records import read_runs
 from train.reporting.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("shared_steps")
@@ -57,6 +59,19 @@ def test_run_writes_metrics_config_checkpoints_and_tensorboard(trained):
     assert [entry["step"] for entry in evaluations] == [3, 6]
     assert sorted(p.name for p in (workdir / "checkpoints").iterdir()) == ["2", "4", "6"]
     assert list((workdir / "tensorboard").iterdir())
+
+
+def test_run_records_its_machine_and_memory_for_the_report(trained):
+    workdir, _ = trained
+    (run,) = read_runs([workdir])
+    assert run.problems == [] and run.facts is not None
+    assert run.facts["software"]["jax"] == jax.__version__
+    assert run.facts["units_per_step"] == 16 * 16 and run.facts["unit"] == "token"
+    memory = run.facts["memory"]
+    rows = [line.split() for line in (workdir / "memory.txt").read_text().splitlines()]
+    (planned,) = [float(row[2]) for row in rows if row[:2] == ["in", "all"]]
+    assert sum(memory["planned_device"].values()) / 2**20 == pytest.approx(planned, abs=0.05)
+    assert memory["compiled_device"] / 2**20 == pytest.approx(planned, rel=0.5)
 
 
 @pytest.mark.thorough(but=["overrides1-2"])
@@ -126,7 +141,8 @@ def test_finished_run_reports_it_and_changes_nothing(trained, capsys):
     workdir, overrides = trained
     before = (workdir / "metrics.jsonl").read_text()
     assert run_main(workdir, overrides) == 0
-    assert "nothing is left to train" in capsys.readouterr().err
+    log = capsys.readouterr().err
+    assert "nothing is left to train" in log and "ended   step 6 of 6, goodput" in log
     assert (workdir / "metrics.jsonl").read_text() == before
 
 

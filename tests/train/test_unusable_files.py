@@ -32,6 +32,8 @@ WRITTEN = (
     ".config.yaml.tmp",
     "memory.txt",
     ".memory.txt.tmp",
+    "run.json",
+    ".run.json.tmp",
     "hf/tokenizer.json",
     "hf/.tokenizer.json.tmp",
     "goodput/.0001.json.tmp",

@@ -186,14 +186,19 @@ def differences(
     Returns:
         A line `key: saved -> now` for each key that differs.
     """
-    old = _flat(_plain(saved))
-    new = _flat(_plain(config))
+    old = flat_config(saved)
+    new = flat_config(config)
     return [
         f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted(old | new)
         if old.get(key) != new.get(key)
         and (keys is None or any(key == k or key.startswith(k + ".") for k in keys))
     ]
+
+
+def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as key -> value, with keys such as "train.seed", and tuples as lists."""
+    return _flat(_plain(config))
 
 
 def _load_python(file: str, argument: str) -> ConfigDict:

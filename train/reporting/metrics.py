@@ -5,13 +5,13 @@ an optimizer of your own hides it), `grad_norm, step_time_s, data_wait_s, tokens
 `images_per_s`) and more; an evaluation has `step, eval_loss`, and for text `eval_perplexity`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from train.reporting.appender import JsonLines, line_of
 from train.reporting.tensorboard_file import TensorBoardFile
-from untrusted.documents import number_from_json, read_json_lines
+from untrusted.documents import each_json_line, number_from_json
 from untrusted.files import write_text
 
 METRICS_FILE = "metrics.jsonl"
@@ -23,6 +23,9 @@ class MetricsWriter:
 
     When `write` returns, the operating system has the line, so killing the process loses nothing.
     While the disk is full, lines are kept in memory, and one warning is logged.
+
+    Attributes:
+        latest: last value of every metric that was written; empty on processes that write nothing.
     """
 
     def __init__(self, workdir: str | Path, *, resume_step: int, is_writer: bool = True):
@@ -33,6 +36,7 @@ class MetricsWriter:
             resume_step: step that the run resumes from; 0 at the beginning.
             is_writer: False on all processes except the first; they write nothing.
         """
+        self.latest: dict[str, Any] = {}
         self._lines = self._points = None
         if not is_writer:
             return
@@ -55,6 +59,7 @@ class MetricsWriter:
         """
         if self._lines is None or self._points is None:
             return
+        self.latest |= metrics
         self._lines.append({"step": int(step), **metrics})
         self._points.append(int(step), metrics)
 
@@ -66,19 +71,25 @@ class MetricsWriter:
         self._lines = self._points = None
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(
+    path: str | Path, on_damaged: Callable[[int], None] = lambda line: None
+) -> list[dict[str, Any]]:
     """Read a metrics.jsonl.
 
-    Lines that are not a JSON object with a step, such as one torn by a crash, are ignored.
+    Args:
+        on_damaged: called with the number of each line, from 1 on, that is not a JSON object with a
+            step, such as one torn by a crash. These are left out.
 
     Returns:
         One dict per line, with NaN and infinities as floats.
     """
-    return [
-        {name: number_from_json(value) for name, value in entry.items()}
-        for entry in read_json_lines(Path(path))
-        if isinstance(entry.get("step"), int)
-    ]
+    entries = []
+    for line, entry in each_json_line(Path(path)):
+        if entry is None or type(entry.get("step")) is not int:
+            on_damaged(line)
+        else:
+            entries.append({name: number_from_json(value) for name, value in entry.items()})
+    return entries
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

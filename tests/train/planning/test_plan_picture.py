@@ -2,7 +2,7 @@
 
 import pytest
 
-from train.plot import check_picture, plot_plans
+from train.pictures import check_picture, plot_plans
 
 COMPOSED = {
     "data=8": [(0.2, False), (0.5, True)],

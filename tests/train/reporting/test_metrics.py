@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -19,8 +20,8 @@ import rich.console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from train.config.train_config import LogConfig
-from train.plot import main as plot_main
 from train.reporting import throughput
+from train.reporting.ending import describe_end
 from train.reporting.metrics import MetricsWriter, read_metrics
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu
@@ -117,6 +118,7 @@ def test_kill_loses_no_line_and_neither_tensorflow_nor_torch_is_needed(tmp_path)
 import sys
 for name in ("tensorflow", "torch"):
     sys.modules[name] = None  # importing it fails
+from train.reporting.ending import describe_end
 from train.reporting.metrics import MetricsWriter
 writer = MetricsWriter({str(tmp_path)!r}, resume_step=0)
 for step in range(1, 4):
@@ -250,38 +252,13 @@ def test_throughput_waits_for_the_steps_it_counts():
     assert step_time_s is not None and step_time_s >= 0.05
 
 
-def test_plot_draws_runs_and_reports_missing_metrics(tmp_path, capsys):
-    for name in ("a", "b"):
-        log_steps(tmp_path / name, range(1, 6), resume_step=0)
-    writer = MetricsWriter(tmp_path / "a", resume_step=5)
-    writer.write(5, {"eval_loss": 2.0, "eval_perplexity": 7.4})
-    writer.close()
-    out = tmp_path / "loss.png"
-    plot_main([str(tmp_path / "a"), str(tmp_path / "b"), f"--out={out}", "--title=two runs"])
-    assert out.read_bytes().startswith(b"\x89PNG") and "loss.png" in capsys.readouterr().out
-    assert plot_main([str(tmp_path / "nothing")]) == 2
-    assert "nothing/metrics.jsonl does not exist; give" in capsys.readouterr().err
-    assert plot_main([str(tmp_path / "a"), f"--out={tmp_path / 'loss.xyz'}"]) == 2
-    assert "loss.xyz cannot be written" in capsys.readouterr().err
-
-
-def test_loads_of_experts_are_plotted(tmp_path, capsys, monkeypatch):
-    loads = {2: (1.5, 0.5, 2.0), 4: (1.25, 0.75, 1.9)}
-    writer = MetricsWriter(tmp_path / "run", resume_step=0)
-    for step, (largest, least, entropy) in loads.items():
-        of_experts = {"expert_load_max": largest, "expert_load_min": least}
-        writer.write(step, {"loss": 1.0, **of_experts, "router_entropy": entropy})
-    writer.write(4, {"eval_loss": 2.0})
-    writer.close()
-    figures = []
-    monkeypatch.setattr("train.plot.save", lambda figure, out: figures.append(figure))
-    assert not plot_main([str(tmp_path / "run"), "--experts"])
-    lines = [
-        line for axes in figures[0].axes for line in axes.get_lines() if len(line.get_xdata()) > 1
+def test_end_of_a_run_names_its_losses_and_the_command_that_shows_them(monkeypatch):
+    metrics = {"loss": 2.5, "grad_norm": 1.0, "eval_wiki_loss": 3.25, "eval_loss": math.nan}
+    options: Any = {"step": 50, "num_steps": 1000, "metrics": metrics, "goodput": 0.875}
+    text = describe_end(Path("my runs/a"), **options)
+    assert text.splitlines() == [
+        "ended   step 50 of 1,000, loss 2.5000, eval_wiki_loss 3.2500, goodput 87.5%",
+        "report  python -m train.report 'my runs/a' --out=report.html",
     ]
-    drawn = [[*line.get_ydata()] for line in lines if [*line.get_xdata()] == [*loads]]
-    assert drawn == [[*values] for values in zip(*loads.values(), strict=True)]
-
-    log_steps(tmp_path / "dense", range(1, 3), resume_step=0)
-    assert plot_main([str(tmp_path / "dense"), "--experts"]) == 2
-    assert "dense has no loads of experts; give a run with" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["taibai train"])
+    assert "report  taibai report 'my runs/a'" in describe_end(Path("my runs/a"), **options)

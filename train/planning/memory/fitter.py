@@ -24,6 +24,7 @@ from train.planning.memory.budget import (
 )
 from train.planning.memory.search import Candidate, MemorySearch, Setting
 from train.run.run import Run
+from train.run.run_facts import MemoryFacts, finite_or_none
 
 #: How many candidates are compiled before the search gives up.
 _MAX_COMPILED = 4
@@ -107,6 +108,16 @@ class MemoryFitter:
             _log.warning("memory  %s", warning)
         if compiled > self._budget.device_bytes:
             raise ValueError(self._refusal(run, compiled))
+
+    def facts(self, run: Run) -> MemoryFacts:
+        """Return the memory of a compiled run for its record. All processes must call this."""
+        needs = needs_of(run, self._budget)
+        return MemoryFacts(
+            planned_device={label: int(size) for label, size in needs.device.items()},
+            planned_host={label: int(size) for label, size in needs.host.items()},
+            compiled_device=compiled_bytes(run),
+            device_budget=finite_or_none(self._budget.device_bytes),
+        )
 
     def _refusal(self, run: Run, compiled: int | None) -> str:
         """Return the error message for a run that does not fit, with changes that would make it.
