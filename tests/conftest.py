@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis  # noqa: F401  before gc.freeze, after which it cannot register selenium's trio
 import jax
 import pytest
 from jax._src import compilation_cache

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis  # noqa: F401  trio's registration fails after `gc.freeze`
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
