@@ -28,7 +28,7 @@ from untrusted.commands import command_line, command_parser, refuses_bad_input, 
 
 #: Tracker -> its package.
 _PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
-#: Names of what a run with text logs.
+#: Names of the metrics that a run with text logs.
 _METRICS = (
     "grad_norm",
     "learning_rate",

@@ -1,4 +1,4 @@
-"""Callbacks: when they are called and with which values, and that what they ask for happens."""
+"""Callbacks see the logged values, and can log more, save, and stop the run."""
 
 import os
 import subprocess

@@ -1,8 +1,8 @@
 """Callbacks: functions of the user that are called while a run trains.
 
-Those of `train.step_callbacks` are called after every logged step (`log.every_steps`), those of
-`train.evaluation_callbacks` after every evaluation; both on the first process only, in the order of
-the config. What they ask for applies to all processes.
+`train.step_callbacks` are called after every logged step (`log.every_steps`), and
+`train.evaluation_callbacks` after every evaluation. Both are called on the first process only, in
+the order of the config, but can stop the run and save its state on all processes.
 """
 
 import logging
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 class Event:
     """The end of a step or of an evaluation, as callbacks see it.
 
-    The values are those that the run has just logged, so a callback never waits for the devices.
+    The metrics have just been logged by the run, so a callback never waits for the devices.
 
     Attributes:
         step: number of steps done.
-        metrics: after a step, what `metrics.jsonl` has of it, such as `loss` and `step_time_s`;
-            after an evaluation, its scores, such as `eval_loss`. A value may be NaN or None.
+        metrics: logged values of the step, such as `loss` and `step_time_s`, or scores of the
+            evaluation, such as `eval_loss`. A value may be NaN or None.
         workdir: directory of the run's files.
         logged: values that callbacks have logged, by name.
         stop_reason: why a callback asked to end the run; None if none did.
@@ -63,8 +63,7 @@ class Event:
         """Ask to end the run successfully, with exit code 0, after a save.
 
         After an evaluation, the run ends at once. After a step, it ends up to two steps later,
-        because processes agree on it without waiting for each other. Of several reasons, the first
-        counts.
+        because processes agree on it without waiting for each other. The first reason counts.
 
         Args:
             reason: it is printed at the end of the run.

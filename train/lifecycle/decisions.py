@@ -1,7 +1,7 @@
-"""What callbacks and early stopping decide about a run, and how its processes agree on it.
+"""Decisions of callbacks and early stopping: to end the run, or to save a checkpoint.
 
 After an evaluation, the first process decides, and the others wait for its answer, so the decision
-applies to this step. After a step nobody waits: what the first process wants is sent with the
+applies to this step. After a step nobody waits: the request of the first process is sent with the
 all-reduce of the next step (agreement.py), and applies one step after that.
 """
 
@@ -19,7 +19,7 @@ from train.reporting.metrics import METRICS_FILE, read_metrics
 
 
 class Decisions:
-    """Calls the callbacks of a run, and keeps what they and early stopping ask for.
+    """Calls the callbacks of a run, and keeps their requests and the state of early stopping.
 
     Attributes:
         is_ending: whether the run ends successfully after this step; the same on all processes.

@@ -47,7 +47,7 @@ class MlflowTracker:
         self._recorded_steps: dict[str, int] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record values, except those of steps that an earlier start has recorded."""
+        """Record values, unless an earlier start has recorded this step."""
         now_ms = int(1000 * time.time())
         new = [
             Metric(name, float(value), now_ms, step)

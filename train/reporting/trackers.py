@@ -29,7 +29,7 @@ from untrusted.schema import check
 IDS_FILE = "trackers.json"
 #: Entries that may wait for a tracker; the next ones are dropped.
 MAX_WAITING = 1000
-#: Seconds at the end of a run in which trackers may record what is waiting.
+#: Seconds at the end of a run in which trackers may record the waiting entries.
 FINISH_TIMEOUT_S = 30.0
 
 #: Name of a built-in tracker -> its module, and how to install its package.
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told about the run when it starts to record."""
+    """A run, as described to a tracker that starts to record it."""
 
     workdir: Path
     parameters: Mapping[str, Any]  # the full config: "optimizer.learning_rate" -> value
@@ -236,7 +236,7 @@ class _TrackerThread(threading.Thread):
         self._waiting.put(ended)
 
     def run(self) -> None:
-        """Record what is handed over, until the end."""
+        """Record the entries of the queue, until the end."""
         tracker = self._start_record()
         while tracker is not None:
             entry = self._waiting.get()

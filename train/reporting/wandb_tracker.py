@@ -53,11 +53,11 @@ class WandbTracker:
             _log.info("W&B records the run at %s", self._run.url)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record values. W&B ignores those of steps before the newest one that it has."""
+        """Record values. W&B ignores steps before the newest one that it has."""
         self._run.log(dict(metrics), step=step)
 
     def finish(self, ended: str) -> None:
-        """Upload what is left."""
+        """Upload the remaining values."""
         if ended == "stopped":
             self._run.mark_preempting()
         self._run.finish(exit_code=0 if ended == "finished" else 1)

@@ -21,10 +21,16 @@ pytestmark = pytest.mark.usefixtures("shared_steps")
 
 
 def stopping(patience=2, min_delta=0.0, is_max=False) -> EarlyStopping:
-    required = dict(num_steps=9, num_microbatches=1, seed=0, remat="none")
-    train = TrainConfig(**required, early_stopping=patience, early_stopping_min_delta=min_delta)
-    keeps = dict(every_steps=1, max_to_keep=1, keep_best=1)
-    return EarlyStopping(train, CheckpointConfig(**keeps, best_is_max=is_max))
+    train = TrainConfig(
+        num_steps=9,
+        num_microbatches=1,
+        seed=0,
+        remat="none",
+        early_stopping=patience,
+        early_stopping_min_delta=min_delta,
+    )
+    checkpoint = CheckpointConfig(every_steps=1, max_to_keep=1, best_is_max=is_max)
+    return EarlyStopping(train, checkpoint)
 
 
 def last_step(early_stopping: EarlyStopping, scores) -> int | None:

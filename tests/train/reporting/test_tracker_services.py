@@ -146,7 +146,7 @@ def test_mlflow_continues_its_record_and_has_every_step_once(
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the library
+        warnings.simplefilter("ignore")  # the library's own
         killed = start("mlflow", tmp_path, 0)
         for step in range(1, 5):
             killed.log(step, {"loss": 1 / step, "rate": math.nan})

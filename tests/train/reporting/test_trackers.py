@@ -1,4 +1,4 @@
-"""Trackers: what they record, and that none of their failures reaches the run."""
+"""Trackers record all logged values, and none of their failures reaches the run."""
 
 import json
 import subprocess
