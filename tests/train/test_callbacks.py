@@ -100,8 +100,15 @@ def test_callback_stops_a_run_which_saves_and_succeeds(
 
 
 def test_callbacks_ask_for_saves(watch, corpus_overrides, tmp_path):
-    watch.save_at_2 = lambda event: event.save() if event.step == 2 else None
-    watch.save_at_5 = lambda event: event.save() if event.step == 5 else None
+    def save_at(step):
+        def save(event):
+            if event.step == step:
+                event.save()
+
+        return save
+
+    watch.save_at_2 = save_at(2)
+    watch.save_at_5 = save_at(5)
     assert (
         run_main(
             tmp_path,
