@@ -31,6 +31,8 @@ IDS_FILE = "trackers.json"
 MAX_WAITING = 1000
 #: Seconds at the end of a run in which trackers may record the waiting entries.
 FINISH_TIMEOUT_S = 30.0
+#: The same after a signal or a failure, when the process may be killed soon.
+STOP_TIMEOUT_S = 10.0
 
 #: Name of a built-in tracker -> its module, and how to install its package.
 _BUILT_IN = {
@@ -159,7 +161,8 @@ class Trackers:
         """
         for thread in self._threads:
             thread.end(ended)
-        deadline_s = time.monotonic() + FINISH_TIMEOUT_S
+        timeout_s = FINISH_TIMEOUT_S if ended == "finished" else STOP_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
@@ -167,7 +170,7 @@ class Trackers:
                     "log.trackers=%s did not end its record in %.0f s; the last values may be "
                     "missing there",
                     thread.tracker_name,
-                    FINISH_TIMEOUT_S,
+                    timeout_s,
                 )
 
 

@@ -161,7 +161,7 @@ import atexit, pathlib, time
 from train.main import _end
 from train.reporting import trackers
 
-trackers.FINISH_TIMEOUT_S = 0.2
+trackers.STOP_TIMEOUT_S = 0.2
 atexit.register(time.sleep, 300)
 
 def hang(run):
