@@ -99,6 +99,22 @@ def test_callback_stops_a_run_which_saves_and_succeeds(
     assert f"ended after step {last_step} of train.num_steps=6: it is good enough" in printed
 
 
+def test_stop_waits_for_a_state_that_can_be_saved(watch, corpus_overrides, tmp_path, monkeypatch):
+    def stop(event):
+        if event.step == 2:
+            event.stop("it is good enough")
+
+    watch.stop = stop
+    # Step 4, at which the run would end, counts as skipped because of a NaN.
+    monkeypatch.setattr(
+        "train.loop._TrainingLoop._num_skipped_in_a_row", lambda loop: int(loop.step == 4)
+    )
+    overrides = (*SHORT, *corpus_overrides, "eval.every_steps=0")
+    assert run_main(tmp_path, overrides, after_step="watch:stop") == FINISHED
+    assert max(entry["step"] for entry in entries(tmp_path)) == 5
+    assert saved_steps(tmp_path) == {5}
+
+
 def test_callbacks_ask_for_saves(watch, corpus_overrides, tmp_path):
     def save_at(step):
         def save(event):
