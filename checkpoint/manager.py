@@ -47,7 +47,14 @@ from checkpoint.checksums import find_damage
 from checkpoint.config import CheckpointConfig
 from checkpoint.directory import CheckpointDirectory
 from checkpoint.errors import WRITE_ERRORS, SaveError, first_error, reason_of
-from checkpoint.layout import CONFIG, DATA_STATE, DIVERGED_SUFFIX, METRICS, read_data_state
+from checkpoint.layout import (
+    CONFIG,
+    DATA_STATE,
+    DIVERGED_SUFFIX,
+    METRICS,
+    best_steps,
+    read_data_state,
+)
 from checkpoint.state_files import StateFiles
 from distributed.messages import LONGEST_START_S, Exchange
 
@@ -212,6 +219,20 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """Return the newest of `all_steps`, or None if there are none."""
         return max(self.all_steps(), default=None)
+
+    def best(self) -> tuple[Path, float] | None:
+        """Return the best checkpoint by `checkpoint.best_metric`, and its value of the metric.
+
+        None if no checkpoint's state was evaluated. Damaged checkpoints are left out, as in
+        `all_steps`.
+        """
+        scores = {step: self._scores[step] for step in self.all_steps()}
+        is_max = self._config.best_is_max
+        for step in best_steps(scores, num_best=1, best_is_max=is_max):
+            score = scores[step]
+            assert score is not None
+            return self._directory.path / str(step), score
+        return None
 
     @property
     def last_failure(self) -> SaveError | None:

@@ -15,7 +15,16 @@ from train.run.run import Run
 
 #: Sections and keys on which no step depends.
 _OF_FILES = ("paths", "mixture", "cache_dir", "verify", "num_threads", "validation_fraction")
-_OF_LOOP = ("max_nonfinite_steps", "on_nonfinite", "failure_timeout_s", "compilation_cache")
+_OF_LOOP = (
+    "max_nonfinite_steps",
+    "on_nonfinite",
+    "failure_timeout_s",
+    "compilation_cache",
+    "early_stopping",
+    "early_stopping_min_delta",
+    "step_callbacks",
+    "evaluation_callbacks",
+)
 _SECTIONS = ("log", "eval", "checkpoint", "init_from")
 
 #: What a step depends on -> the newest run with such a step.

@@ -34,6 +34,7 @@ from train.config.repositories import (
 from train.config.run_length import choose_length, with_num_steps
 from train.config.schema import RunConfig, checked_value, validate_config
 from train.lifecycle import workdir
+from train.lifecycle.callbacks import import_callbacks
 from train.lifecycle.validation_data import load_data_to_evaluate
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import plan_config
@@ -41,6 +42,7 @@ from train.planning.memory.budget import Budget, budget_of
 from train.planning.memory.fitter import MemoryFitter
 from train.planning.parallel_plan import open_config
 from train.planning.plan_devices import PlanDevices, described_devices, present_devices
+from train.reporting.trackers import find_trackers
 from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run
@@ -112,6 +114,8 @@ def build_run(options: RunOptions) -> BuiltRun:
         config = dataclasses.replace(config, memory=memory)
 
     # Whatever the config alone decides is refused here, before data is downloaded or tokenized.
+    if not options.is_evaluation:
+        Exchange(LONGEST_START_S).on_first(lambda: _check_observers(config, options.workdir))
     sizes = Exchange(LONGEST_START_S).on_all(lambda: _expected_sizes(config))
     run, planner = _assemble(config, fixed, mesh, sizes, options)
 
@@ -122,6 +126,11 @@ def build_run(options: RunOptions) -> BuiltRun:
     workdir.check_processes_agree("data", f"{corpus.fingerprint} {corpus.contents}")
     if options.is_evaluation and not corpus.validation_sets:
         raise ValueError(f"--mode=eval: data.name={config.data.name!r} has no validation data")
+    if config.train.early_stopping is not None and not corpus.validation_sets:
+        raise ValueError(
+            f"train.early_stopping={config.train.early_stopping} needs evaluations, but data.name="
+            f"{config.data.name!r} has no validation data; set data.validation_paths, or remove it"
+        )
     sizes = _DataSizes(vocab_size=corpus.vocab_size, num_labels=len(corpus.labels) or None)
     if len(corpus.train):
         config = with_num_steps(config, epoch_steps(corpus, config.data, config.images))
@@ -135,6 +144,12 @@ def build_run(options: RunOptions) -> BuiltRun:
     if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
         _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
+
+
+def _check_observers(config: RunConfig, directory: Path) -> None:
+    """Import the callbacks and trackers, which run on the first process only."""
+    import_callbacks(config.train, directory)
+    find_trackers(config.log.trackers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,10 @@ steps that are logged or saved wait for their own results.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +17,11 @@ import numpy as np
 from checkpoint.errors import ReadError
 from data.examples import BrokenExample, Corpus
 from predict.machines.datasheets import peak_flops_per_s
-from train.config.config_files import as_yaml
+from train.config.config_files import as_yaml, flat_config
 from train.evaluation import evaluate, is_due_at, is_evaluated, lacks_evaluation
 from train.goodput import GoodputRecord
 from train.lifecycle.agreement import DelayedAllReduce, Timer, wait_for_all
+from train.lifecycle.decisions import Decisions
 from train.lifecycle.divergence import Diverged, NonfiniteMonitor
 from train.lifecycle.exit_codes import FINISHED, STOPPED, UNSAVED
 from train.lifecycle.phases import Phases
@@ -28,6 +31,7 @@ from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu
+from train.reporting.trackers import Trackers, find_trackers
 from train.run.run import Run
 
 _log = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ class Logs:
 
     metrics: MetricsWriter
     goodput: GoodputRecord
+    trackers: Trackers
 
 
 def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
@@ -61,7 +66,9 @@ def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
         is_writer=is_writer,
     )
     metrics = MetricsWriter(workdir, resume_step=first_step, is_writer=is_writer)
-    return Logs(metrics=metrics, goodput=goodput)
+    factories = find_trackers(run.config.log.trackers) if is_writer else {}
+    trackers = Trackers(factories, workdir, flat_config(full_config(run)), first_step)
+    return Logs(metrics=metrics, goodput=goodput, trackers=trackers)
 
 
 def train(
@@ -75,7 +82,10 @@ def train(
     phases: Phases,
     signals: StopSignals,
 ) -> int:
-    """Train from the restored step to the last one, or until a signal stops all processes.
+    """Train from the restored step to the last one, or until the run is stopped.
+
+    A signal stops all processes, with the exit code STOPPED. Early stopping or a callback ends the
+    run before its last step, with the exit code FINISHED.
 
     A step is evaluated before it is saved, so a run that is killed in between evaluates it again.
     If a signal interrupts an evaluation, the next start repeats it.
@@ -96,6 +106,7 @@ def train(
     loop = _TrainingLoop(run, corpus, restored, workdir, logs, phases, signals)
     signals.defer()
     try:
+        loop.resume_decisions()
         if lacks_evaluation(run, corpus, restored.step, workdir):
             loop.evaluate()
         while loop.step < run.config.train.num_steps and not loop.is_stopping:
@@ -108,7 +119,7 @@ def train(
             if saves:
                 loop.save_if_due(scores)
     except (Diverged, BrokenExample, ReadError) as error:
-        loop.record.write(loop.step, "failed")
+        loop.end_records("failed")
         if isinstance(error, Diverged) and error.first_bad_step is not None and saves:
             loop.set_checkpoints_aside(error.first_bad_step)
         raise
@@ -141,7 +152,8 @@ class _TrainingLoop:
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
         self._writer = logs.metrics
-        self.record = logs.goodput
+        self._trackers = logs.trackers
+        self._record = logs.goodput
         self._progress = Progress(
             self._num_steps, start_step=restored.step, is_shown=self._is_first_process
         )
@@ -149,12 +161,20 @@ class _TrainingLoop:
         self._all_reduce = DelayedAllReduce(run.mesh)
         self._save_timer = Timer(run.config.checkpoint.every_minutes)
         self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
+        self._decisions = Decisions(run.config, workdir, self._write)
         self._local_batch: dict[str, np.ndarray] = {}  # rows of this process, of the newest step
         self.step = restored.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
+        self._is_signaled = False  # whether a signal stops them
         self._is_save_requested = False  # whether the first process's timer asks for a save
         self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = restored.step
+
+    def resume_decisions(self) -> None:
+        """Find out whether an earlier start has ended the run early."""
+        if self.step > 0:
+            self._decisions.resume()
+            self.is_stopping = self._decisions.is_ending
 
     def next_batch(self) -> dict[str, jax.Array]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
@@ -171,14 +191,16 @@ class _TrainingLoop:
         """
         with self._phases("step"):
             self._state, metrics = self._compiled_step(self._state, batch)
-            self.is_stopping = self._agree_to_stop()
+            self._is_signaled = self._agree_to_stop()
+            self.is_stopping = self._is_signaled or self._decisions.is_ending
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
             if self.step % every_steps == 0 or self.step in (1, self._num_steps):
                 logged = _values_to_log(metrics, self._meter, self._run)
-                self._writer.write(self.step, logged)
+                self._write(self.step, logged)
                 self._progress.update(self.step, logged)
-                self.record.write(self.step)
+                self._record.write(self.step)
+                self._decisions.after_step(self.step, logged)
             return self._nonfinite_monitor.first_bad_step(self.step, self._local_batch, metrics)
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
@@ -197,21 +219,28 @@ class _TrainingLoop:
 
     def evaluate_if_due(self) -> dict[str, float] | None:
         """Evaluate after this step if that is due; return the scores, or None without any."""
-        if is_evaluated(self._run, self._corpus, self.step) and not self.is_stopping:
+        if is_evaluated(self._run, self._corpus, self.step) and not self._is_signaled:
             return self.evaluate()
         return None
 
     def evaluate(self) -> dict[str, float] | None:
-        """Evaluate and log; return None, and stop the loop, if a signal interrupted it."""
+        """Evaluate and log; return None, and stop the loop, if a signal interrupted it.
+
+        The loop also stops if early stopping or a callback ends the run.
+        """
         with self._meter.paused():
             scores = evaluate(
                 self._run, self._corpus, self._state, self._phases, self._agree_to_stop
             )
-        if scores is None:
-            self.is_stopping = True
-            return None
-        self._writer.write(self.step, scores)
-        self._progress.evaluation(self.step, scores)
+            if scores is None:
+                self.is_stopping = self._is_signaled = True
+                return None
+            self._write(self.step, scores)
+            self._progress.evaluation(self.step, scores)
+            with self._phases("eval"):
+                is_save_due = self._decisions.after_evaluation(self.step, scores)
+        self._is_save_due |= is_save_due and self.step > self._last_saved_step
+        self.is_stopping |= self._decisions.is_ending
         return scores
 
     def save_if_due(self, scores: dict[str, float] | None) -> None:
@@ -250,17 +279,42 @@ class _TrainingLoop:
         self._writer.close()
 
     def finish(self) -> int:
-        """Wait for the other processes, record how the loop ended, and return the exit code."""
+        """Record how the loop ended, wait for the other processes, and return the exit code."""
+        if self._checkpoints.last_failure is not None:
+            ended = "failed"
+            exit_code = UNSAVED
+        elif self.is_stopping and not self._decisions.is_ending:
+            ended = "stopped"
+            exit_code = STOPPED
+        else:
+            ended = "finished"
+            exit_code = FINISHED
+            self._say_why_it_ended()
+        self.end_records(ended)
         with self._phases("save"):
             wait_for_all("saved")  # a launcher ends all processes when the first one exits
-        if self._checkpoints.last_failure is not None:
-            self.record.write(self.step, "failed")
-            return UNSAVED
-        if self.is_stopping:
-            self.record.write(self.step, "stopped")
-            return STOPPED
-        self.record.write(self.step, "finished")
-        return FINISHED
+        return exit_code
+
+    def end_records(self, ended: str) -> None:
+        """Record how the loop ended: "finished", "stopped" or "failed"."""
+        self._record.write(self.step, ended)
+        self._trackers.finish(ended)
+
+    def _say_why_it_ended(self) -> None:
+        """Name the reason of an early end, and the best checkpoint of a run that keeps some."""
+        config = self._run.config
+        if self._decisions.is_ending:
+            _log.info(
+                "the run ended after step %d of train.num_steps=%d: %s",
+                self.step,
+                self._num_steps,
+                self._decisions.reason or "a callback asked for it",
+            )
+        best = self._checkpoints.best() if config.checkpoint.keep_best else None
+        if best is not None:
+            path, score = best
+            name = config.checkpoint.best_metric
+            _log.info("the best checkpoint is %s, with %s %.6g", path, name, score)
 
     def _num_skipped_in_a_row(self) -> int:
         """Return how many steps in a row were skipped, up to this one; waits for this step."""
@@ -284,6 +338,8 @@ class _TrainingLoop:
                 "optimizer.learning_rate, or look for bad examples"
             )
         _log.warning("%s", what)
+        # An end that is not urgent waits for a state that can be saved.
+        self.is_stopping &= self._is_signaled
 
     def _save(self, scores: dict[str, float] | None) -> None:
         with self._phases("save"), self._meter.paused():
@@ -302,11 +358,25 @@ class _TrainingLoop:
             )
 
     def _agree_to_stop(self) -> bool:
-        """Return whether all processes should stop; record whether they should save."""
+        """Return whether a signal stops all processes.
+
+        Record whether they should save, and whether a step's callback ends the run.
+        """
+        decisions = self._decisions
         is_timer_due = self._is_first_process and self._save_timer.is_due()
-        stop, save = self._all_reduce.max(self._signals.has_received, is_timer_due)
+        stop, save, end = self._all_reduce.max(
+            self._signals.has_received,
+            is_timer_due or decisions.is_save_requested,
+            decisions.is_end_requested,
+        )
+        decisions.is_save_requested = False
+        decisions.is_ending |= end > 0
         self._is_save_requested |= save > 0
         return stop > 0
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._writer.write(step, values)
+        self._trackers.log(step, values)
 
 
 def _values_to_log(metrics: dict[str, jax.Array], meter: ThroughputMeter, run: Run) -> dict:

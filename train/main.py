@@ -57,6 +57,7 @@ from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
 from train.references import add_references, compute_references, set_references
 from train.reporting.ending import describe_end
+from train.reporting.trackers import has_hanging_trackers
 from train.run.run import Run
 from train.run.run_facts import write_run_facts
 from train.state.train_state import TrainState
@@ -274,11 +275,13 @@ def _end(code: int) -> NoReturn:
     """End the process.
 
     After a failure in a run with several processes it exits immediately: jax's own shutdown would
-    wait for the other processes.
+    wait for the other processes. It also does if a tracker's library would wait for a network.
     """
     for name in SIGNALS:  # another signal now would replace the exit code
         signal.signal(name, signal.SIG_IGN)
-    if code not in (*FINAL, STOPPED) and startup.read_distributed_env(os.environ) is not None:
+    has_failed = code not in (*FINAL, STOPPED)
+    has_others = startup.read_distributed_env(os.environ) is not None
+    if has_failed and has_others or has_hanging_trackers():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

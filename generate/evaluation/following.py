@@ -3,7 +3,8 @@
     run/checkpoints/100 ──> scores ──> a line of run/lm_eval.jsonl, points in TensorBoard
 
 Another process does this, so the training does not wait, and the evaluation may use other devices.
-The last checkpoint is the one of `train.num_steps`, in the run's `config.yaml`.
+The last checkpoint is the one of `train.num_steps`, in the run's `config.yaml`, unless early
+stopping or a callback ends the run before it.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from checkpoint.layout import STATE, steps_in
 from convert.runs import CHECKPOINTS, CONFIG_FILE
 from train.reporting.appender import JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
-from untrusted.documents import read_json_lines, read_yaml
+from untrusted.documents import read_json, read_json_lines, read_yaml
 from untrusted.files import check_links, check_tree, digest_of
 from untrusted.schema import check_fields
 
@@ -83,6 +84,7 @@ def follow(
     ):
         while True:
             num_steps = _num_steps(run)
+            has_finished = _has_finished(run)  # before the checkpoints are listed
             for step in [run / CHECKPOINTS / str(step) for step in steps_in(run / CHECKPOINTS)]:
                 checksum = _checksum_of(step)
                 if (step.name, checksum) not in seen and not log.has(checksum):
@@ -90,6 +92,8 @@ def follow(
                 seen.add((step.name, checksum))
                 if int(step.name) >= num_steps and step.exists():
                     return
+            if has_finished:
+                return
             time.sleep(poll_s)
 
 
@@ -170,6 +174,18 @@ def _num_steps(run: Path) -> int:
     check_fields(config, {"train": dict[str, Any]}, file)
     check_fields(config["train"], {"num_steps": int}, f"{file}: train")
     return config["train"]["num_steps"]
+
+
+def _has_finished(run: Path) -> bool:
+    """Return whether the newest start of a run has ended it; see train/goodput.py."""
+    records = sorted((run / "goodput").glob("*.json"), key=lambda path: (len(path.name), path.name))
+    try:
+        # A start with another config has written that config, but no record yet.
+        if not records or records[-1].stat().st_mtime < (run / CONFIG_FILE).stat().st_mtime:
+            return False
+        return read_json(records[-1], within=run).get("ended") == "finished"
+    except (OSError, ValueError):
+        return False  # it is being replaced
 
 
 def _checksum_of(step: Path) -> str | None:

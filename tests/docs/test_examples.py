@@ -9,7 +9,9 @@ import pytest
 from convert.from_hf import load
 from docs.examples import shard_a_tensor
 from tests.hugging_face import OPT, save_model
-from tests.runs import ROOT, losses, make_run
+from tests.runs import ROOT, TINY, arguments, losses, make_run
+from train.main import main
+from train.reporting.metrics import read_metrics
 
 EXAMPLE = str(ROOT / "docs" / "examples" / "gated_mean_config.py")
 SHORT = (
@@ -70,6 +72,36 @@ def test_printed_model_equals_the_executed_example():
     code = (ROOT / "docs" / "examples" / "gated_mean.py").read_text()
     printed = (ROOT / "docs" / "own_parts.md").read_text()
     assert code[code.index("import dataclasses") :].rstrip() in printed
+
+
+def test_printed_callback_and_tracker_equal_the_executed_examples():
+    code = (ROOT / "docs" / "examples" / "watch.py").read_text()
+    printed = (ROOT / "docs" / "watch.md").read_text()
+    callback, tracker = code[code.index("def stop_when_good") :].split("\n\n\n")
+    assert callback in printed and tracker.rstrip() in printed
+
+
+@pytest.mark.thorough
+def test_callback_and_tracker_of_the_docs_run(corpus_overrides, tmp_path, capsys):
+    overrides = (
+        *TINY,
+        *corpus_overrides,
+        "train.num_steps=6",
+        "eval.every_steps=3",
+        "train.evaluation_callbacks=docs.examples.watch:stop_when_good",
+        "log.trackers=docs.examples.watch:CsvTracker",
+    )
+    assert main(arguments(tmp_path, overrides)) == 0
+    lines = [line.split(",") for line in (tmp_path / "values.csv").read_text().splitlines()]
+    recorded = {(int(step), name): float(value) for step, name, value in lines}
+    logged = {
+        (entry["step"], name): value
+        for entry in read_metrics(tmp_path / "metrics.jsonl")
+        for name, value in entry.items()
+        if name != "step" and value is not None
+    }
+    assert recorded == logged
+    assert (6, "bits") in recorded
 
 
 @pytest.mark.thorough

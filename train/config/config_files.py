@@ -158,13 +158,19 @@ def default_workdir(path: str) -> Path:
 
 
 def shorten(config: Any) -> None:
-    """Shorten the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch."""
+    """Shorten the run for --fast_dev_run: 3 steps, each logged, and one evaluation batch.
+
+    Trackers do not record it.
+    """
     with config.ignore_type():  # The values in the file may have any type.
         config.train.num_steps = 3
         config.train.num_epochs = None
         if isinstance(config.optimizer.decay_steps, int):
             config.optimizer.decay_steps = min(config.optimizer.decay_steps, 1)
         config.log.every_steps = 1
+        config.log.trackers = ()
+        config.train.early_stopping = None
+        config.checkpoint.keep_best = 0  # it needs evaluations before the last step
         config.eval.every_steps = 0
         config.eval.num_batches = 1
 

@@ -70,17 +70,25 @@ _NAMES = {
         use_gradient_checkpointing remat""",
     "train.seed": "seed random_seed init_weights_seed",
     "train.ema_decay": "ema use_ema ema_decay",
+    "train.early_stopping": "early_stopping_patience patience early_stopping early_stop",
+    "train.early_stopping_min_delta": "early_stopping_threshold early_stopping_min_delta min_delta",
+    "train.step_callbacks": "callbacks callback hooks",
     "eval.every_steps": "eval_steps eval_interval eval_period eval_freq validation_freq eval_iter",
     "eval.num_batches": "eval_iters eval_batches",
     "checkpoint.every_steps": """save_steps save_interval checkpoint_interval checkpoint_period
         save_every ckpt_interval save_freq""",
     "checkpoint.max_to_keep": "save_total_limit max_to_keep keep_latest_k keep_last",
+    "checkpoint.keep_best": "load_best_model_at_end save_top_k keep_best",
+    "checkpoint.best_metric": "metric_for_best_model monitor early_stopping_metric best_metric",
+    "checkpoint.best_is_max": "greater_is_better early_stopping_mode",
     "precision.compute": """bf16 fp16 fp8 float16 bfloat16 amp dtype torch_dtype precision
         mixed_precision mixed_precision_param compute_dtype""",
     "precision.params": "weight_dtype param_dtype params_dtype",
     "precision.reduce": "mixed_precision_reduce grad_reduce_in_bf16 grad_dtype",
     "precision.loss_scale": "initial_loss_scale initial_scale_power",
     "log.every_steps": "logging_steps log_interval log_freq log_period log_every",
+    "log.trackers": """wandb use_wandb enable_wandb wandb_project wandb_exp_name wandb_entity mlflow
+        report_to logger loggers tracker trackers log_with""",
     "model.num_layers": """num_hidden_layers n_layer n_layers hidden_layers num_decoder_layers
         base_num_decoder_layers depth""",
     "model.num_heads": "num_attention_heads n_head n_heads num_query_heads base_num_query_heads",

@@ -125,6 +125,11 @@ class RunConfig:
                 "change one of them"
             )
         checkpoint = self.checkpoint
+        if self.train.early_stopping is not None and not checkpoint.keep_best:
+            raise ValueError(
+                f"train.early_stopping={self.train.early_stopping} keeps the best checkpoint, but "
+                f"checkpoint.keep_best={checkpoint.keep_best}; set checkpoint.keep_best=1"
+            )
         if checkpoint.keep_best and not (checkpoint.every_steps and self.eval.every_steps):
             raise ValueError(
                 f"checkpoint.keep_best={checkpoint.keep_best} compares checkpoints of evaluated "

@@ -102,6 +102,33 @@ class TrainConfig(Section, section="train"):
         "Schedule of `ema_decay`. `cosine`: the decay rises to 1 at the end.",
         choices=ema.EMA_SCHEDULES,
     )
+    early_stopping: int | None = field(
+        None,
+        "End the run after this number of evaluations in a row that do not improve "
+        "`checkpoint.best_metric`. Each improvement is saved. None: train to the last step.",
+        ge=1,
+        remedy="it is a number of evaluations; choose for example 3, or None",
+    )
+    early_stopping_min_delta: float = field(
+        0.0,
+        "For `early_stopping`: an evaluation improves the metric only by more than this.",
+        ge=0,
+    )
+    step_callbacks: tuple[str, ...] = field(
+        (),
+        "Import paths of functions to call after each logged step (see `log.every_steps`), on the "
+        "first process; see docs/own_parts.md.",
+        nonempty=True,
+        splits=True,
+        remedy="write for example ('my_project.watch:my_callback',)",
+    )
+    evaluation_callbacks: tuple[str, ...] = field(
+        (),
+        "The same, after each evaluation.",
+        nonempty=True,
+        splits=True,
+        remedy="write for example ('my_project.watch:my_callback',)",
+    )
     remat: str = field(
         "stage",
         "Rematerialization: activations that a layer keeps for its backward pass, which recomputes "
@@ -141,7 +168,7 @@ class EvalConfig(Section, section="eval"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig(Section, section="log"):
-    """Which steps are logged."""
+    """Which steps are logged, and where."""
 
     every_steps: int = field(
         5,
@@ -149,4 +176,12 @@ class LogConfig(Section, section="log"):
         ge=1,
         remedy="choose a number of steps",
         required=True,
+    )
+    trackers: tuple[str, ...] = field(
+        (),
+        "Services that also record the metrics: `wandb` (Weights & Biases), `mlflow`, or the "
+        "import path of a tracker of your own; see docs/watch.md.",
+        nonempty=True,
+        splits=True,
+        remedy="write for example ('wandb',)",
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ def followed(
 
 
 def test_checkpoints_are_evaluated_as_they_appear(run, tmp_path, capsys):
+    shutil.rmtree(run / "goodput")  # it says that the run has finished
     (run / "checkpoints" / "4").rename(tmp_path / "4")
     with later(lambda: (tmp_path / "4").rename(run / "checkpoints" / "4")):
         lines = followed(run)
@@ -110,6 +112,14 @@ def test_a_run_with_more_steps_is_followed_further(run, tmp_path):
     checksums.write_text("\n".join([head, *reversed(others)]) + "\n")
     with later(lambda: (tmp_path / "6").rename(run / "checkpoints" / "6")):
         assert [line["step"] for line in followed(run)] == [2, 4, 6]
+
+
+def test_a_run_that_ends_before_its_last_step_is_followed_to_its_end(run):
+    config = run / "config.yaml"
+    times = (config.stat().st_atime, config.stat().st_mtime)
+    config.write_text(config.read_text().replace("num_steps: 4", "num_steps: 6"))
+    os.utime(config, times)
+    assert [line["step"] for line in followed(run)] == [2, 4]
 
 
 def test_a_torn_line_does_not_spoil_the_next(run):

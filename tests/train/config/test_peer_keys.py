@@ -25,6 +25,9 @@ ROOT = Path(__file__).parents[3]
         ("gradient_checkpointing", "train.remat"),
         ("num-train-epochs", "train.num_epochs"),
         ("train.output_dir", "--workdir"),
+        ("train.report_to", "log.trackers"),
+        ("early_stopping_patience", "train.early_stopping"),
+        ("metric_for_best_model", "checkpoint.best_metric"),
     ],
 )
 def test_name_of_another_trainer_leads_to_our_key(typed, ours):
