@@ -29,6 +29,7 @@ from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
 from train.reporting.throughput import ThroughputMeter, mfu
 from train.run.run import Run
+from train.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,21 @@ class Logs:
 
     metrics: MetricsWriter
     goodput: GoodputRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a training loop ended.
+
+    Attributes:
+        exit_code: exit code of the process; see train/lifecycle/exit_codes.py.
+        step: number of the last step.
+        state: state after that step.
+    """
+
+    exit_code: int
+    step: int
+    state: TrainState
 
 
 def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
@@ -73,8 +89,8 @@ def train(
     *,
     saves: bool,
     phases: Phases,
-    signals: StopSignals,
-) -> int:
+    signals: StopSignals | None = None,
+) -> Outcome:
     """Train from the restored step to the last one, or until a signal stops all processes.
 
     A step is evaluated before it is saved, so a run that is killed in between evaluates it again.
@@ -84,9 +100,7 @@ def train(
         restored: its state after the steps that are done, its batches and its checkpoints.
         logs: files to which the loop writes; it closes them.
         saves: False disables checkpoints.
-
-    Returns:
-        The process's exit code; see train/lifecycle/exit_codes.py.
+        signals: records stop signals; None: the process's signal handlers stay as they are.
 
     Raises:
         Diverged: too many steps in a row were not finite.
@@ -94,7 +108,8 @@ def train(
         ReadError: a checkpoint cannot be read for a rollback.
     """
     loop = _TrainingLoop(run, corpus, restored, workdir, logs, phases, signals)
-    signals.defer()
+    if signals is not None:
+        signals.defer()
     try:
         if lacks_evaluation(run, corpus, restored.step, workdir):
             loop.evaluate()
@@ -114,7 +129,7 @@ def train(
         raise
     finally:
         loop.close()
-    return loop.finish()
+    return Outcome(exit_code=loop.finish(), step=loop.step, state=loop.state)
 
 
 class _TrainingLoop:
@@ -128,7 +143,7 @@ class _TrainingLoop:
         workdir: Path,
         logs: Logs,
         phases: Phases,
-        signals: StopSignals,
+        signals: StopSignals | None,
     ):
         self._run = run
         self._corpus = corpus
@@ -137,7 +152,7 @@ class _TrainingLoop:
         self._phases = phases
         self._signals = signals
         self._num_steps = run.config.train.num_steps
-        self._state = restored.state
+        self.state = restored.state
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
         self._writer = logs.metrics
@@ -170,7 +185,7 @@ class _TrainingLoop:
             The first of too many nonfinite steps in a row, or None to continue.
         """
         with self._phases("step"):
-            self._state, metrics = self._compiled_step(self._state, batch)
+            self.state, metrics = self._compiled_step(self.state, batch)
             self.is_stopping = self._agree_to_stop()
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
@@ -191,8 +206,8 @@ class _TrainingLoop:
     def roll_back(self, bad_step: int) -> None:
         """Restore the newest checkpoint from before `bad_step`."""
         with self._phases("restore"), self._meter.paused():
-            self._state = roll_back(
-                self._run, self._checkpoints, self._state, first_bad_step=bad_step
+            self.state = roll_back(
+                self._run, self._checkpoints, self.state, first_bad_step=bad_step
             )
 
     def evaluate_if_due(self) -> dict[str, float] | None:
@@ -205,7 +220,7 @@ class _TrainingLoop:
         """Evaluate and log; return None, and stop the loop, if a signal interrupted it."""
         with self._meter.paused():
             scores = evaluate(
-                self._run, self._corpus, self._state, self._phases, self._agree_to_stop
+                self._run, self._corpus, self.state, self._phases, self._agree_to_stop
             )
         if scores is None:
             self.is_stopping = True
@@ -264,7 +279,7 @@ class _TrainingLoop:
 
     def _num_skipped_in_a_row(self) -> int:
         """Return how many steps in a row were skipped, up to this one; waits for this step."""
-        state = self._state
+        state = self.state
         is_last = self.is_stopping or self.step == self._num_steps
         if is_last and state.loss_scale is not None:
             # In float16 a step is occasionally skipped because its loss scale was too large. After
@@ -289,7 +304,7 @@ class _TrainingLoop:
         with self._phases("save"), self._meter.paused():
             batches_state = self._batches.get_state()
             data_state = {"batches": batches_state, **identity_of(self._corpus)}
-            portable = self._run.state_layout.to_portable(self._state)
+            portable = self._run.state_layout.to_portable(self.state)
             # Later steps have used the parameters of the last save, and this step was not skipped,
             # so that save is proven good.
             self._checkpoints.save(
@@ -304,7 +319,8 @@ class _TrainingLoop:
     def _agree_to_stop(self) -> bool:
         """Return whether all processes should stop; record whether they should save."""
         is_timer_due = self._is_first_process and self._save_timer.is_due()
-        stop, save = self._all_reduce.max(self._signals.has_received, is_timer_due)
+        has_received = self._signals is not None and self._signals.has_received
+        stop, save = self._all_reduce.max(has_received, is_timer_due)
         self._is_save_requested |= save > 0
         return stop > 0
 

@@ -1,4 +1,4 @@
-"""The chat on the terminal: replies, commands, and what Ctrl-C and Ctrl-D do."""
+"""The chat on the terminal: replies, commands, Ctrl-C and Ctrl-D."""
 
 import io
 import os
@@ -59,9 +59,7 @@ def replies_of_transformers(directory, questions: list[str], system: str = "") -
     return replies
 
 
-@pytest.mark.parametrize(
-    "mesh", ["", pytest.param("data=2,model=2", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("mesh", ["", pytest.param("data=2,model=2", marks=pytest.mark.thorough)])
 def test_replies_equal_those_of_transformers(mesh, directory, converse):
     code, printed, _ = converse(directory, ["ab", "c?"], f"--mesh={mesh}")
     expected = replies_of_transformers(directory, ["ab", "c?"])

@@ -1,4 +1,4 @@
-"""The labels of image files equal those of transformers' pipeline and of evaluations."""
+"""Image files get the same labels as from transformers' pipeline, and in evaluations."""
 
 import json
 from typing import Any
