@@ -27,7 +27,8 @@ from train.lifecycle.stop_signals import StopSignals
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
-from train.reporting.throughput import ThroughputMeter, mfu
+from train.reporting.step_profile import StepProfile
+from train.reporting.throughput import HostTimes, ThroughputMeter, mfu
 from train.run.run import Run
 from train.state.train_state import TrainState
 
@@ -152,7 +153,7 @@ class _TrainingLoop:
         self._phases = phases
         self._signals = signals
         self._num_steps = run.config.train.num_steps
-        self.state = restored.state
+        self._state = restored.state
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
         self._writer = logs.metrics
@@ -164,6 +165,8 @@ class _TrainingLoop:
         self._all_reduce = DelayedAllReduce(run.mesh)
         self._save_timer = Timer(run.config.checkpoint.every_minutes)
         self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
+        self._host_times = HostTimes()
+        self._profile = StepProfile(run.config.log.profile_steps, workdir, run.mesh)
         self._local_batch: dict[str, np.ndarray] = {}  # rows of this process, of the newest step
         self.step = restored.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
@@ -171,9 +174,18 @@ class _TrainingLoop:
         self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = restored.step
 
+    @property
+    def state(self) -> TrainState:
+        """The state after the newest step."""
+        return self._state
+
     def next_batch(self) -> dict[str, jax.Array]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
+        if self._profile.begins_at(self.step):
+            with self._meter.paused():
+                self._profile.begin()
+        self._host_times.begin_step()
         with self._phases("data", self.step), self._meter.waiting():
             self._local_batch = next(self._batches)
             return self._run.place_batch(self._local_batch)
@@ -184,17 +196,22 @@ class _TrainingLoop:
         Returns:
             The first of too many nonfinite steps in a row, or None to continue.
         """
-        with self._phases("step"):
-            self.state, metrics = self._compiled_step(self.state, batch)
+        with self._phases("step"), self._profile.annotate(self.step):
+            self._state, metrics = self._compiled_step(self._state, batch)
+            self._host_times.end_step()
             self.is_stopping = self._agree_to_stop()
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
             if self.step % every_steps == 0 or self.step in (1, self._num_steps):
-                logged = _values_to_log(metrics, self._meter, self._run)
+                logged = _values_to_log(metrics, self._meter, self._run) | self._host_times.lap()
                 self._writer.write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self.record.write(self.step)
-            return self._nonfinite_monitor.first_bad_step(self.step, self._local_batch, metrics)
+            bad_step = self._nonfinite_monitor.first_bad_step(self.step, self._local_batch, metrics)
+        if self._profile.ends_at(self.step):
+            with self._meter.paused():
+                self._profile.end()
+        return bad_step
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
         """Set aside checkpoints that may have led to `bad_step`, the first of several bad steps."""
@@ -206,8 +223,8 @@ class _TrainingLoop:
     def roll_back(self, bad_step: int) -> None:
         """Restore the newest checkpoint from before `bad_step`."""
         with self._phases("restore"), self._meter.paused():
-            self.state = roll_back(
-                self._run, self._checkpoints, self.state, first_bad_step=bad_step
+            self._state = roll_back(
+                self._run, self._checkpoints, self._state, first_bad_step=bad_step
             )
 
     def evaluate_if_due(self) -> dict[str, float] | None:
@@ -220,7 +237,7 @@ class _TrainingLoop:
         """Evaluate and log; return None, and stop the loop, if a signal interrupted it."""
         with self._meter.paused():
             scores = evaluate(
-                self._run, self._corpus, self.state, self._phases, self._agree_to_stop
+                self._run, self._corpus, self._state, self._phases, self._agree_to_stop
             )
         if scores is None:
             self.is_stopping = True
@@ -261,6 +278,7 @@ class _TrainingLoop:
         """Wait for the current save, and close all files."""
         with self._phases("save"):
             self._checkpoints.close()
+        self._profile.end()
         self._progress.close()
         self._writer.close()
 
@@ -279,7 +297,7 @@ class _TrainingLoop:
 
     def _num_skipped_in_a_row(self) -> int:
         """Return how many steps in a row were skipped, up to this one; waits for this step."""
-        state = self.state
+        state = self._state
         is_last = self.is_stopping or self.step == self._num_steps
         if is_last and state.loss_scale is not None:
             # In float16 a step is occasionally skipped because its loss scale was too large. After
@@ -304,7 +322,7 @@ class _TrainingLoop:
         with self._phases("save"), self._meter.paused():
             batches_state = self._batches.get_state()
             data_state = {"batches": batches_state, **identity_of(self._corpus)}
-            portable = self._run.state_layout.to_portable(self.state)
+            portable = self._run.state_layout.to_portable(self._state)
             # Later steps have used the parameters of the last save, and this step was not skipped,
             # so that save is proven good.
             self._checkpoints.save(
@@ -320,7 +338,10 @@ class _TrainingLoop:
         """Return whether all processes should stop; record whether they should save."""
         is_timer_due = self._is_first_process and self._save_timer.is_due()
         has_received = self._signals is not None and self._signals.has_received
-        stop, save = self._all_reduce.max(has_received, is_timer_due)
+        stop, save, _ = self._all_reduce.max(
+            has_received, is_timer_due, self._host_times.microseconds
+        )
+        self._host_times.add(self._all_reduce.answers[:, -1])
         self._is_save_requested |= save > 0
         return stop > 0
 

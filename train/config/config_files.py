@@ -165,6 +165,7 @@ def shorten(config: Any) -> None:
         if isinstance(config.optimizer.decay_steps, int):
             config.optimizer.decay_steps = min(config.optimizer.decay_steps, 1)
         config.log.every_steps = 1
+        config.log.profile_steps = ()
         config.eval.every_steps = 0
         config.eval.num_batches = 1
 
