@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from docs.examples import slowest_operations
 from tests.runs import TINY, arguments
 from tests.train.lifecycle.test_stop_signals import of_two, start
 from tests.train.refusals import refusal
@@ -40,7 +41,11 @@ def test_profile_has_the_steps_for_xprof_and_perfetto(overrides, tmp_path, capsy
     with gzip.open(directory / "perfetto_trace.json.gz") as content:
         names = [event.get("name") for event in json.load(content)["traceEvents"]]
     assert names.count("train") == 2
-    assert f"profile of steps 2 to 3: {tmp_path}/profile/process_0" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert f"profile of steps 2 to 3: {tmp_path}/profile/process_0" in output.err
+    slowest_operations.main(str(tmp_path / "profile"))
+    milliseconds = [float(line.split()[0]) for line in capsys.readouterr().out.splitlines()]
+    assert len(milliseconds) == 8 and milliseconds == sorted(milliseconds, reverse=True)
 
 
 @pytest.mark.usefixtures("shared_steps")
