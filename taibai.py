@@ -12,8 +12,10 @@ import functools
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).parent
 #: Name of a command -> its module.
@@ -26,9 +28,11 @@ COMMANDS = {
     "reconstructions": "train.reconstructions",
     "config": "train.config.reference",
     "generate": "generate",
+    "chat": "generate.chat",
     "serve": "generate.serve",
     "lm_eval": "generate.lm_eval",
     "image_eval": "generate.image_eval",
+    "classify": "generate.classify",
     "convert": "",
     "checkpoint": "checkpoint",
     "tokens": "data.megatron",
@@ -75,6 +79,7 @@ def main() -> None:
     if not words or words[0] not in known:
         problem = f"there is no command {words[0][:60]!r}" if words else "no command was given"
         _refuse(f"{problem}; choose from {', '.join(known)}")
+    _watch_interrupt()
     put_project_first()
     sys.argv = [f"{name} {words[0]}", *words[1:]]
     runpy.run_module(known[words[0]], run_name="__main__")
@@ -97,6 +102,8 @@ def refuse_hidden_packages() -> None:
         ImportError: a package is hidden. A command that is just starting ends with one sentence
             instead.
     """
+    if sys.argv[0] == "-m":  # Python is still looking for the module of `python -m`
+        _watch_interrupt()
     for name in PACKAGES:
         spec = importlib.util.find_spec(name)
         places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]
@@ -107,9 +114,24 @@ def refuse_hidden_packages() -> None:
             f"{paths[0] if paths else name} hides Taibai's package {name!r}; start the command as "
             "`taibai`, such as `taibai train`, from another folder, or rename yours"
         )
-        if sys.argv[0] == "-m":  # Python is still looking for the module of `python -m`
+        if sys.argv[0] == "-m":
             _refuse(message)
         raise ImportError(message)
+
+
+def _watch_interrupt() -> None:
+    """Let Ctrl-C end the command with one word while its imports take seconds.
+
+    Later, the command installs the handler that it needs; see `code_of` in untrusted/commands.py.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_import)
+
+
+def end_import(*_: object) -> NoReturn:
+    """Handle Ctrl-C while a command is imported."""
+    os.write(2, b"interrupted\n")
+    os._exit(128 + signal.SIGINT)
 
 
 def _refuse(message: str) -> None:

@@ -5,6 +5,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,7 +131,16 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
     # asyncio.run would iterate over the tasks of all threads while Orbax's threads change them.
     loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(coroutine)
+        asyncio.get_running_loop()
+    except RuntimeError:  # none is running
+        try:
+            return loop.run_until_complete(coroutine)
+        finally:
+            loop.close()
+    # In a notebook one is running in this thread, which admits no second one.
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(loop.run_until_complete, coroutine).result()
     finally:
         loop.close()
 

@@ -64,7 +64,11 @@ def start(
     distributed = read_distributed_env(os.environ) is not None
     if per_process or not distributed:
         with contextlib.suppress(RuntimeError):  # already initialized, as in a notebook
-            num_simulated = min(config.num_devices, _MAX_SIMULATED_DEVICES)
+            settings: Any = jax.config
+            # A notebook may have asked for more, for other meshes later.
+            num_simulated = max(
+                min(config.num_devices, _MAX_SIMULATED_DEVICES), settings.jax_num_cpu_devices
+            )
             if per_process or -1 not in config.sizes.values() or not _are_cpu_devices_counted():
                 jax.config.update("jax_num_cpu_devices", per_process or num_simulated)
     devices = _devices()

@@ -20,7 +20,14 @@ from data.text.tokenization.file_tokenizer import FileTokenizer
 from distributed.startup import start
 from fields.paths import local_path
 from generate.beam_search import Beams
-from generate.command import add_model_options, mesh_of, read_model, run
+from generate.command import (
+    add_model_options,
+    add_sampling_options,
+    mesh_of,
+    read_model,
+    run,
+    sampling_of,
+)
 from generate.drafts import Drafts
 from generate.generator import Generator
 from generate.loading import generator_of
@@ -58,15 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=local_path, help="write a line of JSON for each continuation")
     parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N")
     parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="for each prompt")
-    parser.add_argument(
-        "--temperature", type=float, default=1.0, help="0 takes the most likely token (greedy)"
-    )
-    parser.add_argument("--top_k", type=int, metavar="N", help="draw from the N most likely tokens")
-    parser.add_argument("--top_p", type=float, default=1.0, help="draw from tokens of this share")
-    parser.add_argument("--min_p", type=float, default=0.0, help="times the highest probability")
+    add_sampling_options(parser)
     parser.add_argument("--repetition_penalty", type=float, default=1.0)
     parser.add_argument("--banned", default="", metavar="A,B", help="ids that are never chosen")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--num_drafts", type=int, metavar="N", help="tokens that are drafted and checked in a pass"
     )
@@ -89,14 +90,10 @@ def _continue(args: argparse.Namespace) -> None:
     if bool(args.prompt) == (args.prompts is not None):
         raise ValueError("give either --prompt or --prompts=FILE")
     check_file("--out", args.out)
-    sampling = Sampling(
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
+    sampling = sampling_of(
+        args,
         repetition_penalty=args.repetition_penalty,
         banned=tuple(_numbers("banned", args.banned)),
-        seed=args.seed,
     )
     beams = _beams_of(args, sampling)
     mesh = start(mesh_of(args.mesh))

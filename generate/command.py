@@ -17,24 +17,54 @@ from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from distributed.messages import LONGEST_START_S, Exchange
 from fields.paths import local_path
+from generate.sampling import Sampling
 from sharding.mesh import AXES, MeshConfig
 from untrusted.commands import refuses_bad_input
 
 
-def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int) -> None:
-    """Add these options to a parser, `--batch_size` with the given default."""
+def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int | None) -> None:
+    """Add these options to a parser.
+
+    Args:
+        batch_size: default of `--batch_size`; None: there is no such option.
+    """
     parser.add_argument(
         "--model",
         type=local_path,
         required=True,
         help="a run, a checkpoint, or a Hugging Face model, also as OWNER/NAME[@REVISION]",
     )
-    parser.add_argument(
-        "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"
-    )
+    if batch_size is not None:
+        parser.add_argument(
+            "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"
+        )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
     parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
     add_read_options(parser)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `Sampling` that differ between the rows of a batch."""
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 takes the most likely token (greedy)"
+    )
+    parser.add_argument("--top_k", type=int, metavar="N", help="draw from the N most likely tokens")
+    parser.add_argument("--top_p", type=float, default=1.0, help="draw from tokens of this share")
+    parser.add_argument("--min_p", type=float, default=0.0, help="times the highest probability")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def sampling_of(args: argparse.Namespace, **others: Any) -> Sampling:
+    """Return how tokens are chosen, from the options of `add_sampling_options`.
+
+    Args:
+        others: further fields of `Sampling`.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    return Sampling(**{name: getattr(args, name) for name in names}, **others)
 
 
 def read_model(path: Path, args: argparse.Namespace) -> Source:

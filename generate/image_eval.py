@@ -149,7 +149,7 @@ def evaluate_images(
     for batch in validation_batches(corpus, data, range(batch_size)):
         targets = order[batch["targets"]]
         predictions, ranks = map(
-            np.asarray, predict(params, _place(batch["images"]), _place(targets))
+            np.asarray, predict(params, split_rows(batch["images"]), split_rows(targets))
         )
         is_there = batch["weights"] > 0
         np.add.at(confusion, (targets[is_there], predictions[is_there]), 1)
@@ -157,7 +157,7 @@ def evaluate_images(
     return ImageScores(labels=known, confusion=confusion, num_in_top=num_in_top)
 
 
-def _place(x: np.ndarray) -> jax.Array:
+def split_rows(x: np.ndarray) -> jax.Array:
     """Split the examples of an array over the replicas of the current mesh."""
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
@@ -187,6 +187,25 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
     Raises:
         ValueError: the model is no classifier of images, or it is no run and there is no folder.
     """
+    data, preprocessing = read_sections(source, path)
+    if images is not None:
+        # The same folder twice: for training, of which nothing is read, and for validation.
+        data |= {"name": "image_folder", "paths": (str(images), str(images))}
+    elif "name" not in data:
+        raise ValueError(f"{path} is not a run, so it has no images; pass --images=FOLDER")
+    data["global_batch_size"] = 1  # training would need as many images as a batch
+    check_keys(DataConfig, data, "data")
+    return DataConfig(**data), preprocessing
+
+
+def read_sections(source: Source, path: Path) -> tuple[dict[str, Any], ImageConfig]:
+    """Return the section `data` of a classifier's run, and how images are prepared for it.
+
+    A model that is no run has no data, and the size of its images is in its config.
+
+    Raises:
+        ValueError: the model is no classifier of images.
+    """
     size = getattr(source.config, "image_size", None)
     if size is None or not hasattr(source.config, "num_labels"):
         raise ValueError(f"{path} is a {source.model}, which does not classify images")
@@ -199,16 +218,9 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
         data = config.get("data") or data
         preprocessing = config.get("images") or preprocessing
         check_imports({"data": data})
-    if images is not None:
-        # The same folder twice: for training, of which nothing is read, and for validation.
-        data |= {"name": "image_folder", "paths": (str(images), str(images))}
-    elif "name" not in data:
-        raise ValueError(f"{path} is not a run, so it has no images; pass --images=FOLDER")
-    data["global_batch_size"] = 1  # training would need as many images as a batch
-    check_keys(DataConfig, data, "data")
     check_keys(ImageConfig, preprocessing, "images")
-    preprocessing |= {"repeats": 1, "mixup": 0.0, "cutmix": 0.0}
-    return DataConfig(**data), ImageConfig(**preprocessing)
+    # Images that are mixed or repeated in training are not in an evaluation.
+    return data, ImageConfig(**preprocessing | {"repeats": 1, "mixup": 0.0, "cutmix": 0.0})
 
 
 def write_scores(scores: ImageScores, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Loads a generator: a model, its tokenizer, and the tokens that begin and end its texts."""
+"""Loads a generator: a model, its tokenizer and chat template, and the ends of its texts."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,12 @@ from convert.from_hf import load_model
 from convert.model_on_disk import Source
 from convert.options import ReadOptions
 from convert.source import read_source
+from data.text.chat.template import ChatTemplate, find_template
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from generate.drafts import Drafts
 from generate.generator import Generator
 from generate.prompts import TextCodec, start_token_of, stop_tokens_of, tokenizer_of
+from untrusted.limited import LimitedProcesses
 
 
 def load_generator(
@@ -63,3 +65,36 @@ def generator_of(
         drafts=drafts,
         codec=None if tokenizer is None else TextCodec(tokenizer),
     )
+
+
+def default_length(source: Source) -> int:
+    """Return the most tokens of a prompt and its continuation, where rows have caches of one size.
+
+    Raises:
+        ValueError: the model does not continue its prompt.
+    """
+    positions = getattr(source.config, "max_positions", None)
+    if positions is None:
+        raise ValueError(
+            f"a {source.model} cannot be served or chat: only models that continue their prompt "
+            "can, such as GPT-2 or LLaMA; use python -m generate"
+        )
+    return min(positions, 4096)
+
+
+def template_of(
+    source: Source, tokenizer: FileTokenizer, processes: LimitedProcesses
+) -> ChatTemplate | None:
+    """Return the chat template of a model, or of its adapter; None if neither has one.
+
+    Args:
+        processes: processes that run the template.
+    """
+    end = tokenizer.decode([tokenizer.eos_id])
+    directories = [source.adapter_files, source.hf_files]
+    templates = (
+        find_template("", each, end, is_repeatable=False, processes=processes)
+        for each in directories
+        if each
+    )
+    return next((template for template in templates if template is not None), None)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -133,3 +134,17 @@ def test_errors_of_commands_are_printed_in_one_place():
         if 'print(f"error' in (text := file.read_text()) or 'exit(f"error' in text
     }
     assert printing == {"untrusted/commands.py", "untrusted/streams.py"}
+
+
+@pytest.mark.parametrize("module", ["train.compile", "generate"])
+def test_ctrl_c_during_imports_ends_in_one_word(module):
+    command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        lines = []
+        for line in process.stderr:  # the imports, as they are done
+            lines.append(line)
+            if line.rpartition("|")[2].strip() == "jax.version":
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    assert lines[-1] == "interrupted\n" and "Traceback" not in "".join(lines)

@@ -87,12 +87,14 @@ class BuiltRun:
         corpus: training and validation data.
         source: `init_from` checkpoint, or None.
         planner: checks the memory of the compiled steps, and reports the run's plan.
+        options: command line that describes the run.
     """
 
     run: Run
     corpus: Corpus
     source: Source | None
     planner: MemoryFitter
+    options: RunOptions
 
 
 def build_run(options: RunOptions) -> BuiltRun:
@@ -143,7 +145,7 @@ def build_run(options: RunOptions) -> BuiltRun:
     problem = export_problem(run.config.model.name, run.model_config, source)
     if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
         _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
-    return BuiltRun(run=run, corpus=corpus, source=source, planner=planner)
+    return BuiltRun(run=run, corpus=corpus, source=source, planner=planner, options=options)
 
 
 def _check_observers(config: RunConfig, directory: Path) -> None:

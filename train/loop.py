@@ -30,9 +30,11 @@ from train.lifecycle.stop_signals import StopSignals
 from train.lifecycle.workdir import full_config
 from train.reporting.metrics import MetricsWriter
 from train.reporting.progress import Progress
-from train.reporting.throughput import ThroughputMeter, mfu
+from train.reporting.step_profile import StepProfile
+from train.reporting.throughput import HostTimes, ThroughputMeter, mfu
 from train.reporting.trackers import Trackers, find_trackers
 from train.run.run import Run
+from train.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,21 @@ class Logs:
     metrics: MetricsWriter
     goodput: GoodputRecord
     trackers: Trackers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a training loop ended.
+
+    Attributes:
+        exit_code: exit code of the process; see train/lifecycle/exit_codes.py.
+        step: number of the last step.
+        state: state after that step.
+    """
+
+    exit_code: int
+    step: int
+    state: TrainState
 
 
 def open_logs(run: Run, first_step: int, workdir: Path, phases: Phases) -> Logs:
@@ -80,8 +97,8 @@ def train(
     *,
     saves: bool,
     phases: Phases,
-    signals: StopSignals,
-) -> int:
+    signals: StopSignals | None = None,
+) -> Outcome:
     """Train from the restored step to the last one, or until the run is stopped.
 
     A signal stops all processes, with the exit code STOPPED. Early stopping or a callback ends the
@@ -94,9 +111,7 @@ def train(
         restored: its state after the steps that are done, its batches and its checkpoints.
         logs: files to which the loop writes; it closes them.
         saves: False disables checkpoints.
-
-    Returns:
-        The process's exit code; see train/lifecycle/exit_codes.py.
+        signals: records stop signals; None: the process's signal handlers stay as they are.
 
     Raises:
         Diverged: too many steps in a row were not finite.
@@ -104,7 +119,8 @@ def train(
         ReadError: a checkpoint cannot be read for a rollback.
     """
     loop = _TrainingLoop(run, corpus, restored, workdir, logs, phases, signals)
-    signals.defer()
+    if signals is not None:
+        signals.defer()
     try:
         loop.resume_decisions()
         if lacks_evaluation(run, corpus, restored.step, workdir):
@@ -125,7 +141,7 @@ def train(
         raise
     finally:
         loop.close()
-    return loop.finish()
+    return Outcome(exit_code=loop.finish(), step=loop.step, state=loop.state)
 
 
 class _TrainingLoop:
@@ -139,7 +155,7 @@ class _TrainingLoop:
         workdir: Path,
         logs: Logs,
         phases: Phases,
-        signals: StopSignals,
+        signals: StopSignals | None,
     ):
         self._run = run
         self._corpus = corpus
@@ -162,6 +178,8 @@ class _TrainingLoop:
         self._save_timer = Timer(run.config.checkpoint.every_minutes)
         self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
         self._decisions = Decisions(run.config, workdir, self._write)
+        self._host_times = HostTimes()
+        self._profile = StepProfile(run.config.log.profile_steps, workdir, run.mesh)
         self._local_batch: dict[str, np.ndarray] = {}  # rows of this process, of the newest step
         self.step = restored.step  # number of the newest step that was started
         self.is_stopping = False  # whether all processes stop after this step
@@ -169,6 +187,11 @@ class _TrainingLoop:
         self._is_save_requested = False  # whether the first process's timer asks for a save
         self._is_save_due = False  # whether to save after the next step that is not skipped
         self._last_saved_step = restored.step
+
+    @property
+    def state(self) -> TrainState:
+        """The state after the newest step."""
+        return self._state
 
     def resume_decisions(self) -> None:
         """Find out whether an earlier start has ended the run early."""
@@ -179,6 +202,10 @@ class _TrainingLoop:
     def next_batch(self) -> dict[str, jax.Array]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
+        if self._profile.begins_at(self.step):
+            with self._meter.paused():
+                self._profile.begin()
+        self._host_times.begin_step()
         with self._phases("data", self.step), self._meter.waiting():
             self._local_batch = next(self._batches)
             return self._run.place_batch(self._local_batch)
@@ -189,19 +216,24 @@ class _TrainingLoop:
         Returns:
             The first of too many nonfinite steps in a row, or None to continue.
         """
-        with self._phases("step"):
+        with self._phases("step"), self._profile.annotate(self.step):
             self._state, metrics = self._compiled_step(self._state, batch)
+            self._host_times.end_step()
             self._is_signaled = self._agree_to_stop()
             self.is_stopping = self._is_signaled or self._decisions.is_ending
             self._meter.step(metrics["loss"])
             every_steps = self._run.config.log.every_steps
             if self.step % every_steps == 0 or self.step in (1, self._num_steps):
-                logged = _values_to_log(metrics, self._meter, self._run)
+                logged = _values_to_log(metrics, self._meter, self._run) | self._host_times.lap()
                 self._write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self._record.write(self.step)
                 self._decisions.after_step(self.step, logged)
-            return self._nonfinite_monitor.first_bad_step(self.step, self._local_batch, metrics)
+            bad_step = self._nonfinite_monitor.first_bad_step(self.step, self._local_batch, metrics)
+        if self._profile.ends_at(self.step):
+            with self._meter.paused():
+                self._profile.end()
+        return bad_step
 
     def set_checkpoints_aside(self, bad_step: int) -> None:
         """Set aside checkpoints that may have led to `bad_step`, the first of several bad steps."""
@@ -275,6 +307,7 @@ class _TrainingLoop:
         """Wait for the current save, and close all files."""
         with self._phases("save"):
             self._checkpoints.close()
+        self._profile.end()
         self._progress.close()
         self._writer.close()
 
@@ -364,11 +397,14 @@ class _TrainingLoop:
         """
         decisions = self._decisions
         is_timer_due = self._is_first_process and self._save_timer.is_due()
-        stop, save, end = self._all_reduce.max(
-            self._signals.has_received,
+        has_received = self._signals is not None and self._signals.has_received
+        stop, save, end, _ = self._all_reduce.max(
+            has_received,
             is_timer_due or decisions.is_save_requested,
             decisions.is_end_requested,
+            self._host_times.microseconds,
         )
+        self._host_times.add(self._all_reduce.answers[:, -1])
         decisions.is_save_requested = False
         decisions.is_ending |= end > 0
         self._is_save_requested |= save > 0

@@ -35,10 +35,9 @@ from checkpoint.errors import ReadError
 from convert.options import add_permissions, read_options
 from data.examples import BrokenExample
 from distributed import startup
-from distributed.messages import LONGEST_START_S, Exchange, may_pass
+from distributed.messages import may_pass
 from fields.paths import check_local
 from fields.types import check_no_nul
-from sharding.compiler_options import describe_options
 from train import evaluation, loop
 from train.build import BuiltRun, RunOptions, build_run
 from train.config import config_files, reference
@@ -46,20 +45,12 @@ from train.config.overrides import Overrides
 from train.lifecycle.divergence import Diverged
 from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
 from train.lifecycle.phases import Phases
-from train.lifecycle.restore import (
-    RestoredRun,
-    initial_state,
-    restore_or_initialize,
-    restore_to_evaluate,
-)
-from train.lifecycle.watchdog import Watchdog
-from train.lifecycle.workdir import write_run_files
-from train.lifecycle.workdir_lock import lock
-from train.references import add_references, compute_references, set_references
+from train.lifecycle.restore import initial_state, restore_to_evaluate
+from train.preparation import prepare, restore, start_watchdog
+from train.references import compute_references, set_references
 from train.reporting.ending import describe_end
 from train.reporting.trackers import has_hanging_trackers
 from train.run.run import Run
-from train.run.run_facts import write_run_facts
 from train.state.train_state import TrainState
 
 _log = logging.getLogger("train.main")  # also when this file is the program
@@ -152,46 +143,25 @@ def train(options: RunOptions, signals: StopSignals) -> int:
         with refusing_bad_input():
             built = build_run(options)
             run = built.run
-            workdir_lock = lock(
-                options.workdir,
-                timeout_s=run.config.train.start_timeout_s,
-                is_shared=not options.is_fast_dev_run,
-            )
-            start_id = stack.enter_context(workdir_lock)
-            with phases("compile"):
-                run.compile()
-                if options.is_verbose:
-                    _log.info("%s", describe_options(run.compiler_options()))
-                built.planner.check_compiled(run)
-            restored = _restore(built, options.workdir, phases)
-            restored.checkpoints.tidy()
-            memory = built.planner.facts(run)
-
-            def write_files_and_open_logs() -> loop.Logs:
-                report = built.planner.report
-                write_run_files(options.workdir, run, built.corpus, built.source, report)
-                write_run_facts(options.workdir, run, memory)
-                return loop.open_logs(run, restored.step, options.workdir, phases)
-
-            # All processes are ready before the watchdog starts to limit the time of a step.
-            logs = Exchange(LONGEST_START_S).on_all(write_files_and_open_logs)
-        stack.enter_context(closing(_watchdog(run, options.workdir, start_id, phases)))
+            prepared = stack.enter_context(prepare(built, phases))
+        watchdog = start_watchdog(run, options.workdir, prepared.start_id, phases)
+        stack.enter_context(closing(watchdog))
         try:
             code = loop.train(
                 run,
                 built.corpus,
-                restored,
+                prepared.restored,
                 options.workdir,
-                logs,
+                prepared.logs,
                 saves=not options.is_fast_dev_run,
                 phases=phases,
                 signals=signals,
-            )
+            ).exit_code
         except (Diverged, BrokenExample, ReadError) as error:
             print_error(error)
             code = DIVERGED if isinstance(error, Diverged) else FAILED
         if jax.process_index() == 0 and not options.is_fast_dev_run:
-            _log.info("%s", _describe_end(run, options.workdir, logs))
+            _log.info("%s", _describe_end(run, options.workdir, prepared.logs))
         return code
 
 
@@ -211,7 +181,7 @@ def evaluate(options: RunOptions) -> int:
     phases = Phases()
     with refusing_bad_input():
         built = build_run(options)
-        step, state = _restore_to_evaluate(built, options.workdir, phases)
+        step, state = _restore_to_evaluate(built, phases)
     try:
         scores = evaluation.evaluate(built.run, built.corpus, state, phases) or {}
     except BrokenExample as error:
@@ -223,19 +193,10 @@ def evaluate(options: RunOptions) -> int:
     return FINISHED
 
 
-def _restore(built: BuiltRun, workdir: Path, phases: Phases) -> RestoredRun:
-    """Return the state of a run, and add the reference's outputs to its examples if needed."""
-    run = built.run
-    with phases("restore"):
-        restored = restore_or_initialize(run, built.corpus, workdir, built.source)
-        add_references(run, built.corpus, restored.state.params, restored.step, workdir)
-    return restored
-
-
-def _restore_to_evaluate(built: BuiltRun, workdir: Path, phases: Phases) -> tuple[int, TrainState]:
+def _restore_to_evaluate(built: BuiltRun, phases: Phases) -> tuple[int, TrainState]:
     """Return the newest step and its state, which may not have seen the data to evaluate on."""
     if len(built.corpus.train):
-        restored = _restore(built, workdir, phases)
+        restored = restore(built, phases)
         return restored.step, restored.state
     run = built.run
     with phases("restore"):
@@ -243,7 +204,7 @@ def _restore_to_evaluate(built: BuiltRun, workdir: Path, phases: Phases) -> tupl
             initial = initial_state(run, built.corpus, built.source)
             set_references(built.corpus, compute_references(run, built.corpus, initial.params))
             jax.tree.map(lambda leaf: leaf.delete(), initial)  # there may be no room for two
-        return restore_to_evaluate(run, built.corpus, workdir, built.source)
+        return restore_to_evaluate(run, built.corpus, built.options.workdir, built.source)
 
 
 @contextlib.contextmanager
@@ -256,19 +217,6 @@ def refusing_bad_input() -> Iterator[None]:
             raise
         print_error(error, with_hint=True)
         raise Refused(FAILED if may_pass(error) else REFUSED) from error
-
-
-def _watchdog(run: Run, directory: Path, start_id: str, phases: Phases) -> Watchdog:
-    config = run.config
-    return Watchdog(
-        directory / "watchdog",
-        phases,
-        process=jax.process_index(),
-        num_processes=jax.process_count(),
-        run_id=start_id,
-        timeout_s=config.train.failure_timeout_s,
-        save_timeout_s=config.checkpoint.timeout_s,
-    )
 
 
 def _end(code: int) -> NoReturn:

@@ -10,6 +10,7 @@ import argparse
 import functools
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, ParamSpec
@@ -123,6 +124,10 @@ def run_command(main: Callable[[], int | None]) -> NoReturn:
 
 def code_of(main: Callable[[], int | None]) -> int:
     """Call the main function of a program, and return its exit code, also if Ctrl-C ends it."""
+    # While the program was imported, Ctrl-C ended it at once. The name is compared, because
+    # taibai.py may be the program itself, and not the module.
+    if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == "end_import":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return main() or 0
     except KeyboardInterrupt:

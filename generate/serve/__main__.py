@@ -18,11 +18,9 @@ from pathlib import Path
 from flax import nnx
 
 from convert.from_hf import load_model
-from convert.model_on_disk import Source
-from data.text.chat.template import ChatTemplate, find_template
-from data.text.tokenization.file_tokenizer import FileTokenizer
 from distributed.startup import start
 from generate.command import add_model_options, mesh_of, read_model, run
+from generate.loading import default_length, template_of
 from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
 from generate.serve.readers import template_processes
@@ -98,30 +96,6 @@ def allowed_hosts(args: argparse.Namespace) -> tuple[str, ...]:
     return (args.host, *args.allowed_hosts.split(","))
 
 
-def _default_length(source: Source) -> int:
-    """Return the default of `--max_length`."""
-    positions = getattr(source.config, "max_positions", None)
-    if positions is None:
-        raise ValueError(
-            f"a {source.model} cannot be served: only models that continue their prompt can, such "
-            "as GPT-2 or LLaMA; use python -m generate"
-        )
-    return min(positions, 4096)
-
-
-def _template(source: Source, tokenizer: FileTokenizer) -> ChatTemplate | None:
-    """Return the chat template of a model, or of its adapter; None if neither has one."""
-    end = tokenizer.decode([tokenizer.eos_id])
-    directories = [source.adapter_files, source.hf_files]
-    processes = template_processes()
-    templates = (
-        find_template("", each, end, is_repeatable=False, processes=processes)
-        for each in directories
-        if each
-    )
-    return next((template for template in templates if template is not None), None)
-
-
 @contextlib.contextmanager
 def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     """Load the model, and yield the served model and its engine; close the engine at the end.
@@ -138,7 +112,7 @@ def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
     for name in ("max_waiting", "max_choices", "max_body_mib", "timeout_s"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name}={getattr(args, name)} must be positive")
-    max_length = args.max_length or _default_length(source)
+    max_length = args.max_length or default_length(source)
 
     @contextlib.contextmanager
     def open_slots() -> Iterator[Slots]:
@@ -165,7 +139,7 @@ def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
             Served(
                 name=args.name or Path(args.model).resolve().name,
                 codec=TextCodec(tokenizer),
-                template=_template(source, tokenizer),
+                template=template_of(source, tokenizer, template_processes()),
                 vocab_size=source.config.vocab_size,
                 limits=Limits(max_length=max_length, max_choices=args.max_choices),
                 max_body_bytes=int(args.max_body_mib * _MIB),

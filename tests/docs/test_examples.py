@@ -1,6 +1,9 @@
 """Tests that the documentation's examples run, and that the docs print the code that runs."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -68,10 +71,31 @@ def test_shard_a_tensor_splits_both_dims():
     assert {shard.data.shape for shard in y.addressable_shards} == {(8, 4)}
 
 
-def test_printed_model_equals_the_executed_example():
-    code = (ROOT / "docs" / "examples" / "gated_mean.py").read_text()
-    printed = (ROOT / "docs" / "own_parts.md").read_text()
-    assert code[code.index("import dataclasses") :].rstrip() in printed
+@pytest.mark.parametrize(
+    "example, page", [("gated_mean", "own_parts"), ("train_on_two_meshes", "python")]
+)
+def test_printed_code_equals_the_executed_example(example, page):
+    code = (ROOT / "docs" / "examples" / f"{example}.py").read_text().replace("  # noqa: E402", "")
+    printed = (ROOT / "docs" / f"{page}.md").read_text()
+    assert code[code.index("\nimport ") :].strip() in printed
+
+
+@pytest.mark.thorough
+def test_example_of_python_md_prints_equal_losses(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    done = subprocess.run(
+        [sys.executable, ROOT / "docs" / "examples" / "train_on_two_meshes.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"loss (\S+) on 1 device, (\S+) on 8", done.stdout)
+    assert len(lines) == 5
+    for one, eight in lines:
+        assert float(eight) == pytest.approx(float(one), rel=1e-4)  # float32
 
 
 def test_printed_callback_and_tracker_equal_the_executed_examples():

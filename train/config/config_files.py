@@ -169,6 +169,7 @@ def shorten(config: Any) -> None:
             config.optimizer.decay_steps = min(config.optimizer.decay_steps, 1)
         config.log.every_steps = 1
         config.log.trackers = ()
+        config.log.profile_steps = ()
         config.train.early_stopping = None
         config.checkpoint.keep_best = 0  # it needs evaluations before the last step
         config.eval.every_steps = 0

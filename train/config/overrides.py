@@ -9,7 +9,7 @@ from. `Overrides.apply` sets the values; `validate_config` checks them with the 
 import ast
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
@@ -113,17 +113,21 @@ class Overrides:
         return cls(command_line=tuple(overrides))
 
     @classmethod
-    def of(cls, overrides: "Overrides | Sequence[str]") -> "Overrides":
-        """Return overrides, which code may also write as strings `section.key=value`."""
+    def of(cls, overrides: "Overrides | Sequence[str] | Mapping[str, Any]") -> "Overrides":
+        """Return overrides, which code may also write as strings `section.key=value`, or a dict.
+
+        A dict has the names `section.key` as keys, and values of any type.
+        """
         if isinstance(overrides, Overrides):
             return overrides
+        if isinstance(overrides, Mapping):
+            return cls(command_line=tuple(_overrides_of(overrides)))
         return cls.parse([_PREFIX + text for text in overrides])
 
     def with_deepspeed(self, values: Mapping[str, Any]) -> "Overrides":
         """Add the values of a DeepSpeed JSON, by key, unless the command line sets the key."""
         others = {key: x for key, x in values.items() if key not in self.command_line_keys}
-        overrides = [Override(key, str(value), value) for key, value in others.items()]
-        return dataclasses.replace(self, deepspeed=tuple(overrides))
+        return dataclasses.replace(self, deepspeed=tuple(_overrides_of(others)))
 
     @property
     def command_line_keys(self) -> set[str]:
@@ -153,6 +157,12 @@ class Overrides:
             override.set_in(config)
         with config.unlocked(), config.ignore_type():
             replace_old_keys(config)
+
+
+def _overrides_of(values: Mapping[str, Any]) -> Iterator[Override]:
+    """Yield the overrides that set these values, by key."""
+    for key, value in values.items():
+        yield Override(key, str(value), value)
 
 
 def store(section: ConfigDict, key: str, value: Any) -> None:

@@ -71,4 +71,5 @@ def with_num_steps(config: RunConfig, epoch_steps: Fraction) -> RunConfig:
             f"--config.{_STEPS}={train.num_steps}"
         )
     config.optimizer.check_length(num_steps)
+    config.log.check_length(num_steps)
     return dataclasses.replace(config, train=dataclasses.replace(train, num_steps=num_steps))

@@ -95,6 +95,8 @@ class RunConfig:
                 f"train.init_labels={self.train.init_labels!r} needs config.init_from, the "
                 "checkpoint to start from; set it, or set train.init_labels='by_name'"
             )
+        if self.train.num_epochs is None:  # otherwise the length is known after reading the data
+            self.log.check_length(self.train.num_steps)
         mesh = self.mesh
         batch = self.data.global_batch_size
         parts = self.train.num_microbatches

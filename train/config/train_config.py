@@ -168,7 +168,7 @@ class EvalConfig(Section, section="eval"):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig(Section, section="log"):
-    """Which steps are logged, and where."""
+    """Which steps are logged and profiled, and where they are recorded."""
 
     every_steps: int = field(
         5,
@@ -185,3 +185,36 @@ class LogConfig(Section, section="log"):
         splits=True,
         remedy="write for example ('wandb',)",
     )
+    profile_steps: tuple[int, ...] = field(
+        (),
+        "First and last step to profile, such as `10,13`, which jax's profiler records in "
+        "`profile/` of the workdir. `()`: profile none. See docs/profiling.md.",
+        length=2,
+        ge=1,
+        also=((),),
+        remedy="choose the first and the last step, such as 10,13, or () for none",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.profile_steps and not all(type(step) is int for step in self.profile_steps):
+            raise ValueError(
+                f"log.profile_steps={self.profile_steps!r} must be two whole numbers, such as 10,13"
+            )
+        if self.profile_steps and self.profile_steps[0] >= self.profile_steps[1]:
+            raise ValueError(
+                f"log.profile_steps={self.profile_steps!r}: the first step must be before the last "
+                "one; choose for example 10,13"
+            )
+
+    def check_length(self, num_steps: int) -> None:
+        """Check that the profiled steps are in the run.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if self.profile_steps and self.profile_steps[1] > num_steps:
+            raise ValueError(
+                f"log.profile_steps={self.profile_steps!r} must be at most train.num_steps="
+                f"{num_steps}; choose earlier steps, or a longer run"
+            )

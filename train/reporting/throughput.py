@@ -1,4 +1,4 @@
-"""Throughput of a run: step time, tokens or images per second, model FLOPs utilization (MFU)."""
+"""Throughput of a run: times of steps and hosts, tokens or images per second, and MFU."""
 
 import contextlib
 import time
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def mfu(flops_per_s: float, num_devices: int, peak_flops_per_s: float | None) -> float | None:
@@ -97,3 +98,50 @@ class ThroughputMeter:
         self._num_steps = 0
         self._paused_s = self._waited_s = 0.0
         self._start_s = time.perf_counter()
+
+
+class HostTimes:
+    """Compares how long the processes themselves need for a step, to find the slowest.
+
+    The step time is the same on all processes, because they wait for each other in every step. The
+    host time is the part before that: reading and placing the batch, and starting the step.
+
+    Attributes:
+        microseconds: host time of the step that was timed last; 0 once it was exchanged.
+    """
+
+    def __init__(self):
+        self._start_s = 0.0
+        self.microseconds = 0
+        self._rows: list[np.ndarray] = []
+
+    def begin_step(self) -> None:
+        """Start the time of a step."""
+        self._start_s = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Stop the time of a step, before this process waits for others."""
+        self.microseconds = min(round(1e6 * (time.perf_counter() - self._start_s)), 2**31 - 1)
+
+    def add(self, times_us: np.ndarray) -> None:
+        """Add the host times of all processes, int32[processes]; ignores those without a step."""
+        self.microseconds = 0
+        if len(times_us) > 1 and times_us.any():
+            self._rows.append(times_us)
+
+    def lap(self) -> dict[str, float]:
+        """Return the host times per step since the previous lap; empty with a single process.
+
+        Returns:
+            `host_time_max_s` and `host_time_mean_s`, over processes, and `slowest_process`. They
+            lag behind by a step, because no process waits for the others' times.
+        """
+        if not self._rows:
+            return {}
+        times_s = np.mean(self._rows, axis=0) / 1e6
+        self._rows = []
+        return {
+            "host_time_max_s": float(times_s.max()),
+            "host_time_mean_s": float(times_s.mean()),
+            "slowest_process": int(times_s.argmax()),
+        }

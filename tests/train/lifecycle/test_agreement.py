@@ -12,6 +12,7 @@ def test_delayed_all_reduce_returns_the_maximum_of_the_previous_call():
     all_reduce = DelayedAllReduce(make_mesh(MeshConfig(data=4, model=2), jax.devices()))
     assert all_reduce.max(1, 0) == (0, 0)
     assert all_reduce.max(False, 7) == (1, 0)
+    assert all_reduce.answers.tolist() == [[1, 0]]  # of one process
     assert all_reduce.max(0, 0) == (0, 7)
 
 

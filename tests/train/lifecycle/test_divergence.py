@@ -204,7 +204,10 @@ def train(workdir: Path, overrides, bad_steps, replaced=NAN, *, restore=None) ->
     phases = Phases()
     signals = StopSignals()
     logs = loop.open_logs(run, start.step, workdir, phases)
-    return loop.train(run, corpus, start, workdir, logs, saves=True, phases=phases, signals=signals)
+    outcome = loop.train(
+        run, corpus, start, workdir, logs, saves=True, phases=phases, signals=signals
+    )
+    return outcome.exit_code
 
 
 def logged(workdir: Path, name: str) -> dict[int, float]:

@@ -151,12 +151,12 @@ def test_all_processes_restart_when_the_coordinator_is_killed(overrides, undistu
 SLOW_START = """
 import sys, time
 import jax
-from train import main
-restore_or_initialize = main.restore_or_initialize
+from train import main, preparation
+restore_or_initialize = preparation.restore_or_initialize
 def slow(*args):
     time.sleep(18 * jax.process_index())
     return restore_or_initialize(*args)
-main.restore_or_initialize = slow
+preparation.restore_or_initialize = slow
 sys.exit(main.main(sys.argv[1:]))
 """
 
