@@ -5,6 +5,7 @@ appear to write to a bucket, and its files would be lost with the machine.
 """
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ def local_name(text: str) -> str:
 def local_path(text: str) -> Path:
     """Return the path that an option names; see `local_name`."""
     return Path(local_name(text))
+
+
+def cache_path(cache_dir: str = "") -> Path:
+    """Return the cache directory for a value of `data.cache_dir`; this does not create it."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    check_local("the environment variable XDG_CACHE_HOME", base)
+    return Path(base).expanduser() / "taibai"
 
 
 def _as_text(value: Any) -> str:

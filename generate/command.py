@@ -13,10 +13,9 @@ from convert.hub_models import pinned_model
 from convert.model_on_disk import Source
 from convert.options import add_read_options, read_options
 from convert.source import read_source
-from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from distributed.messages import LONGEST_START_S, Exchange
-from fields.paths import local_path
+from fields.paths import cache_path, local_path
 from sharding.mesh import AXES, MeshConfig
 from untrusted.commands import refuses_bad_input
 

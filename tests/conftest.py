@@ -20,9 +20,9 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
-from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from distributed.variables import CPU_XLA_FLAGS
+from fields.paths import cache_path
 from tests.drawn import SEED, draw_cases
 from tests.hub import StandInHub, use_hub
 from tests.runs import write_corpus

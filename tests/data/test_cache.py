@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from data import cache
-from data.cache import locked
+from untrusted.cached import locked
 
 
 def test_waiting_for_a_lock_is_logged(tmp_path, caplog, monkeypatch):

@@ -1,0 +1,224 @@
+"""Copies of runs that are in object stores: `s3://bucket/run` and `gs://bucket/run`.
+
+Orbax 0.12 cannot write to `s3://`, and neither it nor TensorStore renames objects. So a run works on
+a copy of its workdir on this machine, in the cache, and the files are uploaded from there:
+
+    training    WORKDIR in the cache  ── files, then checksums.sha256 ──>  s3://bucket/run
+    reading     WORKDIR in the cache  <── files, then checksums.sha256 ──  s3://bucket/run
+
+A checkpoint in a store is complete exactly if it has `checksums.sha256`, which is uploaded last and
+deleted first. One without it, which a killed process leaves, is never downloaded, and the next
+start of the run deletes it.
+"""
+
+import argparse
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from checkpoint.checksums import CHECKSUMS_FILE
+from checkpoint.layout import TMP_SUFFIX, steps_in
+from fields.paths import cache_path, local_path
+from untrusted.files import remove, try_lock
+from untrusted.local_copies import LocalCopy
+from untrusted.stores import Store
+
+CHECKPOINTS = "checkpoints"
+
+#: Files of a workdir that are about the processes of this machine.
+LOCK_FILE = "lock"
+_ONLY_HERE = (LOCK_FILE, "watchdog")
+
+_RUN = re.compile(r"(?:s3|gs)://[^/]+/[^*?\[]+")
+_CHECKPOINT_URL = re.compile(rf"(.+)/{CHECKPOINTS}(?:/(\d+))?")
+_STEP = re.compile(rf"{CHECKPOINTS}/(\d+)/.+")
+_NUM_ATTEMPTS = 3
+
+
+def is_run_url(text: str) -> bool:
+    """Return whether a text is the URL of a folder of a store that may contain a run."""
+    return _RUN.fullmatch(text) is not None
+
+
+def copy_of_run(url: str) -> LocalCopy:
+    """Return the copy of a run; nothing is transferred.
+
+    Raises:
+        ValueError: The package for the store is missing.
+    """
+    return LocalCopy(Store(url), cache_path() / "stores", marker_of=_marker_of)
+
+
+def run_path(text: str, *, steps: Callable[[list[int]], Collection[int]] | None = None) -> Path:
+    """Return the path that a command reads; the `type` of an argparse argument.
+
+    Of a run in a store, the newest checkpoint and the files outside `checkpoints/` are downloaded.
+    Of the URL of a checkpoint, it is this checkpoint.
+
+    Args:
+        steps: chooses the checkpoints to download from those that are complete; None: see above.
+
+    Raises:
+        argparse.ArgumentTypeError: It is a URL that is not of a store, or the store has no run.
+        ConnectionError: The store cannot be reached.
+    """
+    if not is_run_url(text):
+        return local_path(text)
+    match = _CHECKPOINT_URL.fullmatch(text.rstrip("/"))
+    step = int(match[2]) if match and match[2] else None
+    try:
+        copy = copy_of_run(match[1] if match else text)
+        download_run(copy, steps or (lambda complete: complete[-1:] if step is None else [step]))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return copy.directory / CHECKPOINTS / str(step) if step is not None else copy.directory
+
+
+#: Returns a path as `run_path`; of a run in a store, all checkpoints are downloaded.
+whole_run_path = functools.partial(run_path, steps=lambda complete: complete)
+#: Returns a path as `run_path`; of a run in a store, no checkpoint is downloaded.
+records_path = functools.partial(run_path, steps=lambda complete: ())
+
+
+def download_run(copy: LocalCopy, steps: Callable[[list[int]], Collection[int]]) -> None:
+    """Bring a copy to the state of the store, unless a run on this machine is writing the copy.
+
+    Args:
+        steps: chooses the checkpoints to download from those that are complete, oldest first.
+
+    Raises:
+        ValueError: The store has no such run or checkpoint; or see `Store`.
+        ConnectionError: The store cannot be reached.
+    """
+    with copy.locked():
+        if not _is_in_use(copy.directory):
+            _pull(copy, steps)
+
+
+def _pull(copy: LocalCopy, steps: Callable[[list[int]], Collection[int]]) -> None:
+    for attempt in range(_NUM_ATTEMPTS):
+        files = copy.store.list()
+        complete = _complete_steps(files)
+        chosen = {*steps(complete)}
+        if not files:
+            raise ValueError(f"{copy.store.url} has no files; correct the URL of the run")
+        if not chosen <= {*complete}:
+            raise ValueError(
+                f"{copy.store.url} has no complete checkpoint of step {min(chosen)}, but of "
+                f"{', '.join(map(str, complete)) or 'none'}; choose one of these"
+            )
+        # A checkpoint that is being uploaded is not there yet.
+        there = {name: file for name, file in files.items() if _step_of(name) in (None, *complete)}
+        try:
+            copy.pull(there, lambda name: _is_shared(name, chosen))
+            return
+        except FileNotFoundError:  # The run has deleted an old checkpoint.
+            if attempt == _NUM_ATTEMPTS - 1:
+                raise
+
+
+def open_run_copy(copy: LocalCopy) -> None:
+    """Bring the copy of a run that is going to train to the state of the store.
+
+    The caller holds the lock of the run. Checkpoints that could not be uploaded are kept if nobody
+    else has continued the run.
+
+    Raises:
+        ValueError: See `Store`.
+        ConnectionError: The store cannot be reached.
+    """
+    with copy.locked():
+        files = copy.store.list()
+        complete = _complete_steps(files)
+        for name in files:
+            if _step_of(name) not in (None, *complete):
+                copy.store.delete(name)
+        known = {_step_of(name) for name in copy.known()}
+        if not known.issuperset(complete):
+            for step in {*steps_in(copy.directory / CHECKPOINTS)} - {*complete}:
+                remove(copy.directory / CHECKPOINTS / str(step))
+        there = {name: file for name, file in files.items() if _step_of(name) in (None, *complete)}
+        copy.pull(there, lambda name: _is_shared(name, complete))
+
+
+def upload_records(copy: LocalCopy) -> None:
+    """Upload the files outside `checkpoints/` that have changed.
+
+    Raises:
+        ValueError: See `Store`.
+        ConnectionError: The store cannot be reached.
+    """
+    names = (name for name in _names(copy.directory) if not _is_of_checkpoints(name))
+    copy.push(names, lambda name: not _is_of_checkpoints(name))
+
+
+def upload_checkpoints(copy: LocalCopy) -> None:
+    """Upload the complete checkpoints that the store lacks, then delete those that are not here.
+
+    Raises:
+        ValueError: See `Store`.
+        ConnectionError: The store cannot be reached.
+    """
+    complete = [
+        step
+        for step in steps_in(copy.directory / CHECKPOINTS)
+        if (copy.directory / _marker(step)).exists()
+    ]
+    names = filter(_is_of_checkpoints, _names(copy.directory))
+    copy.push((n for n in names if _step_of(n) in (None, *complete)), _is_of_checkpoints)
+
+
+def _names(directory: Path) -> Iterable[str]:
+    """Yield the names of the files of a workdir that its store has, too."""
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if _is_shared(name) and path.is_file() and not path.is_symlink():
+            yield name
+
+
+def _is_shared(name: str, steps: Collection[int] | None = None) -> bool:
+    """Return whether a file is both in the store and in a copy.
+
+    Args:
+        steps: steps of the checkpoints that the copy has; None: all. With steps, checkpoints that
+            were set aside are only in the store.
+    """
+    first = name.partition("/")[0]
+    is_temporary = TMP_SUFFIX in name or name.rpartition("/")[2].startswith(".")
+    if first in _ONLY_HERE or is_temporary:
+        return False
+    return steps is None or not _is_of_checkpoints(name) or _step_of(name) in steps
+
+
+def _is_of_checkpoints(name: str) -> bool:
+    return name.startswith(f"{CHECKPOINTS}/")
+
+
+def _step_of(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _marker(step: int) -> str:
+    return f"{CHECKPOINTS}/{step}/{CHECKSUMS_FILE}"
+
+
+def _marker_of(name: str) -> str | None:
+    step = _step_of(name)
+    return None if step is None else _marker(step)
+
+
+def _complete_steps(names: Collection[str]) -> list[int]:
+    steps = {_step_of(name) for name in names} - {None}
+    return sorted(step for step in steps if step is not None and _marker(step) in names)
+
+
+def _is_in_use(directory: Path) -> bool:
+    """Return whether a run on this machine holds the lock of a workdir."""
+    file = directory / LOCK_FILE
+    try:
+        with open(file, "rb") as stream:
+            return not try_lock(stream, file)
+    except FileNotFoundError:
+        return False
