@@ -1,7 +1,7 @@
 """Copies of runs that are in object stores: `s3://bucket/run` and `gs://bucket/run`.
 
-Orbax 0.12 cannot write to `s3://`, and neither it nor TensorStore renames objects. So a run works on
-a copy of its workdir on this machine, in the cache, and the files are uploaded from there:
+Orbax 0.12 cannot write to `s3://`, and no store can rename a checkpoint when it is complete. So a
+run works on a copy of its workdir on this machine, in the cache, and uploads the files from there:
 
     training    WORKDIR in the cache  ── files, then checksums.sha256 ──>  s3://bucket/run
     reading     WORKDIR in the cache  <── files, then checksums.sha256 ──  s3://bucket/run
@@ -18,13 +18,11 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from checkpoint.checksums import CHECKSUMS_FILE
-from checkpoint.layout import TMP_SUFFIX, steps_in
+from checkpoint.layout import CHECKPOINTS, TMP_SUFFIX, steps_in
 from fields.paths import cache_path, local_path
 from untrusted.files import remove, try_lock
 from untrusted.local_copies import LocalCopy
 from untrusted.stores import Store
-
-CHECKPOINTS = "checkpoints"
 
 #: Files of a workdir that are about the processes of this machine.
 LOCK_FILE = "lock"
@@ -111,7 +109,7 @@ def _pull(copy: LocalCopy, steps: Callable[[list[int]], Collection[int]]) -> Non
         # A checkpoint that is being uploaded is not there yet.
         there = {name: file for name, file in files.items() if _step_of(name) in (None, *complete)}
         try:
-            copy.pull(there, lambda name: _is_shared(name, chosen))
+            copy.pull(there, functools.partial(_is_shared, steps=chosen))
             return
         except FileNotFoundError:  # The run has deleted an old checkpoint.
             if attempt == _NUM_ATTEMPTS - 1:

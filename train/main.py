@@ -25,13 +25,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 from typing import NoReturn
 
 import jax
 
 from checkpoint.errors import ReadError
+from checkpoint.run_copies import is_run_url
 from convert.options import add_permissions, read_options
 from data.examples import BrokenExample
 from distributed import startup
@@ -44,7 +45,15 @@ from train.build import BuiltRun, RunOptions, build_run
 from train.config import config_files, reference
 from train.config.overrides import Overrides
 from train.lifecycle.divergence import Diverged
-from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
+from train.lifecycle.exit_codes import (
+    DIVERGED,
+    FAILED,
+    FINAL,
+    FINISHED,
+    REFUSED,
+    STOPPED,
+    UNSAVED,
+)
 from train.lifecycle.phases import Phases
 from train.lifecycle.restore import (
     RestoredRun,
@@ -52,6 +61,7 @@ from train.lifecycle.restore import (
     restore_or_initialize,
     restore_to_evaluate,
 )
+from train.lifecycle.store_workdir import StoreWorkdir
 from train.lifecycle.watchdog import Watchdog
 from train.lifecycle.workdir import write_run_files
 from train.lifecycle.workdir_lock import lock
@@ -127,16 +137,20 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
     with refusing_bad_input():
         for name in ("config", "workdir", "deepspeed"):
             check_no_nul(f"--{name}", str(getattr(args, name)))
-            check_local(f"--{name}", getattr(args, name))
+            if name != "workdir" or not is_run_url(str(args.workdir)):
+                check_local(f"--{name}", getattr(args, name))
+        workdir = str(args.workdir or config_files.default_workdir(args.config))
+        store = StoreWorkdir(workdir) if is_run_url(workdir) else None
         return RunOptions(
             config=args.config,
             overrides=Overrides.parse(others),
-            workdir=Path(args.workdir or config_files.default_workdir(args.config)),
+            workdir=Path(workdir) if store is None else store.directory,
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
             is_fast_dev_run=args.fast_dev_run,
             is_verbose=args.verbose,
             reading=read_options(args),
+            store=store,
         )
 
 
@@ -147,22 +161,20 @@ def train(options: RunOptions, signals: StopSignals) -> int:
         if options.is_fast_dev_run:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             signals.remove_at_exit(Path(directory))
-            options = dataclasses.replace(options, workdir=Path(directory))
+            options = dataclasses.replace(options, workdir=Path(directory), store=None)
+        store = options.store
+        if store is not None:
+            stack.enter_context(closing(store))
         with refusing_bad_input():
             built = build_run(options)
             run = built.run
-            workdir_lock = lock(
-                options.workdir,
-                timeout_s=run.config.train.start_timeout_s,
-                is_shared=not options.is_fast_dev_run,
-            )
-            start_id = stack.enter_context(workdir_lock)
+            start_id = stack.enter_context(_locked(run, options))
             with phases("compile"):
                 run.compile()
                 if options.is_verbose:
                     _log.info("%s", describe_options(run.compiler_options()))
                 built.planner.check_compiled(run)
-            restored = _restore(built, options.workdir, phases)
+            restored = _restore(built, options, phases)
             restored.checkpoints.tidy()
             memory = built.planner.facts(run)
 
@@ -186,6 +198,9 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 phases=phases,
                 signals=signals,
             )
+            if store is not None and not store.finish():
+                return UNSAVED
+            return code
         except (Diverged, BrokenExample, ReadError) as error:
             print_error(error)
             code = DIVERGED if isinstance(error, Diverged) else FAILED
@@ -210,7 +225,7 @@ def evaluate(options: RunOptions) -> int:
     phases = Phases()
     with refusing_bad_input():
         built = build_run(options)
-        step, state = _restore_to_evaluate(built, options.workdir, phases)
+        step, state = _restore_to_evaluate(built, options, phases)
     try:
         scores = evaluation.evaluate(built.run, built.corpus, state, phases) or {}
     except BrokenExample as error:
@@ -222,19 +237,34 @@ def evaluate(options: RunOptions) -> int:
     return FINISHED
 
 
-def _restore(built: BuiltRun, workdir: Path, phases: Phases) -> RestoredRun:
+def _locked(run: Run, options: RunOptions) -> AbstractContextManager[str]:
+    """Return the lock of a workdir; one in a store is locked already."""
+    if options.store is not None:
+        return contextlib.nullcontext(options.store.start_id)
+    return lock(
+        options.workdir,
+        timeout_s=run.config.train.start_timeout_s,
+        is_shared=not options.is_fast_dev_run,
+    )
+
+
+def _restore(built: BuiltRun, options: RunOptions, phases: Phases) -> RestoredRun:
     """Return the state of a run, and add the reference's outputs to its examples if needed."""
     run = built.run
+    workdir = options.workdir
+    publish = None if options.store is None else options.store.publish
     with phases("restore"):
-        restored = restore_or_initialize(run, built.corpus, workdir, built.source)
+        restored = restore_or_initialize(run, built.corpus, workdir, built.source, publish)
         add_references(run, built.corpus, restored.state.params, restored.step, workdir)
     return restored
 
 
-def _restore_to_evaluate(built: BuiltRun, workdir: Path, phases: Phases) -> tuple[int, TrainState]:
+def _restore_to_evaluate(
+    built: BuiltRun, options: RunOptions, phases: Phases
+) -> tuple[int, TrainState]:
     """Return the newest step and its state, which may not have seen the data to evaluate on."""
     if len(built.corpus.train):
-        restored = _restore(built, workdir, phases)
+        restored = _restore(built, options, phases)
         return restored.step, restored.state
     run = built.run
     with phases("restore"):
@@ -242,7 +272,7 @@ def _restore_to_evaluate(built: BuiltRun, workdir: Path, phases: Phases) -> tupl
             initial = initial_state(run, built.corpus, built.source)
             set_references(built.corpus, compute_references(run, built.corpus, initial.params))
             jax.tree.map(lambda leaf: leaf.delete(), initial)  # there may be no room for two
-        return restore_to_evaluate(run, built.corpus, workdir, built.source)
+        return restore_to_evaluate(run, built.corpus, options.workdir, built.source)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
-from checkpoint.layout import STATE, steps_in
-from convert.runs import CHECKPOINTS, CONFIG_FILE
+from checkpoint.layout import CHECKPOINTS, STATE, steps_in
+from convert.runs import CONFIG_FILE
 from train.reporting.appender import JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
 from untrusted.documents import read_json_lines, read_yaml
