@@ -22,6 +22,7 @@ from checkpoint.layout import CHECKPOINTS, TMP_SUFFIX, steps_in
 from fields.paths import cache_path, local_path
 from untrusted.files import remove, try_lock
 from untrusted.local_copies import LocalCopy
+from untrusted.messages import sentence_of
 from untrusted.stores import Store
 
 #: Files of a workdir that are about the processes of this machine.
@@ -45,32 +46,53 @@ def copy_of_run(url: str) -> LocalCopy:
     Raises:
         ValueError: The package for the store is missing.
     """
-    return LocalCopy(Store(url), cache_path() / "stores", marker_of=_marker_of)
+    return LocalCopy(Store(url), _copies(), marker_of=_marker_of)
+
+
+def is_copy(path: Path) -> bool:
+    """Return whether a path is that of a copy, which does not follow its store."""
+    return path.is_relative_to(_copies())
+
+
+def _copies() -> Path:
+    return cache_path() / "stores"
+
+
+def local_run(url: str, steps: Callable[[list[int]], Collection[int]] | None = None) -> Path:
+    """Download a run, or one of its checkpoints, and return the path of the copy.
+
+    Args:
+        url: URL of the run or of a checkpoint.
+        steps: chooses the checkpoints to download from those that are complete, oldest first; None:
+            the newest, or the one of the URL.
+
+    Raises:
+        ValueError: The store has no such run, or refuses access.
+        ConnectionError: The store cannot be reached.
+    """
+    match = _CHECKPOINT_URL.fullmatch(url.rstrip("/"))
+    copy = copy_of_run(match[1] if match else url)
+    if match is None or match[2] is None:
+        download_run(copy, steps or (lambda complete: complete[-1:]))
+        return copy.directory
+    download_run(copy, lambda complete: [int(match[2])])
+    return copy.directory / CHECKPOINTS / match[2]
 
 
 def run_path(text: str, *, steps: Callable[[list[int]], Collection[int]] | None = None) -> Path:
-    """Return the path that a command reads; the `type` of an argparse argument.
+    """Return the path of a run that a command reads; the `type` of an argparse argument.
 
-    Of a run in a store, the newest checkpoint and the files outside `checkpoints/` are downloaded.
-    Of the URL of a checkpoint, it is this checkpoint.
-
-    Args:
-        steps: chooses the checkpoints to download from those that are complete; None: see above.
+    A run in a store is downloaded; see `local_run`.
 
     Raises:
-        argparse.ArgumentTypeError: It is a URL that is not of a store, or the store has no run.
-        ConnectionError: The store cannot be reached.
+        argparse.ArgumentTypeError: It is another URL, or the run cannot be downloaded.
     """
     if not is_run_url(text):
         return local_path(text)
-    match = _CHECKPOINT_URL.fullmatch(text.rstrip("/"))
-    step = int(match[2]) if match and match[2] else None
     try:
-        copy = copy_of_run(match[1] if match else text)
-        download_run(copy, steps or (lambda complete: complete[-1:] if step is None else [step]))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return copy.directory / CHECKPOINTS / str(step) if step is not None else copy.directory
+        return local_run(text, steps)
+    except (ValueError, OSError) as error:
+        raise argparse.ArgumentTypeError(sentence_of(error)) from error
 
 
 #: Returns a path as `run_path`; of a run in a store, all checkpoints are downloaded.

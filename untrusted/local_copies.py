@@ -41,7 +41,7 @@ class LocalCopy:
 
     Attributes:
         store: files at the URL.
-        directory: copy of them.
+        directory: copy of them; if the URL is that of a file, it is this file.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class LocalCopy:
         self.store = store
         self._marker_of = marker_of
         digest = hashlib.sha256(store.url.encode()).hexdigest()[:16]
-        name = re.sub(r"[^\w.-]", "_", store.url.rpartition("/")[2]).strip(".") or "files"
+        name = re.sub(r"[^\w.-]", "_", store.url.rpartition("/")[2].partition("?")[0])
         self._folder = stores / digest
         self._index_file = self._folder / "index.json"
-        self.directory = self._folder / name
+        self.directory = self._folder / (name.strip(".") or "files")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -102,7 +102,7 @@ class LocalCopy:
             ConnectionError: See `Store`.
         """
         index = self._read_index()
-        make_private_directory(self.directory)
+        make_private_directory(self._folder)
         changed = [
             name
             for name, file in files.items()
