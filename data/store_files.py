@@ -48,6 +48,8 @@ def local_entry(key: str, entry: str, stores: Path) -> str:
 
 def _split_glob(entry: str) -> tuple[str, str]:
     """Return the URL of the folder of a glob, and the glob in it; "" if there is none."""
+    if entry.startswith(("http://", "https://")):
+        return entry, ""  # A web server lists no files.
     magic = _MAGIC.search(entry)
     if magic is None and not _TOKENS.fullmatch(entry):
         return entry.rstrip("/"), ""

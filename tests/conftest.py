@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import hypothesis  # noqa: F401  before gc.freeze, after which it cannot register selenium's trio
 import jax
 import pytest
@@ -232,3 +233,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     slowest = sorted(_seconds_of_files.items(), key=lambda item: -item[1])
     for file, seconds in slowest[:10]:
         terminalreporter.line(f"{seconds:6.0f} s  {file}")
+
+
+@pytest.fixture
+def memory_store() -> Iterator[Any]:
+    """The file system of fsspec in memory, which all code of a process shares; empty."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]

@@ -1,41 +1,47 @@
-"""A local S3 server for tests: moto's, in a process of its own, whose objects survive restarts."""
+"""A local S3 server for tests: moto's, in a process of its own; see tests/s3_server.py."""
 
 import contextlib
 import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from botocore.config import Config
+
+from tests.runs import ROOT
 
 BUCKET = "bucket"
 _START_S = 60.0
 
 
 class S3Server:
-    """A server with an empty bucket, at an address that does not change.
+    """A server with a bucket, at an address that does not change, and a client of it.
 
-    moto keeps objects in memory only, so `stop` reads them from the server, and `start` writes them
-    again. Clients see a server that is gone for a while and then has its objects back.
+    Attributes:
+        url: address.
+        variables: environment of programs that use the server.
     """
 
-    def __init__(self):
+    def __init__(self, directory: Path):
+        import boto3
+        from botocore.config import Config
+
         with socket.socket() as listening:
             listening.bind(("127.0.0.1", 0))
-            self.port = listening.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+            self._port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self.variables = {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",
             "AWS_DEFAULT_REGION": "us-east-1",
         }
+        self._directory = directory
         self._client: Any = boto3.client(
             "s3",
             endpoint_url=self.url,
@@ -45,35 +51,25 @@ class S3Server:
             config=Config(retries={"max_attempts": 1}),
         )
         self._process: subprocess.Popen | None = None
-        self._stored: dict[str, bytes] = {}
 
     def start(self) -> None:
-        """Start the server with the objects that it had when it was stopped."""
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        """Start the server, with the objects that it had when it was stopped."""
+        command = [sys.executable, "-m", "tests.s3_server", str(self._port), str(self._directory)]
         silent = subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdout=silent, stderr=silent)
+        self._process = subprocess.Popen(command, cwd=ROOT, stdout=silent, stderr=silent)
         deadline_s = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                break
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+                return
             assert time.monotonic() < deadline_s and self._process.poll() is None
             time.sleep(0.05)
-        self._client.create_bucket(Bucket=BUCKET)
-        for key, content in self._stored.items():
-            self.put(key, content)
 
     def stop(self) -> None:
-        """Stop the server; nothing answers at its address."""
-        assert self._process is not None
-        self._stored = {key: self.get(key) for key in self.keys()}
-        self.kill()
-
-    def kill(self) -> None:
-        """End the server and forget its objects."""
+        """Stop the server, which writes its objects to its directory."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._process.terminate()
+            self._process.wait(_START_S)
             self._process = None
 
     def keys(self, prefix: str = "") -> list[str]:
@@ -87,26 +83,29 @@ class S3Server:
     def put(self, key: str, content: bytes) -> None:
         self._client.put_object(Bucket=BUCKET, Key=key, Body=content)
 
-    def delete(self, key: str) -> None:
-        self._client.delete_object(Bucket=BUCKET, Key=key)
-
-    def delete_all(self) -> None:
-        for key in self.keys():
-            self.delete(key)
+    def delete(self, prefix: str) -> None:
+        for key in self.keys(prefix):
+            self._client.delete_object(Bucket=BUCKET, Key=key)
 
     def metrics(self, run: str) -> list[dict[str, Any]]:
         """Return the lines of a run's metrics."""
         return [json.loads(line) for line in self.get(f"{run}/metrics.jsonl").splitlines()]
 
+    def steps(self, run: str) -> list[int]:
+        """Return the steps of the complete checkpoints of a run."""
+        keys = [key.split("/") for key in self.keys(f"{run}/checkpoints/")]
+        return sorted(int(parts[-2]) for parts in keys if parts[-1] == "checksums.sha256")
+
 
 @contextlib.contextmanager
 def running_server() -> Iterator[S3Server]:
-    server = S3Server()
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
+    with tempfile.TemporaryDirectory() as directory:
+        server = S3Server(Path(directory))
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
 
 
 def use_server(monkeypatch: pytest.MonkeyPatch, server: S3Server, cache: Path) -> None:

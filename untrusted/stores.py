@@ -61,7 +61,7 @@ def is_url(text: str) -> bool:
     Local files, the Hugging Face hub, and chains such as `zip::s3://a.zip` are none.
     """
     match = _URL.fullmatch(text)
-    return match is not None and match[1] not in _OTHER_SCHEMES
+    return match is not None and match[1] not in _OTHER_SCHEMES and "::" not in text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,14 +235,16 @@ class Store:
             yield
         except FileExistsError:
             raise
-        except FileNotFoundError as error:
-            if "bucket does not exist" not in str(error):
-                raise
-            raise ValueError(
-                f"{self.url}: the bucket does not exist; create it, or correct the URL"
-            ) from error
         except Exception as error:
             kinds = [type(each).__name__ for each in _chain(error)]
+            # fsspec takes a web server that does not answer for one without the file.
+            is_absent = isinstance(error, FileNotFoundError)
+            if is_absent and not any("Connect" in kind for kind in kinds):
+                if "bucket does not exist" not in str(error):
+                    raise
+                raise ValueError(
+                    f"{self.url}: the bucket does not exist; create it, or correct the URL"
+                ) from error
             packages = {type(each).__module__.partition(".")[0] for each in _chain(error)}
             if any("Credential" in kind or "Token" in kind for kind in kinds):
                 raise ValueError(

@@ -44,7 +44,11 @@ class LockLost(OSError):
 
 
 class StoreLock:
-    """The lock of a run; only the first process uses it."""
+    """The lock of a run; only the first process uses it.
+
+    Attributes:
+        store: folder of the lock's objects.
+    """
 
     def __init__(self, url: str, copy_id: str):
         """Describe a lock.
@@ -55,7 +59,7 @@ class StoreLock:
                 holds.
         """
         self._url = url
-        self._store = Store(f"{url}/lock")
+        self.store = Store(f"{url}/lock")
         self._copy_id = copy_id
         self._token = secrets.token_hex(16)  # of this start
         self._name = ""
@@ -78,7 +82,7 @@ class StoreLock:
         has_warned = False
         while True:
             name = max(self._numbers(), default="000000")
-            content = self._store.read(name) or b""
+            content = self.store.read(name) or b""
             if content != watched:
                 watched = content
                 changed_s = time.monotonic()
@@ -108,7 +112,7 @@ class StoreLock:
         """
         with self._mutex:
             newest = max(self._numbers(), default="")
-            content = self._store.read(newest) if newest == self._name else None
+            content = self.store.read(newest) if newest == self._name else None
             if _parse(content or b"").get("token") != self._token:
                 raise LockLost(
                     f"another run has taken --workdir={self._url}, since this one did not respond "
@@ -123,14 +127,14 @@ class StoreLock:
         if self._name:
             with contextlib.suppress(ValueError, OSError):  # It is stale soon.
                 self.check()
-                self._store.delete(self._name)
+                self.store.delete(self._name)
 
     def _create(self, name: str) -> bool:
         """Create the object of a number; return whether no other process was faster."""
         self._name = name
-        if not self._store.create(name, self._content()):
+        if not self.store.create(name, self._content()):
             return False
-        if self._store.create(name, self._content()):
+        if self.store.create(name, self._content()):
             _log.warning(
                 "the server of %s ignores conditions of writes: do not start two runs there at the "
                 "same time",
@@ -138,7 +142,7 @@ class StoreLock:
             )
         for older in self._numbers():
             if older < name:
-                self._store.delete(older)
+                self.store.delete(older)
         self._thread.start()
         return True
 
@@ -149,7 +153,7 @@ class StoreLock:
                 self.check()
                 with self._mutex:
                     self._beat += 1
-                    self._store.write(self._name, self._content())
+                    self.store.write(self._name, self._content())
             except LockLost as error:
                 _log.error("%s", error)
                 return
@@ -157,7 +161,7 @@ class StoreLock:
                 _log.warning("the lock of %s cannot be renewed: %s", self._url, error)
 
     def _numbers(self) -> list[str]:
-        return [name for name in self._store.list() if name.isdecimal()]
+        return [name for name in self.store.list() if name.isdecimal()]
 
     def _content(self) -> bytes:
         holder = f"process {os.getpid()} on {socket.gethostname()}"

@@ -95,7 +95,7 @@ class StoreWorkdir:
         self._lock.acquire(timeout_s)
         open_run_copy(self._copy)
         self._is_open = True
-        self._copy.store.patience_s = _PATIENCE_S
+        self._set_patience(_PATIENCE_S)
         self._uploader.start()
 
     def publish(self) -> None:
@@ -135,11 +135,16 @@ class StoreWorkdir:
         if self._uploader.is_alive():
             self._uploader.join()
         if self._is_open:
-            self._copy.store.patience_s = 0.0  # `finish` has had patience
+            self._set_patience(0.0)  # `finish` has had patience
             self._upload_records()
         if self._lock is not None:
             self._lock.release()
         self._locks.close()
+
+    def _set_patience(self, seconds: float) -> None:
+        assert self._lock is not None
+        self._copy.store.patience_s = seconds
+        self._lock.store.patience_s = seconds
 
     def _keep_uploading(self) -> None:
         while not self._stop.wait(_UPLOAD_EVERY_S):
