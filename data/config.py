@@ -94,8 +94,8 @@ class DataConfig(Section, section="data"):
         "For `name=image_folder`: one folder, which contains either a folder of images per class "
         "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
         "tables, as for `name=text`, or WebDataset's .tar files. For `image_text`: such folders "
-        "without classes, with a metadata.jsonl in each. Each may be on the Hugging Face hub: "
-        "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`.",
+        "without classes, with a metadata.jsonl in each. Each may be on the Hugging Face hub, "
+        "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`, or at a URL, such as `s3://bucket/*.txt`.",
         nonempty=True,
         remedy="write for example ('my_texts/*.txt',)",
     )
