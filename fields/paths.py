@@ -1,4 +1,4 @@
-"""Checks paths that a user names: URLs are refused, since only file systems are supported.
+"""Checks paths that a user names: URLs are refused where only file systems are supported.
 
 Without this check, `Path("gs://bucket/run")` is the local folder `gs:/bucket/run`: a run would
 appear to write to a bucket, and its files would be lost with the machine.
@@ -94,4 +94,7 @@ def _remedy(scheme: str, location: str) -> str:
             f"{first}download it with 'hf download {kind}{name} --local-dir=FOLDER', and name the "
             "folder"
         )
-    return "mount the store, or copy its files, and give the local path"
+    hint = ""
+    if scheme in ("s3", "gs"):
+        hint = f" (only runs, as {scheme}://BUCKET/FOLDER, and files of data may be in a store)"
+    return f"mount the store, or copy its files, and give the local path{hint}"

@@ -289,7 +289,7 @@ def _pin_repositories(config_dict: Any, options: RunOptions) -> None:
 
 
 def _open_store(config_dict: Any, store: StoreWorkdir, *, is_evaluation: bool) -> None:
-    """Lock the workdir in a store, unless the run only evaluates, and download what has changed."""
+    """Lock the workdir in a store, unless the run only evaluates, and download changed files."""
     _join(config_dict)
     if is_evaluation:
         Exchange(LONGEST_START_S).on_all(store.download)

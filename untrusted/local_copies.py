@@ -41,7 +41,7 @@ class LocalCopy:
 
     Attributes:
         store: files at the URL.
-        directory: copy of them; if the URL is that of a file, it is this file.
+        directory: copy of them; if the URL names a file, it is this file.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LocalCopy:
 
     @property
     def id(self) -> str:
-        """Identifies this copy among those of other machines."""
+        """Differs from the id of every other copy, on any machine."""
         file = self._folder / "id"
         with contextlib.suppress(FileNotFoundError):
             return file.read_text(encoding="utf-8")

@@ -66,7 +66,7 @@ def is_url(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteFile:
-    """What a store says about a file.
+    """The description of a file in a store.
 
     Attributes:
         version: changes with the content.
@@ -128,7 +128,7 @@ class Store:
         self._root = str(self._files._strip_protocol(self.url)).rstrip("/")
 
     def list(self) -> dict[str, RemoteFile]:
-        """Return all files below the URL by name; the name is "" if the URL is that of a file."""
+        """Return all files below the URL by name; the name is "" if the URL names a file."""
         try:
             if self._scheme in ("http", "https"):  # Its folders are pages of any form.
                 return {"": _described(self._do(lambda: self._files.info(self.url)))}

@@ -1,5 +1,6 @@
 """Runs whose workdir is in an object store, on a local S3 server."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import checkpoint.__main__ as checkpoint
+import generate.__main__ as generate
+from checkpoint.layout import steps_in
+from convert import to_hf
 from tests.launch.launcher import variables
 from tests.runs import ROOT, TINY, arguments, write_corpus
-from tests.stores import S3Server, running_server
-from train.lifecycle.exit_codes import FAILED, FINISHED
+from tests.stores import S3Server, running_server, use_server
+from train import plot
+from train.lifecycle.exit_codes import FAILED, FINISHED, REFUSED
+from train.main import main as train
 from train.reporting.metrics import read_metrics
 
 pytestmark = pytest.mark.thorough
@@ -94,7 +101,7 @@ def losses(lines: Sequence[dict]) -> list[tuple]:
 
 
 def test_run_survives_its_kill_and_restarts_of_the_server(server, settings, tmp_path):
-    """Its losses are equal to the bit to those of a run in a local folder that is not disturbed."""
+    """An undisturbed run in a local folder has bitwise equal losses."""
     on_this_machine = environment(server, tmp_path / "cache")
     local = run(on_this_machine, "train.main", *arguments(tmp_path / "local", settings))
     assert local.returncode == FINISHED, local.stderr
@@ -132,3 +139,70 @@ def test_run_survives_its_kill_and_restarts_of_the_server(server, settings, tmp_
     assert losses(server.metrics(RUN)) == losses(read_metrics(tmp_path / "local" / "metrics.jsonl"))
     assert server.steps(RUN) == [100, 120]
     assert not server.keys(f"{RUN}/lock")
+
+
+@pytest.fixture
+def client(server: S3Server, tmp_path, monkeypatch) -> S3Server:
+    """The server, which this process uses with an empty cache."""
+    use_server(monkeypatch, server, tmp_path / "cache")
+    return server
+
+
+@pytest.mark.usefixtures("shared_steps")
+def test_commands_read_a_run_in_the_store(client, tmp_path, capsys):
+    """On a machine that has no copy of it, and from its second checkpoint of two."""
+    (tmp_path / "texts").mkdir()
+    data = write_corpus(tmp_path / "texts")
+    client.put("texts/a.txt", (tmp_path / "texts" / "part_0.txt").read_bytes())
+    overrides = (*TINY, *data, "data.paths=s3://bucket/texts/*.txt", "checkpoint.every_steps=2")
+    overrides += ("train.num_steps=4", "eval.every_steps=2")
+    assert train([*arguments(Path(), overrides), f"--workdir={URL}"]) == FINISHED
+    assert client.steps(RUN) == [2, 4]
+    copies = tmp_path / "cache" / "taibai" / "stores"
+
+    def only_downloads(steps: list[int]) -> None:
+        (copy,) = copies.glob("*/a")
+        assert steps_in(copy / "checkpoints") == steps
+        shutil.rmtree(copies)
+
+    shutil.rmtree(copies)
+    capsys.readouterr()
+    assert plot.main([URL, f"--out={tmp_path}/loss.png"]) == 0
+    only_downloads([])
+    assert checkpoint.main(["verify", URL]) == 0
+    assert "step 2: intact" in (output := capsys.readouterr().out) and "step 4: intact" in output
+    only_downloads([2, 4])
+    assert generate.main([f"--model={URL}", "--prompt=def", "--max_new_tokens=2"]) == 0
+    newest = capsys.readouterr().out
+    only_downloads([4])
+    of_step = [f"--model={URL}/checkpoints/2", "--prompt=def", "--max_new_tokens=2"]
+    assert generate.main(of_step) == 0 and newest
+    only_downloads([2])
+    assert to_hf.main([URL, str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    started = [*arguments(tmp_path / "next", overrides), f"--config.init_from={URL}"]
+    assert train([*started, "--config.train.num_steps=1"]) == FINISHED
+    assert train([*arguments(Path(), overrides), f"--workdir={URL}", "--mode=eval"]) == FINISHED
+    assert "step 4 eval_loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("url", "changes", "message"),
+    [
+        ("s3://no-bucket/run", {}, "s3://no-bucket/run/lock: the bucket does not exist"),
+        (URL, {"AWS_ACCESS_KEY_ID": None}, "no valid credentials"),
+        ("gs://bucket/run", {}, "run 'pip install gcsfs'"),
+        ("s3://bucket", {}, "only runs, as s3://BUCKET/FOLDER"),
+    ],
+)
+def test_unusable_store_is_refused(url, changes, message, client, tmp_path, monkeypatch, capsys):
+    for name in changes:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    (tmp_path / "texts").mkdir()
+    overrides = (*TINY, *write_corpus(tmp_path / "texts"))
+    assert train([*arguments(Path(), overrides), f"--workdir={url}"]) == REFUSED
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert client.keys() == []

@@ -54,14 +54,13 @@ class StoreLock:
         """Describe a lock.
 
         Args:
-            url: URL of the run.
             copy_id: identifies the copy of the workdir, whose lock in the file system the caller
                 holds.
         """
         self._url = url
         self.store = Store(f"{url}/lock")
         self._copy_id = copy_id
-        self._token = secrets.token_hex(16)  # of this start
+        self._token = secrets.token_hex(16)  # differs at each start
         self._name = ""
         self._beat = 0
         self._stop = threading.Event()

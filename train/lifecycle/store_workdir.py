@@ -75,7 +75,7 @@ class StoreWorkdir:
         download_run(self._copy, lambda complete: complete[-1:])
 
     def open(self, timeout_s: float) -> None:
-        """Lock the workdir, and download what has changed; all processes call it.
+        """Lock the workdir, and download changed files; all processes call it.
 
         Args:
             timeout_s: seconds to wait for another run to end.

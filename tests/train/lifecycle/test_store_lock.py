@@ -33,7 +33,7 @@ def make_lock():
 
 
 def stop_beating(lock: StoreLock) -> None:
-    """Let a lock look like that of a process that was suspended or killed."""
+    """Stop renewing a lock, as if its process was suspended or killed."""
     lock._stop.set()
     lock._thread.join()
 
