@@ -5,7 +5,7 @@ state of the folder. An index, next to the folder, says which version of each fi
 they were last the same:
 
     stores/4f1d…/run/            the copy of s3://bucket/run
-    stores/4f1d…/index.json      {"metrics.jsonl": ["9dd4… 812", 812, 1790…], …}
+    stores/4f1d…/.index          {"metrics.jsonl": ["9dd4… 812", 812, 1790…], …}
 
     pull    store has another version than the index     -> download
             store lacks a file of the index              -> delete here
@@ -13,7 +13,8 @@ they were last the same:
     push    file has changed since the index, or is new  -> upload
             file of the index is not there any more      -> delete in the store
 
-Files that are not in the index are never deleted in the store.
+Files that are not in the index are never deleted in the store. Without the index, or if it is
+damaged, everything is downloaded again.
 """
 
 import contextlib
@@ -26,10 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from untrusted.cached import locked
-from untrusted.documents import read_json
+from untrusted.cached import locked, read_cached, write_cached
 from untrusted.files import make_private_directory, version_of, write_text
-from untrusted.schema import check
 from untrusted.stores import RemoteFile, Store
 
 # Files that are transferred at the same time.
@@ -64,7 +63,8 @@ class LocalCopy:
         digest = hashlib.sha256(store.url.encode()).hexdigest()[:16]
         name = re.sub(r"[^\w.-]", "_", store.url.rpartition("/")[2].partition("?")[0])
         self._folder = stores / digest
-        self._index_file = self._folder / "index.json"
+        self._index_file = self._folder / ".index"
+        # The other files in the folder have names with a dot in front.
         self.directory = self._folder / (name.strip(".") or "files")
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class LocalCopy:
     @property
     def id(self) -> str:
         """Differs from the id of every other copy, on any machine."""
-        file = self._folder / "id"
+        file = self._folder / ".id"
         with contextlib.suppress(FileNotFoundError):
             return file.read_text(encoding="utf-8")
         make_private_directory(self._folder)
@@ -174,16 +174,12 @@ class LocalCopy:
 
     def _read_index(self) -> dict[str, list[Any]]:
         """Return version in the store, size and modification time here, by name."""
-        try:
-            index = read_json(self._index_file, dict, max_bytes=2**30)
-            check(index, dict[str, list[Any]], self._index_file)
-        except (FileNotFoundError, ValueError):
-            return {}  # Everything is transferred again.
-        return index
+        content = read_cached(self._index_file)
+        return {} if content is None else json.loads(content)
 
     def _write_index(self, index: Mapping[str, Any]) -> None:
         make_private_directory(self._folder)
-        write_text(self._index_file, json.dumps(index))
+        write_cached(self._index_file, json.dumps(index).encode())
 
 
 def _first_and_last(names: Iterable[str], markers: set[str]) -> tuple[list[str], list[str]]:
