@@ -12,12 +12,12 @@ import pytest
 
 import checkpoint.__main__ as checkpoint
 import generate.__main__ as generate
+import train.report.__main__ as report
 from checkpoint.layout import steps_in
 from convert import to_hf
 from tests.launch.launcher import variables
 from tests.runs import ROOT, TINY, arguments, write_corpus
 from tests.stores import S3Server, running_server, use_server
-from train import plot
 from train.lifecycle.exit_codes import FAILED, FINISHED, REFUSED
 from train.main import main as train
 from train.reporting.metrics import read_metrics
@@ -167,7 +167,7 @@ def test_commands_read_a_run_in_the_store(client, tmp_path, capsys):
 
     shutil.rmtree(copies)
     capsys.readouterr()
-    assert plot.main([URL, f"--out={tmp_path}/loss.png"]) == 0
+    assert report.main([URL, f"--out={tmp_path}/report.html"]) == 0
     only_downloads([])
     assert checkpoint.main(["verify", URL]) == 0
     assert "step 2: intact" in (output := capsys.readouterr().out) and "step 4: intact" in output
