@@ -28,7 +28,7 @@ from checkpoint.layout import (
     steps_in,
 )
 from checkpoint.paths import check_path
-from fields.paths import local_path
+from checkpoint.run_copies import whole_run_path
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.messages import shortened
 
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         subparser.set_defaults(function=function)
         subparser.add_argument(
-            "workdir", type=local_path, help="directory of a run, or its checkpoints/"
+            "workdir", type=whole_run_path, help="directory of a run, or its checkpoints/"
         )
         return subparser
 

@@ -18,6 +18,9 @@ from typing import Any
 from checkpoint.errors import ReadError, read_patiently
 from untrusted.documents import read_json
 
+#: The folder of a workdir that contains the checkpoints.
+CHECKPOINTS = "checkpoints"
+
 STATE = "state"
 STRUCTURE = "state/_METADATA"
 MANIFEST = "state/manifest.ocdbt"

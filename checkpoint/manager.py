@@ -30,13 +30,14 @@ A save takes these steps:
     writer thread, all processes    `_write`: waits for the shards, reports errors to process 0
     writer thread, process 0        `commit`: writes JSON files and checksums, renames
                                     `drop_old`: deletes old checkpoints
+                                    `publish`: copies the changes to an object store, if any
     main thread, all processes      `_finish`, in the next `save`, `restore` or `wait`: records
                                     the result
 """
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from checkpoint.layout import (
 )
 from checkpoint.state_files import StateFiles
 from distributed.messages import LONGEST_START_S, Exchange
+from untrusted.messages import sentence_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +73,26 @@ class Checkpoints:
     process, and its partial files are removed. Only `wait` raises it.
     """
 
-    def __init__(self, directory: str | Path, config: CheckpointConfig):
+    def __init__(
+        self,
+        directory: str | Path,
+        config: CheckpointConfig,
+        publish: Callable[[], object] | None = None,
+    ):
         """Open a directory of checkpoints, and create it if it does not exist.
 
         Args:
             directory: directory, usually `WORKDIR/checkpoints`.
+            publish: called on the first process after changes of the directory, to copy them to
+                another place. A save whose copy fails with an OSError or ValueError has failed, but
+                its checkpoint stays in the directory.
 
         Raises:
             ValueError: checkpoints cannot be stored there; see `checkpoint.paths.check_path`.
             OSError: the directory cannot be created or read.
         """
         self._config = config
+        self._publish = publish
         self._exchange = Exchange(config.timeout_s)
         # The timeout is for saves. Reading may take much longer on one host, whose file system is
         # cold or busy.
@@ -250,7 +261,13 @@ class Checkpoints:
         """
         self._finish()
         ruined = [step for step in self.all_steps() if step >= from_step]
-        self._exchange.on_first(lambda: self._directory.set_aside(ruined, DIVERGED_SUFFIX))
+
+        def set_aside() -> None:
+            self._directory.set_aside(ruined, DIVERGED_SUFFIX)
+            if self._publish is not None and ruined:
+                self._publish()
+
+        self._exchange.on_first(set_aside)
         for step in ruined:
             logger.warning("Checkpoint %s led to nonfinite steps; it is set aside.", step)
             del self._scores[step]
@@ -302,7 +319,7 @@ class Checkpoints:
         texts: dict[str, str],
         score: Any,
         proven: int | None,
-    ) -> list[tuple[int, float | None]]:
+    ) -> tuple[list[tuple[int, float | None]], str | None]:
         """Complete a save; runs in the writer thread of each process.
 
         Args:
@@ -310,7 +327,8 @@ class Checkpoints:
             proven: step of a checkpoint to keep in any case, or None.
 
         Returns:
-            The score of each checkpoint that is kept, as pairs `(step, score)`.
+            The score of each checkpoint that is kept, as pairs `(step, score)`; and why they could
+            not be published, or None.
 
         Raises:
             SaveError: a process could not write its part; it is raised on all processes.
@@ -322,10 +340,11 @@ class Checkpoints:
             except TimeoutError as late:
                 problem = str(late)
 
-            def commit() -> list[tuple[int, float | None]]:
+            def commit() -> tuple[list[tuple[int, float | None]], str | None]:
                 self._directory.commit(step, path, texts, damaged=self._skipped, problem=problem)
                 scores = {number: self._scores[number] for number in self.all_steps()}
-                return self._directory.drop_old({**scores, step: score}, proven)
+                kept = self._directory.drop_old({**scores, step: score}, proven)
+                return kept, self._publish_problem()
 
             return self._exchange.on_first(commit)
         except OSError as failed:
@@ -334,6 +353,15 @@ class Checkpoints:
                 raise error from None
             raise self._save_error(step, failed) from error
 
+    def _publish_problem(self) -> str | None:
+        """Publish, and return why it failed, or None."""
+        try:
+            if self._publish is not None:
+                self._publish()
+        except (OSError, ValueError) as error:
+            return sentence_of(error)
+        return None
+
     def _finish(self) -> None:
         """Wait for the current save, if there is one, and record its result."""
         if self._being_saved is None:
@@ -341,9 +369,14 @@ class Checkpoints:
         future = self._being_saved
         self._being_saved = None
         try:
-            self._scores = dict(future.result())
+            scores, problem = future.result()
+            self._scores = dict(scores)
             self._skipped = []
             self._failure = None
+            if problem is not None:
+                newest = max(self._scores)
+                logger.error("Checkpoint %d is only on this machine: %s.", newest, problem)
+                self._failure = SaveError(f"checkpoint {newest} is only on this machine: {problem}")
         except SaveError as error:
             self._failure = error
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 
 from checkpoint.config import CheckpointConfig
+from checkpoint.layout import CHECKPOINTS
 from checkpoint.manager import Checkpoints
 from checkpoint.paths import check_path
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
@@ -24,7 +25,7 @@ from convert.keys import plain
 from convert.model_on_disk import Source, shapes_of
 from convert.options import DEFAULTS, ReadOptions, add_read_options, read_options
 from convert.reference import listing
-from convert.runs import CHECKPOINTS, CONFIG_FILE, DTYPES_FILE, HF_FILES
+from convert.runs import CONFIG_FILE, DTYPES_FILE, HF_FILES
 from convert.source import load_params, read_source
 from data.text.chat.template import TEMPLATES
 from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES

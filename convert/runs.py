@@ -16,7 +16,7 @@ from flax import nnx
 
 from checkpoint.checksums import find_damage
 from checkpoint.errors import read_patiently
-from checkpoint.layout import CONFIG, STATE, steps_in
+from checkpoint.layout import CHECKPOINTS, CONFIG, STATE, steps_in
 from checkpoint.lazy import Index, LazyArray, StoredArray, stored_arrays
 from convert.hub_commits import base_commits
 from convert.model_on_disk import Shapes, Source, check_known, read_config
@@ -34,7 +34,6 @@ from untrusted.imports import allow_imports, check_imports, record_received
 from untrusted.schema import check, check_fields
 
 CONFIG_FILE = "config.yaml"
-CHECKPOINTS = "checkpoints"
 HF_FILES = "hf"
 #: The file in `hf/` with the dtype of each tensor of the original model.
 DTYPES_FILE = "dtypes.json"

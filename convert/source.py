@@ -12,6 +12,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from checkpoint.lazy import LazyArray
+from checkpoint.run_copies import is_run_url, local_run
 from convert.adapters.peft_format import CONFIG_FILE
 from convert.adapters.read_peft import open_adapter
 from convert.hub_models import download_model
@@ -35,7 +36,8 @@ def read_source(
 
     Args:
         path: Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
-            checkpoints; or `org/name@revision`, a model or adapter of the Hugging Face hub.
+            checkpoints, also as the URL of a store; or `org/name@revision`, a model or adapter of
+            the Hugging Face hub.
         averaged: whether to use the averages of the parameters, if the run kept such averages.
 
     Returns:
@@ -45,8 +47,10 @@ def read_source(
         ValueError: There is neither a model nor a run at `path`, the architecture or a key of
             config.json is not supported, or tensors are missing, unknown or of the wrong shape; or
             the hub has no such model.
-        ConnectionError: The hub cannot be reached, and the cache lacks a file.
+        ConnectionError: The hub or the store cannot be reached, and the cache lacks a file.
     """
+    if is_run_url(str(path)):
+        return read_source(local_run(str(path)), options, averaged=averaged)
     check_local("path", path)
     repository = model_of(str(path))
     if repository is not None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from checkpoint.run_copies import run_path
 from convert.adapters.merged import without_adapters
 from convert.adapters.write_peft import base_of, write_adapter
 from convert.architecture import Architecture
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.to_hf")
     parser.add_argument(
-        "checkpoint", type=local_path, help="directory of a run, or of one of its checkpoints"
+        "checkpoint", type=run_path, help="directory of a run, or of one of its checkpoints"
     )
     parser.add_argument("dst", type=local_path, help="directory to write")
     parser.add_argument(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from checkpoint.run_copies import run_path
 from convert import to_hf
 from convert.adapters.peft_format import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from convert.command import run
@@ -228,7 +229,7 @@ def _difference(inputs: dict[str, np.ndarray], model: Any, file: Path) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after an error."""
     parser = command_parser("convert.to_onnx")
-    parser.add_argument("src", type=local_path, help="a run, a checkpoint, or a Hugging Face model")
+    parser.add_argument("src", type=run_path, help="a run, a checkpoint, or a Hugging Face model")
     parser.add_argument("dst", type=local_path, help="directory to write")
     add_read_options(parser)
     args = parser.parse_args(argv)

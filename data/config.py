@@ -1,6 +1,5 @@
 """The config section `data`: the corpus, the objective, the tokenizer, and the batch shape."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from data.blend import parse_mixture, weighted_token_files
 from data.checks import require
 from data.named_paths import check_entry, named_paths
 from fields.field import field
-from fields.paths import check_local
+from fields.paths import cache_path, check_local
 from fields.section import Section
 
 #: The training objectives; docs/data.md describes them.
@@ -95,8 +94,8 @@ class DataConfig(Section, section="data"):
         "For `name=image_folder`: one folder, which contains either a folder of images per class "
         "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "
         "tables, as for `name=text`, or WebDataset's .tar files. For `image_text`: such folders "
-        "without classes, with a metadata.jsonl in each. Each may be on the Hugging Face hub: "
-        "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`.",
+        "without classes, with a metadata.jsonl in each. Each may be on the Hugging Face hub, "
+        "`hf://datasets/OWNER/NAME[@REVISION][/PATH]`, or at a URL, such as `s3://bucket/*.txt`.",
         nonempty=True,
         remedy="write for example ('my_texts/*.txt',)",
     )
@@ -422,12 +421,3 @@ class DataConfig(Section, section="data"):
     def cache_path(self) -> Path:
         """The cache directory, with `~` expanded; this does not create it."""
         return cache_path(self.cache_dir)
-
-
-def cache_path(cache_dir: str = "") -> Path:
-    """Return the cache directory for a value of `data.cache_dir`; this does not create it."""
-    if cache_dir:
-        return Path(cache_dir).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    check_local("the environment variable XDG_CACHE_HOME", base)
-    return Path(base).expanduser() / "taibai"

@@ -10,7 +10,6 @@ list of files, and only these are downloaded. The readers of local files do the 
 """
 
 import dataclasses
-import fnmatch
 import logging
 import os
 import re
@@ -19,8 +18,10 @@ from pathlib import Path
 
 from data.config import DataConfig
 from data.formats import TABLES, format_of, named_formats
-from data.named_paths import named_paths
+from data.named_paths import matching_files, named_paths
+from data.store_files import local_entry
 from untrusted.hub import Repository, cached_files, dataset_of, fetch, list_files, pin
+from untrusted.stores import is_url
 
 # Words that stand for a split, if no letters surround them: `train2.csv` belongs to `train`.
 _WORDS = {
@@ -120,47 +121,27 @@ def _as_entries(
     start = os.path.commonprefix(chosen)
     end = os.path.commonprefix([file[len(start) :][::-1] for file in chosen])[::-1]
     is_plain = len(chosen) > 1 and not re.search(r"[*?\[]", f"{prefix}{start}{end}")
-    if is_plain and _matching(files, f"{start}*{end}") == [*chosen]:
+    if is_plain and matching_files(files, f"{start}*{end}") == [*chosen]:
         return (f"{repository}/{prefix}{start}*{end}",)
     return tuple(f"{repository}/{prefix}{file}" for file in chosen)
 
 
-def _matching(files: Sequence[str], path: str) -> list[str]:
-    """Return the files that a path stands for: a file, a glob as for local files, or a folder."""
-    if path in files:
-        return [path]
-    parts = path.split("/")
-    matches = [file for file in files if _matches(file.split("/"), parts)]
-    return matches or [file for file in files if not path or file.startswith(f"{path}/")]
-
-
-def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not names
-    if pattern[0] == "**":
-        return any(_matches(names[i:], pattern[1:]) for i in range(len(names) + 1))
-    return (
-        bool(names)
-        and fnmatch.fnmatchcase(names[0], pattern[0])
-        and _matches(names[1:], pattern[1:])
-    )
-
-
 def with_local_files(config: DataConfig, *, reads_training_data: bool = True) -> DataConfig:
-    """Download the files of datasets that a config names, and put their local paths in place.
+    """Download the files of datasets and URLs that a config names, and put local paths in place.
 
     Args:
         reads_training_data: whether to download `data.paths`, too.
 
     Raises:
-        ValueError: The hub has no such dataset or file, or does not let this user read it.
-        ConnectionError: The hub cannot be reached, and the cache lacks a file.
+        ValueError: The hub or the store has no such file, or does not let this user read it.
+        ConnectionError: The hub cannot be reached, and the cache lacks a file; or the store cannot
+            be reached.
     """
     paths = config.paths
     if reads_training_data:
-        paths = tuple(_local_entry("data.paths", path) for path in paths)
+        paths = tuple(_local_entry("data.paths", path, config) for path in paths)
     validation = tuple(
-        (f"{name}=" if name else "") + _local_entry("data.validation_paths", path)
+        (f"{name}=" if name else "") + _local_entry("data.validation_paths", path, config)
         for name, paths_of_set in named_paths(config.validation_paths).items()
         for path in paths_of_set
     )
@@ -169,8 +150,10 @@ def with_local_files(config: DataConfig, *, reads_training_data: bool = True) ->
     return dataclasses.replace(config, paths=paths, validation_paths=validation)
 
 
-def _local_entry(key: str, entry: str) -> str:
+def _local_entry(key: str, entry: str, config: DataConfig) -> str:
     """Return the local path or glob of an entry, whose files are downloaded."""
+    if is_url(entry):
+        return local_entry(key, entry, config.cache_path / "stores")
     reference = dataset_of(entry)
     if reference is None:
         return entry
@@ -192,7 +175,7 @@ def files_of_entry(key: str, entry: str, repository: Repository, path: str) -> l
         ConnectionError: See `_list_files`.
     """
     files = _list_files(repository, path)
-    matches = _matching(files, path)
+    matches = matching_files(files, path)
     if not matches:
         some = f", such as {files[0]}" if files else ""
         raise ValueError(

@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from data.cache import locked
 from data.sequences import LazySequence
 from fields.paths import check_local
-from untrusted.cached import read_cached, write_cached
+from untrusted.cached import locked, read_cached, write_cached
 from untrusted.files import digest_of, remove
 from untrusted.imports import is_module_allowed
 from untrusted.messages import shortened

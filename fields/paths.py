@@ -1,10 +1,11 @@
-"""Checks paths that a user names: URLs are refused, since only file systems are supported.
+"""Checks paths that a user names: URLs are refused where only file systems are supported.
 
 Without this check, `Path("gs://bucket/run")` is the local folder `gs:/bucket/run`: a run would
 appear to write to a bucket, and its files would be lost with the machine.
 """
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,15 @@ def local_path(text: str) -> Path:
     return Path(local_name(text))
 
 
+def cache_path(cache_dir: str = "") -> Path:
+    """Return the cache directory for a value of `data.cache_dir`; this does not create it."""
+    if cache_dir:
+        return Path(cache_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    check_local("the environment variable XDG_CACHE_HOME", base)
+    return Path(base).expanduser() / "taibai"
+
+
 def _as_text(value: Any) -> str:
     return shown(str(value) if isinstance(value, Path) else value)
 
@@ -84,4 +94,7 @@ def _remedy(scheme: str, location: str) -> str:
             f"{first}download it with 'hf download {kind}{name} --local-dir=FOLDER', and name the "
             "folder"
         )
-    return "mount the store, or copy its files, and give the local path"
+    hint = ""
+    if scheme in ("s3", "gs"):
+        hint = f" (only runs, as {scheme}://BUCKET/FOLDER, and files of data may be in a store)"
+    return f"mount the store, or copy its files, and give the local path{hint}"

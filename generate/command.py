@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
+from checkpoint.run_copies import run_path
 from convert.from_hf import DTYPES
 from convert.hub_models import pinned_model
 from convert.model_on_disk import Source
 from convert.options import add_read_options, read_options
 from convert.source import read_source
-from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from distributed.messages import LONGEST_START_S, Exchange
-from fields.paths import local_path
+from fields.paths import cache_path
 from generate.sampling import Sampling
 from sharding.mesh import AXES, MeshConfig
 from untrusted.commands import refuses_bad_input
@@ -30,7 +30,7 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int | None
     """
     parser.add_argument(
         "--model",
-        type=local_path,
+        type=run_path,
         required=True,
         help="a run, a checkpoint, or a Hugging Face model, also as OWNER/NAME[@REVISION]",
     )

@@ -24,9 +24,10 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from checkpoint.layout import CHECKPOINTS
 from convert.from_hf import load_model
 from convert.model_on_disk import Source
-from convert.runs import CHECKPOINTS, config_of, newest_checkpoint
+from convert.runs import config_of, newest_checkpoint
 from data.batches import validation_batches
 from data.config import DataConfig
 from data.corpus import load_corpus

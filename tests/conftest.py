@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import hypothesis  # noqa: F401  before gc.freeze, after which it cannot register selenium's trio
 import jax
 import pytest
 from jax._src import compilation_cache
 
-from data.config import cache_path
 from distributed.compilation_cache import use_compilation_cache
 from distributed.variables import CPU_XLA_FLAGS
+from fields.paths import cache_path
 from tests.drawn import SEED, draw_cases
 from tests.hub import StandInHub, use_hub
 from tests.runs import write_corpus
@@ -232,3 +233,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     slowest = sorted(_seconds_of_files.items(), key=lambda item: -item[1])
     for file, seconds in slowest[:10]:
         terminalreporter.line(f"{seconds:6.0f} s  {file}")
+
+
+@pytest.fixture
+def memory_store() -> Iterator[Any]:
+    """The file system of fsspec in memory, which all code of a process shares; empty."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]

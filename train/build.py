@@ -35,6 +35,7 @@ from train.config.run_length import choose_length, with_num_steps
 from train.config.schema import RunConfig, checked_value, validate_config
 from train.lifecycle import workdir
 from train.lifecycle.callbacks import import_callbacks
+from train.lifecycle.store_workdir import StoreWorkdir
 from train.lifecycle.validation_data import load_data_to_evaluate
 from train.lifecycle.watchdog import jax_heartbeat_timeout_s
 from train.planning.auto_plan import plan_config
@@ -62,6 +63,7 @@ class RunOptions:
         is_evaluation: whether `--mode=eval` is given.
         is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, in a temporary `workdir`.
         is_verbose: whether `--verbose` is given.
+        store: object store of which `workdir` is a copy, or None.
         reading: what `config.yaml` and the `init_from` checkpoint may do.
     """
 
@@ -73,6 +75,7 @@ class RunOptions:
     is_fast_dev_run: bool = False
     is_verbose: bool = False
     reading: ReadOptions = ReadOptions()
+    store: StoreWorkdir | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,6 +263,8 @@ def _load_config(options: RunOptions) -> _LoadedConfig:
         command_line = overrides.command_line_keys & {"train.num_epochs"}
         choose_length(config_dict, command_line or {o.key for o in overrides.deepspeed})
         open_batch = translated.open_batch
+    if options.store is not None:
+        _open_store(config_dict, options.store, is_evaluation=options.is_evaluation)
     if options.is_evaluation and not (
         config_dict.get("init_from") or workdir.has_checkpoint(options.workdir)
     ):
@@ -292,17 +297,31 @@ def _pin_repositories(config_dict: Any, options: RunOptions) -> None:
     """
     if not may_name_repositories(config_dict):
         return
+    _join(config_dict)
+    exchange = Exchange(LONGEST_START_S)
+    pinned = exchange.on_first(
+        lambda: pin_repositories(config_dict, workdir.saved_config(options.workdir) or {})
+    )
+    exchange.on_all(lambda: store_pinned(config_dict, pinned))
+
+
+def _open_store(config_dict: Any, store: StoreWorkdir, *, is_evaluation: bool) -> None:
+    """Lock the workdir in a store, unless the run only evaluates, and download changed files."""
+    _join(config_dict)
+    if is_evaluation:
+        Exchange(LONGEST_START_S).on_all(store.download)
+    else:
+        store.open(checked_value(config_dict, "train.start_timeout_s"))
+
+
+def _join(config_dict: Any) -> None:
+    """Join the other processes of the run before its config is complete."""
     startup.join(
         start_timeout_s=checked_value(config_dict, "train.start_timeout_s"),
         heartbeat_timeout_s=jax_heartbeat_timeout_s(
             checked_value(config_dict, "train.failure_timeout_s")
         ),
     )
-    exchange = Exchange(LONGEST_START_S)
-    pinned = exchange.on_first(
-        lambda: pin_repositories(config_dict, workdir.saved_config(options.workdir) or {})
-    )
-    exchange.on_all(lambda: store_pinned(config_dict, pinned))
 
 
 def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfig:
@@ -339,7 +358,7 @@ def _start_devices(
     """
     process = startup.read_distributed_env(os.environ)
     if not options.is_fast_dev_run and (process is None or process.process_id == 0):
-        _log.info("workdir %s", options.workdir)
+        _log.info("workdir %s", options.store or options.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")
     if config.train.compilation_cache:
         use_compilation_cache(_program_cache(config, options))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from fields.paths import local_path
+from checkpoint.run_copies import records_path
 from train.lifecycle.phases import NAMES, RECOMPUTED, Phases
 from untrusted.commands import command_parser, refuses_bad_input, run_command
 from untrusted.documents import read_json
@@ -266,7 +266,7 @@ def _read_starts(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code: 0, or 2 after printing an error."""
     parser = command_parser("train.goodput")
-    parser.add_argument("workdir", type=local_path, help="a run's directory")
+    parser.add_argument("workdir", type=records_path, help="a run's directory")
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
     goodput = summarize(args.workdir)

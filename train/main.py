@@ -32,6 +32,7 @@ from typing import NoReturn
 import jax
 
 from checkpoint.errors import ReadError
+from checkpoint.run_copies import is_run_url
 from convert.options import add_permissions, read_options
 from data.examples import BrokenExample
 from distributed import startup
@@ -43,9 +44,18 @@ from train.build import BuiltRun, RunOptions, build_run
 from train.config import config_files, reference
 from train.config.overrides import Overrides
 from train.lifecycle.divergence import Diverged
-from train.lifecycle.exit_codes import DIVERGED, FAILED, FINAL, FINISHED, REFUSED, STOPPED
+from train.lifecycle.exit_codes import (
+    DIVERGED,
+    FAILED,
+    FINAL,
+    FINISHED,
+    REFUSED,
+    STOPPED,
+    UNSAVED,
+)
 from train.lifecycle.phases import Phases
 from train.lifecycle.restore import initial_state, restore_to_evaluate
+from train.lifecycle.store_workdir import StoreWorkdir
 from train.preparation import prepare, restore, start_watchdog
 from train.references import compute_references, set_references
 from train.reporting.ending import describe_end
@@ -119,16 +129,20 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
     with refusing_bad_input():
         for name in ("config", "workdir", "deepspeed"):
             check_no_nul(f"--{name}", str(getattr(args, name)))
-            check_local(f"--{name}", getattr(args, name))
+            if name != "workdir" or not is_run_url(str(args.workdir)):
+                check_local(f"--{name}", getattr(args, name))
+        workdir = str(args.workdir or config_files.default_workdir(args.config))
+        store = StoreWorkdir(workdir) if is_run_url(workdir) else None
         return RunOptions(
             config=args.config,
             overrides=Overrides.parse(others),
-            workdir=Path(args.workdir or config_files.default_workdir(args.config)),
+            workdir=Path(workdir) if store is None else store.directory,
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
             is_fast_dev_run=args.fast_dev_run,
             is_verbose=args.verbose,
             reading=read_options(args),
+            store=store,
         )
 
 
@@ -139,7 +153,10 @@ def train(options: RunOptions, signals: StopSignals) -> int:
         if options.is_fast_dev_run:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
             signals.remove_at_exit(Path(directory))
-            options = dataclasses.replace(options, workdir=Path(directory))
+            options = dataclasses.replace(options, workdir=Path(directory), store=None)
+        store = options.store
+        if store is not None:
+            stack.enter_context(closing(store))
         with refusing_bad_input():
             built = build_run(options)
             run = built.run
@@ -157,15 +174,18 @@ def train(options: RunOptions, signals: StopSignals) -> int:
                 phases=phases,
                 signals=signals,
             ).exit_code
+            if store is not None and not store.finish():
+                code = UNSAVED
         except (Diverged, BrokenExample, ReadError) as error:
             print_error(error)
             code = DIVERGED if isinstance(error, Diverged) else FAILED
         if jax.process_index() == 0 and not options.is_fast_dev_run:
-            _log.info("%s", _describe_end(run, options.workdir, prepared.logs))
+            place = options.workdir if store is None else store.url
+            _log.info("%s", _describe_end(run, place, prepared.logs))
         return code
 
 
-def _describe_end(run: Run, workdir: Path, logs: loop.Logs) -> str:
+def _describe_end(run: Run, workdir: Path | str, logs: loop.Logs) -> str:
     goodput = logs.goodput.summary()
     return describe_end(
         workdir,

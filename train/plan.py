@@ -25,9 +25,8 @@ from typing import Any
 import jax
 
 from convert.options import read_options
-from data.config import cache_path
 from distributed.startup import skip_absent_gpus
-from fields.paths import local_path
+from fields.paths import cache_path, local_path
 from predict.machines.targets import parse_target
 from sharding.mesh import MeshConfig, make_mesh
 from train.compile import (

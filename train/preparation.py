@@ -52,12 +52,7 @@ def prepare(built: BuiltRun, phases: Phases) -> Iterator[PreparedRun]:
     run = built.run
     workdir = built.options.workdir
     with contextlib.ExitStack() as stack:
-        workdir_lock = lock(
-            workdir,
-            timeout_s=run.config.train.start_timeout_s,
-            is_shared=not built.options.is_fast_dev_run,
-        )
-        start_id = stack.enter_context(workdir_lock)
+        start_id = stack.enter_context(_locked(built))
         with phases("compile"):
             run.compile()
             if built.options.is_verbose:
@@ -81,12 +76,25 @@ def prepare(built: BuiltRun, phases: Phases) -> Iterator[PreparedRun]:
         yield PreparedRun(restored=restored, logs=logs, start_id=start_id)
 
 
+def _locked(built: BuiltRun) -> contextlib.AbstractContextManager[str]:
+    """Return the lock of a workdir; one in a store is locked already."""
+    if built.options.store is not None:
+        return contextlib.nullcontext(built.options.store.start_id)
+    return lock(
+        built.options.workdir,
+        timeout_s=built.run.config.train.start_timeout_s,
+        is_shared=not built.options.is_fast_dev_run,
+    )
+
+
 def restore(built: BuiltRun, phases: Phases) -> RestoredRun:
     """Return the state of a run, and add the reference's outputs to its examples if needed."""
     run = built.run
     workdir = built.options.workdir
+    store = built.options.store
+    publish = None if store is None else store.publish
     with phases("restore"):
-        restored = restore_or_initialize(run, built.corpus, workdir, built.source)
+        restored = restore_or_initialize(run, built.corpus, workdir, built.source, publish)
         add_references(run, built.corpus, restored.state.params, restored.step, workdir)
     return restored
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from checkpoint.run_copies import run_path
 from convert.from_hf import load
 from convert.runs import config_of, newest_checkpoint
 from data.corpus import load_corpus
@@ -77,7 +78,7 @@ def _rows(
 def main(argv: list[str] | None = None) -> None:
     """Run the command; return the exit code, which is 2 if a run cannot be drawn."""
     parser = command_parser("train.reconstructions", description=__doc__)
-    parser.add_argument("workdir", type=local_path, help="workdir of an MAE run")
+    parser.add_argument("workdir", type=run_path, help="workdir of an MAE run")
     parser.add_argument(
         "--out", type=local_path, default=Path("reconstructions.png"), help="image file to write"
     )

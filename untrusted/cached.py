@@ -2,19 +2,61 @@
 
 Most files contain the digest, followed by the content. A file that other programs read too, such as
 a tokenizer.json, contains only the content; its digest is in a second file next to it, with the
-suffix `.sha256`.
+suffix `.sha256`. Processes that build the same file wait for each other's lock.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from untrusted.files import open_regular, remove, temporary_of, write_with
+from untrusted.files import (
+    make_private_directory,
+    open_in_place,
+    open_regular,
+    remove,
+    temporary_of,
+    try_lock,
+    write_with,
+)
 
 _DIGEST_BYTES = 32
 
+#: Seconds of waiting after which a message is logged.
+_SILENT_S = 2.0
+_POLL_S = 0.05
+
 _log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait for the lock of a cached file or directory, and hold it for the duration of the block.
+
+    Unlike a workdir's lock, it names no holder, waits for ever, and its file stays.
+
+    Args:
+        path: path of the file; the lock file is next to it, with `.lock` appended. Its directory is
+            created if it does not exist.
+
+    Raises:
+        ValueError: There is a link or something other than a file in the place of the lock.
+        OSError: The lock file cannot be opened.
+    """
+    file = Path(f"{path}.lock")
+    make_private_directory(file.parent)
+    with os.fdopen(open_in_place(file, os.O_RDWR), "r+b") as stream:
+        silent_until_s = time.monotonic() + _SILENT_S
+        has_warned = False
+        while not try_lock(stream, file):
+            if not has_warned and time.monotonic() > silent_until_s:
+                _log.warning("waiting for another process, which is making %s", path)
+                has_warned = True
+            time.sleep(_POLL_S)
+        yield
 
 
 def write_cached(path: Path, content: bytes, *, plain: bool = False) -> None:

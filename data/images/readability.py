@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 from PIL import UnidentifiedImageError
 
-from data.cache import locked, read_array, write_array
+from data.cache import read_array, write_array
 from data.checks import first_names
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.transforms.crops import open_image
+from untrusted.cached import locked
 from untrusted.files import read_bytes, version_of
 
 #: The largest image file that is read.

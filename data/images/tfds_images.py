@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from data.cache import locked, read_array, write_array
+from data.cache import read_array, write_array
 from data.config import DataConfig
 from data.image_config import ImageConfig
 from data.images.readability import find_problems, problem_of, report
 from data.images.sources import ImageDataset, ImageSource, Split, numbered_names
 from data.images.transforms.crops import open_image
 from data.tfds_sets import builder_key, open_builder, open_split, splits_of
+from untrusted.cached import locked
 
 # Stored in place of the label of an image that cannot be read.
 _BROKEN = np.iinfo(np.int64).min

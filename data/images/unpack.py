@@ -19,7 +19,6 @@ from typing import Any
 
 from PIL import Image
 
-from data.cache import locked
 from data.checks import files_key, matches_of
 from data.config import DataConfig
 from data.images.sources import Fields, Sample
@@ -27,6 +26,7 @@ from data.images.tables import samples_of_table
 from data.images.tars import TAR, samples_of_tar
 from data.saved_sets import files_of_folder
 from data.table_files import SUFFIXES, Budget, convert, num_rows_or_error
+from untrusted.cached import locked
 from untrusted.files import make_private_directory, new_directory
 from untrusted.messages import shortened
 

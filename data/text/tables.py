@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from data.cache import locked
 from data.checks import files_key
 from data.formats import COMPRESSED, DELIMITERS, PLAIN, TABLES, format_of
 from data.table_files import Budget, convert, num_rows_or_error, open_table
+from untrusted.cached import locked
 from untrusted.files import make_private_directory, open_new, open_regular
 from untrusted.messages import shortened
 

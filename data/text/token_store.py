@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from data.cache import locked
 from data.examples import BrokenExample
 from data.text.documents import Documents
 from data.text.tokenization.tokenizer import Tokenizer
+from untrusted.cached import locked
 from untrusted.documents import read_json
 from untrusted.files import check_link, open_regular, remove, write_text
 from untrusted.messages import shortened

@@ -18,8 +18,9 @@ from typing import Any
 import jax
 
 from checkpoint.checksums import CHECKSUMS_FILE, find_damage
-from checkpoint.layout import STATE, steps_in
-from convert.runs import CHECKPOINTS, CONFIG_FILE
+from checkpoint.layout import CHECKPOINTS, STATE, steps_in
+from checkpoint.run_copies import is_copy
+from convert.runs import CONFIG_FILE
 from train.reporting.appender import JsonLines
 from train.reporting.tensorboard_file import TensorBoardFile
 from untrusted.documents import read_json, read_json_lines, read_yaml
@@ -40,12 +41,17 @@ def check_follow(args: argparse.Namespace) -> None:
     """Check the arguments of a command that follows a run.
 
     Raises:
-        ValueError: they have `--out`, or `--model` is not the directory of a run.
+        ValueError: they have `--out`, or `--model` is not the directory of a run on this machine.
     """
     if args.out is not None:
         raise ValueError(
             f"--out={args.out} is for one evaluation; with --follow, the scores are written into "
             f"the run {args.model}"
+        )
+    if is_copy(args.model):
+        raise ValueError(
+            "--follow needs the directory of a run, but --model is in an object store; leave "
+            "--follow out to evaluate its newest checkpoint"
         )
     _num_steps(args.model)
 

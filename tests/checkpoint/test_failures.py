@@ -221,3 +221,33 @@ def test_all_processes_continue_when_one_cannot_write(tmp_path, broken):
     wanted = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=sharding)}
     restored = Checkpoints(directory, CONFIG).restore(wanted)
     assert restored is not None and restored[0] == 3
+
+
+def test_checkpoint_that_cannot_be_published_stays_and_its_save_has_failed(tmp_path, caplog):
+    published = []
+    is_down = True
+
+    def publish() -> None:
+        published.append(sorted(path.name for path in (tmp_path / "checkpoints").iterdir()))
+        if is_down:
+            raise ConnectionError("s3://bucket/run cannot be reached")
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CONFIG, publish)
+    checkpoints.save(1, SMALL, {})
+    with pytest.raises(
+        SaveError, match="checkpoint 1 is only on this machine: s3://bucket/run can"
+    ):
+        checkpoints.wait()
+    assert errors(caplog) == [
+        "Checkpoint 1 is only on this machine: s3://bucket/run cannot be reached."
+    ]
+    assert checkpoints.all_steps() == [1]
+    is_down = False
+    for step in (2, 3, 4):
+        checkpoints.save(step, SMALL, {})
+        checkpoints.wait()
+    checkpoints.set_aside(4)
+    checkpoints.close()
+    # Always after the directory has changed: old checkpoints are deleted, ruined ones renamed.
+    assert published == [["1"], ["1", "2"], ["2", "3"], ["3", "4"], ["3", "4.diverged"]]
+    assert checkpoints.last_failure is None

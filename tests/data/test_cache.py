@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from data import cache
-from data.cache import locked
+from untrusted import cached
+from untrusted.cached import locked
 
 
 def test_waiting_for_a_lock_is_logged(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(cache, "_SILENT_S", 0.1)
+    monkeypatch.setattr(cached, "_SILENT_S", 0.1)
     has_lock = threading.Event()
     may_end = threading.Event()
 

@@ -203,7 +203,7 @@ def test_names_of_sets():
     assert named_paths(paths) == {"wiki": ("a.txt", "c=d.txt"), "": ("./x=1/b.txt", "/x=2/e.txt")}
     config = DataConfig(global_batch_size=1, validation_paths=paths)
     assert config.validation_names == ("wiki", "")
-    for bad, message in ((("a=",), "has no path"), (("a=s3://b/c",), "is a URL")):
+    for bad, message in ((("a=",), "has no path"), (("a=file:///b/c",), "is a URL")):
         with pytest.raises(ValueError, match=message):
             DataConfig(global_batch_size=1, validation_paths=bad)
     with pytest.raises(ValueError, match="both name data to evaluate on"):

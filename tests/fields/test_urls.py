@@ -12,12 +12,12 @@ from tests.train.refusals import refusal
 from train.lifecycle.exit_codes import REFUSED
 from train.main import main
 
-URL = "gs://bucket/run"
+URL = "az://bucket/run"
 
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
-    """An empty working directory, in which a command that ignores the scheme writes `gs:`."""
+    """An empty working directory, in which a command that ignores the scheme writes `az:`."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     yield tmp_path / "empty"
@@ -40,7 +40,7 @@ def test_file_that_is_a_url_is_refused(option, capsys):
 
 
 @pytest.mark.parametrize(
-    "key", ["init_from", "data.paths", "data.tokenizer", "data.cache_dir", "pipeline.schedule"]
+    "key", ["init_from", "data.tokenizer", "data.cache_dir", "pipeline.schedule"]
 )
 def test_config_key_that_is_a_url_is_refused_by_name(key, corpus_overrides, tmp_path, capsys):
     error = refusal(tmp_path / "run", (*TINY, *corpus_overrides, f"{key}={URL}"), capsys)

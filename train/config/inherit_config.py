@@ -11,6 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from checkpoint.run_copies import is_run_url
 from convert.files import preprocessor
 from convert.hub_commits import base_commits
 from convert.options import DEFAULTS, ReadOptions
@@ -79,7 +80,8 @@ def take_init_from(
     path = config.get("init_from")
     if not path:
         return None
-    check_local("init_from", path)
+    if not is_run_url(path):
+        check_local("init_from", path)
     options = dataclasses.replace(
         options,
         harmless=checked_value(config, "train.init_harmless"),

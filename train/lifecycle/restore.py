@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 from grain import DatasetIterator
 
 from checkpoint.errors import ReadError
+from checkpoint.layout import CHECKPOINTS
 from checkpoint.manager import Checkpoints
-from convert.runs import CHECKPOINTS
 from convert.source import Source
 from data.batches import train_batches
 from data.examples import Corpus
@@ -46,12 +46,17 @@ class RestoredRun:
 
 
 def restore_or_initialize(
-    run: Run, corpus: Corpus, workdir: Path, source: Source | None = None
+    run: Run,
+    corpus: Corpus,
+    workdir: Path,
+    source: Source | None = None,
+    publish: Callable[[], object] | None = None,
 ) -> RestoredRun:
     """Restore a run from the newest intact checkpoint of its workdir, or initialize its state.
 
     Args:
         source: checkpoint with the initial parameters; None: the model initializes them.
+        publish: copies changes of the workdir to an object store; see `Checkpoints`.
 
     Raises:
         ValueError: there are checkpoints but none is intact, or they belong to another model or to
@@ -59,7 +64,7 @@ def restore_or_initialize(
         OSError: a checkpoint cannot be read, though it may be intact.
     """
     with contextlib.ExitStack() as on_error:
-        checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint)
+        checkpoints = Checkpoints(workdir / CHECKPOINTS, run.config.checkpoint, publish)
         on_error.callback(checkpoints.close)
         batches = train_batches(corpus, run.config.data, run.rows, seed=run.config.train.seed)
         restored = checkpoints.restore(run.state_layout.portable, may_lack=MAY_LACK)

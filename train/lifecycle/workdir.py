@@ -13,11 +13,11 @@ import jax
 
 from checkpoint.checksums import find_damage_of_config
 from checkpoint.errors import read_patiently
-from checkpoint.layout import CONFIG, steps_in
+from checkpoint.layout import CHECKPOINTS, CONFIG, steps_in
 from convert.files.tokenizer_files import add_stop_token, keep_tokenizer
 from convert.from_hf import keep_hf_files
 from convert.model_on_disk import LABELS_FILE
-from convert.runs import CHECKPOINTS, CONFIG_FILE, HF_FILES
+from convert.runs import CONFIG_FILE, HF_FILES
 from convert.source import Source
 from data.examples import Corpus, Label
 from data.text.chat.template import TOOLS_FILE

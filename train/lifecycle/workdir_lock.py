@@ -14,11 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from checkpoint.run_copies import LOCK_FILE
 from distributed.messages import Exchange
 from untrusted.files import naming, open_in_place, try_lock
-
-#: Exists while a run trains.
-LOCK_FILE = "lock"
 
 _log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from checkpoint.run_copies import records_path
 from fields.paths import local_path
 from train.report.page import render
 from train.report.run_records import read_runs
@@ -19,7 +20,7 @@ from untrusted.outputs import check_file
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; return the exit code, which is 2 if there is no run to report on."""
     parser = command_parser("train.report", description=__doc__)
-    parser.add_argument("workdirs", nargs="+", type=local_path, help="directories of runs")
+    parser.add_argument("workdirs", nargs="+", type=records_path, help="directories of runs")
     parser.add_argument(
         "--out", type=local_path, default=Path("report.html"), help="HTML file to write"
     )

@@ -9,11 +9,12 @@ from typing import Any
 
 
 def describe_end(
-    workdir: Path, *, step: int, num_steps: int, metrics: Mapping[str, Any], goodput: float
+    workdir: Path | str, *, step: int, num_steps: int, metrics: Mapping[str, Any], goodput: float
 ) -> str:
     """Return two lines: the last losses and the goodput, and the command of the report.
 
     Args:
+        workdir: directory or URL.
         step: last step that was done.
         num_steps: number of steps that the config asks for.
         metrics: last value of every metric that this start logged.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.cache import locked, read_array, write_array
+from data.cache import read_array, write_array
 from data.config import DataConfig
 from data.sequences import LazySequence
 from data.text.chat.lines import ChatLines, Conversations, Preferences
@@ -23,6 +23,7 @@ from data.text.chat.template import ChatTemplate, Dialogue, Rendered
 from data.text.records import split_lines, validation_lines
 from data.text.spans import DocumentSpans
 from data.text.tokenization.tokenizer import Tokenizer
+from untrusted.cached import locked
 
 _log = logging.getLogger(__name__)
 

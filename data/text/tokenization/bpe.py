@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from data.cache import locked
 from data.text.tokenization.file_tokenizer import FileTokenizer
 from data.text.tokenization.special_tokens import ADDED, END_OF_TEXT
-from untrusted.cached import read_cached, write_cached
+from untrusted.cached import locked, read_cached, write_cached
 
 # Training keeps all words in memory, and more text than this hardly changes the vocabulary.
 _MAX_BPE_CHARACTERS = 2**28

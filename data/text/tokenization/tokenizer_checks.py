@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from data.config import cache_path
 from data.text.tokenization.refusing import refusing
+from fields.paths import cache_path
 from untrusted.cached import others_may_write
 from untrusted.files import make_private_directory, write_with
 from untrusted.limited import LimitExceeded, run_limited

@@ -67,7 +67,7 @@ def images_of(corpus: Any) -> dict[bytes, str]:
 def test_images_and_labels_are_those_that_datasets_reads(label_file, tmp_path):
     paths = write_shards(tmp_path / "shards", label_file)
     corpus = corpus_of(paths, tmp_path / "cache", label_field="kind")
-    rows = datasets.load_dataset(
+    rows: Any = datasets.load_dataset(
         "webdataset", data_files=list(paths), split="train", cache_dir=str(tmp_path / "datasets")
     ).cast_column("png", datasets.Image(decode=False))
     expected = {}

@@ -1,5 +1,6 @@
 """Each checkpoint of a run is evaluated once, as soon as it is complete."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from checkpoint.checksums import CHECKSUMS_FILE
 from generate import image_eval, lm_eval
-from generate.evaluation.following import follow
+from generate.evaluation.following import check_follow, follow
 from tests.runs import ROOT, TINY, arguments, write_corpus
 from train.main import main as train
 from untrusted.documents import read_json_lines
@@ -223,3 +224,11 @@ def test_scores_of_images_are_those_of_training_at_each_step(tmp_path, capsys):
     for line in found:
         assert line["scores"]["accuracy"] == pytest.approx(logged[line["step"]], abs=1e-6)
     capsys.readouterr()
+
+
+def test_run_in_a_store_is_not_followed(tmp_path, monkeypatch):
+    """Its copy does not change while the run trains on another machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    args = argparse.Namespace(out=None, model=tmp_path / "taibai" / "stores" / "4f1d" / "run")
+    with pytest.raises(ValueError, match="--follow needs the directory of a run, but --model is"):
+        check_follow(args)

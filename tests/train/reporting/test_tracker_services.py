@@ -48,7 +48,7 @@ def record_id(name: str, workdir: Path) -> str:
     return json.loads((workdir / "trackers.json").read_text())[name]
 
 
-def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
+def records(file: Path) -> Iterator[Any]:
     """Yield the messages of an offline run of W&B.
 
     The file has blocks of 32 KiB, whose chunks have a header of 7 bytes, like logs of LevelDB.
@@ -65,7 +65,7 @@ def records(file: Path) -> Iterator[wandb_internal_pb2.Record]:
         message += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            yield wandb_internal_pb2.Record.FromString(message)
+            yield wandb_internal_pb2.Record.FromString(message)  # type: ignore[attr-defined]
             message = b""
 
 

@@ -1,0 +1,78 @@
+"""Files of data at URLs, which are copied into the cache before they are read.
+
+    s3://bucket/texts/a.jsonl         a file
+    gs://bucket/texts/*.parquet       the files that a glob matches, as for local files
+    s3://bucket/photos                a folder, with all files below it
+    https://host/a.csv                a file of a web server
+
+The readers of local files do the rest. At each start the store is asked which files have changed;
+only these are downloaded.
+"""
+
+import re
+from pathlib import Path
+
+from data.named_paths import matching_files
+from untrusted.local_copies import LocalCopy
+from untrusted.stores import Store, is_url
+
+_MAGIC = re.compile(r"[*?\[]")
+# Token files have two parts, of which the config names one.
+_TOKENS = re.compile(r"(.*)\.(?:bin|idx)")
+_NUM_ATTEMPTS = 3
+
+
+def local_entry(key: str, entry: str, stores: Path) -> str:
+    """Return the local path or glob of a URL, whose files are copied.
+
+    Args:
+        key: key of the config, for messages.
+        entry: URL of a file or of a folder, or a glob.
+        stores: directory of all copies.
+
+    Raises:
+        ValueError: There is no such file, or the store refuses access.
+        ConnectionError: The store cannot be reached.
+    """
+    try:
+        root, pattern = _split_glob(entry)
+        copy = LocalCopy(Store(root), stores)
+        with copy.locked():
+            _pull(copy, entry, pattern)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+    except ConnectionError as error:
+        raise ConnectionError(f"{key}: {error}") from error
+    return str(copy.directory / pattern)
+
+
+def _split_glob(entry: str) -> tuple[str, str]:
+    """Return the URL of the folder of a glob, and the glob in it; "" if there is none."""
+    if entry.startswith(("http://", "https://")):
+        return entry, ""  # A web server lists no files.
+    magic = _MAGIC.search(entry)
+    if magic is None and not _TOKENS.fullmatch(entry):
+        return entry.rstrip("/"), ""
+    end = magic.start() if magic else len(entry)
+    root = entry[:end].rpartition("/")[0]
+    if not is_url(root):
+        raise ValueError(f"{entry} has no bucket in front of the glob; name one")
+    return root, entry[len(root) + 1 :]
+
+
+def _pull(copy: LocalCopy, entry: str, pattern: str) -> None:
+    for attempt in range(_NUM_ATTEMPTS):
+        files = copy.store.list()
+        chosen = {*matching_files([*files], pattern)}
+        if not chosen:
+            some = f"; it has {len(files):,} others, such as {min(files)}" if files else ""
+            raise ValueError(f"no file matches {entry}{some}; correct the URL")
+        if tokens := _TOKENS.fullmatch(pattern):
+            chosen |= {*matching_files([*files], f"{tokens[1]}.bin")}
+            chosen |= {*matching_files([*files], f"{tokens[1]}.idx")}
+        try:
+            copy.pull(files, chosen.__contains__)
+            return
+        except FileNotFoundError:  # Somebody has deleted a file.
+            if attempt == _NUM_ATTEMPTS - 1:
+                raise
