@@ -5,10 +5,10 @@ Hardware: any that holds the model; set the keys of `mesh` to use more than one 
     python -m train.main --config=configs/bert_classify.py --config.init_from=PATH \
         --config.data.paths=reviews.jsonl --workdir=runs/classify
 
-PATH is the directory of a Hugging Face model: config.json, *.safetensors and tokenizer.json. Each
-line of the .jsonl file has the fields `text` and `label`. Set `data.text_field` and
-`data.label_field` if yours have other names, and `data.pair_field` if there is a second text. The
-set of labels is read from the file. A ModernBERT needs `--config.model.name=modernbert`.
+PATH is the directory of a Hugging Face model, or `OWNER/NAME` on the hub. Each line or row of the
+file has the fields `text` and `label`. Set `data.text_field` and `data.label_field` if yours have
+other names, and `data.pair_field` if there is a second text. The labels are read from the file. A ModernBERT needs
+`--config.model.name=modernbert`.
 """
 
 from ml_collections import ConfigDict

@@ -107,7 +107,7 @@ class DataConfig(Section, section="data"):
         "Files or folders to evaluate on, as for `paths`; nothing is then held out of the training "
         "data. `NAME=PATH` evaluates on several sets at once, each with metrics of its own such as "
         "`eval_NAME_loss`: `wiki=wiki/*.jsonl,code=code.txt`. A path that begins like a name is "
-        "written with `./` in front. Images: one folder per set.",
+        "written with `./` in front. Images: one folder or glob per set.",
         nonempty=True,
         remedy="write for example ('held_out/*.txt',) or ('wiki=wiki/*.txt', 'code=code/*.txt')",
     )

@@ -81,6 +81,32 @@ def test_printed_code_equals_the_executed_example(example, page):
 
 
 @pytest.mark.thorough
+def test_metric_of_the_docs_is_the_share_of_right_tokens_on_any_mesh(tmp_path):
+    code = (ROOT / "docs" / "examples" / "accuracy.py").read_text()
+    assert code[code.index("\nfrom ") :].strip() in (ROOT / "docs" / "own_parts.md").read_text()
+    overrides = (
+        *SHORT,
+        "model.name=docs.examples.accuracy:GPT2WithAccuracy",
+        "model.num_layers=2",
+        "model.num_heads=2",
+        "train.num_steps=15",
+        "optimizer.learning_rate=0.02",
+        "eval.num_batches=1",
+        f"data.cache_dir={tmp_path}",
+    )
+    found = {}
+    for name in ("gpt2", "gpt2_3d"):
+        workdir = tmp_path / name
+        flags = arguments(workdir, overrides)
+        assert main([*flags, f"--config={ROOT}/configs/{name}.py"]) == 0
+        entries = read_metrics(workdir / "metrics.jsonl")
+        found[name] = [entry["accuracy"] for entry in entries if "accuracy" in entry]
+        assert any("eval_accuracy" in entry for entry in entries)
+    assert found["gpt2"] == pytest.approx(found["gpt2_3d"], abs=0.02)  # of 256 tokens a step
+    assert 0 <= found["gpt2"][0] < found["gpt2"][-1] < 1
+
+
+@pytest.mark.thorough
 def test_example_of_python_md_prints_equal_losses(tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     done = subprocess.run(

@@ -6,6 +6,11 @@ DeepSpeed. Whatever section a name is typed with, its last part is looked up:
     --config.optimizer.lr, --config.lr, --config.train.LR      optimizer.learning_rate
 """
 
+#: Stands for the size of a microbatch, which has no key.
+MICROBATCH_SIZE = (
+    "data.global_batch_size / (train.num_microbatches × replicas), where mesh.data × mesh.fsdp × "
+    "mesh.expert are the replicas"
+)
 #: Our key, or another way to say it -> the names of other trainers.
 _NAMES = {
     "init_from": """model_name_or_path pretrained pretrained_model_name_or_path model_path hf_path
@@ -62,9 +67,9 @@ _NAMES = {
         train_iter total_steps max_iters num_iterations""",
     "train.num_epochs": "epochs num_epochs num_train_epochs max_epochs train_epoch train_epochs",
     "train.num_microbatches": """gradient_accumulation_steps accumulate_grad_batches grad_accum
-        num_accumulation_steps micro_batch_size train_micro_batch_size
-        train_micro_batch_size_per_gpu per_device_train_batch_size per_device_batch_size
-        local_batch_size num_microbatches""",
+        num_accumulation_steps num_microbatches""",
+    MICROBATCH_SIZE: """micro_batch_size train_micro_batch_size train_micro_batch_size_per_gpu
+        per_device_train_batch_size per_device_batch_size local_batch_size""",
     "train.remat": """gradient_checkpointing activation_checkpoint activation_checkpointing
         checkpoint_activations recompute recompute_granularity recompute_activations remat_policy
         use_gradient_checkpointing remat""",

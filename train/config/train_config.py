@@ -23,7 +23,7 @@ class TrainConfig(Section, section="train"):
     num_microbatches: int = field(
         1,
         "Microbatches per step, for pipelines and gradient accumulation. num_microbatches × "
-        "mesh.data × mesh.fsdp must divide `data.global_batch_size`.",
+        "mesh.data × mesh.fsdp × mesh.expert must divide `data.global_batch_size`.",
         ge=1,
         le=4096,
         remedy="choose fewer microbatches of more examples each",

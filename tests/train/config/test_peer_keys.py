@@ -8,7 +8,7 @@ import pytest
 from models.text.llama import LlamaConfig
 from tests.runs import CONFIG
 from tests.train.config.loading import load
-from train.config.peer_keys import _NAMES
+from train.config.peer_keys import _NAMES, MICROBATCH_SIZE
 
 ROOT = Path(__file__).parents[3]
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[3]
         ("optimizer.lr", "optimizer.learning_rate"),
         ("batch_size", "data.global_batch_size"),
         ("train.gradient_accumulation_steps", "train.num_microbatches"),
+        ("micro_batch_size", r"data.global_batch_size / \(train.num_microbatches × replicas\), .*"),
         ("tp", "mesh.model"),
         ("pipeline_model_parallel_size", "mesh.pipeline"),
         ("train.bf16", "precision.compute"),
@@ -41,4 +42,4 @@ def test_every_name_belongs_to_one_key_that_exists():
     reference = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     of_model = [f"model.{field.name}" for field in dataclasses.fields(LlamaConfig)]
     keys = {key for key in _NAMES if f"`{key}`" in reference or key in of_model}
-    assert _NAMES.keys() - keys == {"--workdir"}
+    assert _NAMES.keys() - keys == {"--workdir", MICROBATCH_SIZE}
