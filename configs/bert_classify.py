@@ -7,8 +7,8 @@ Hardware: any that holds the model; set the keys of `mesh` to use more than one 
 
 PATH is the directory of a Hugging Face model, or `OWNER/NAME` on the hub. Each line or row of the
 file has the fields `text` and `label`. Set `data.text_field` and `data.label_field` if yours have
-other names, and `data.pair_field` if there is a second text. The labels are read from the file. A ModernBERT needs
-`--config.model.name=modernbert`.
+other names, and `data.pair_field` if there is a second text. The labels are read from the file. A
+ModernBERT needs `--config.model.name=modernbert`.
 """
 
 from ml_collections import ConfigDict

@@ -85,11 +85,11 @@ class DataConfig(Section, section="data"):
     )
     paths: tuple[str, ...] = field(
         (),
-        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .csv, .tsv, "
-        ".parquet and .arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that "
+        "Files or folders of the corpus. For `name=text`: globs of .txt, .jsonl, .json, .csv, "
+        ".tsv, .parquet and .arrow files, such as `my_texts/*.txt,more.jsonl`, or folders that "
         "`datasets` has saved; .txt and .jsonl files may be compressed (.gz, .zst). "
-        "Each .jsonl line or row of a table is one document; a .txt file is cut at line ends "
-        "into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
+        "Each .jsonl line, object of a .json list or row of a table is one document; a .txt file "
+        "is cut at line ends into documents of about 32 KiB. For `name=megatron`: paths or globs of token files "
         "without the suffixes .bin and .idx, or a mixture in Megatron's spelling, `0.7 a 0.3 b`. "
         "For `name=image_folder`: one folder, which contains either a folder of images per class "
         "or train/ and val/ folders of that kind; or two folders, the second for validation. Or "

@@ -8,6 +8,8 @@ from data.table_files import SUFFIXES as TABLES
 PLAIN = (".txt", ".jsonl")
 #: Character between the values of a row.
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+#: A file with a list of objects, or with an object per line as in .jsonl.
+JSON = ".json"
 #: Compressed files: the end of the name after the one of the content.
 COMPRESSED = (".gz", ".zst")
 #: All formats.
@@ -15,6 +17,7 @@ FORMATS = (
     *PLAIN,
     *TABLES,
     *DELIMITERS,
+    JSON,
     *(plain + compressed for plain in PLAIN for compressed in COMPRESSED),
 )
 

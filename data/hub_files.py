@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data.config import DataConfig
-from data.formats import TABLES, format_of, named_formats
+from data.formats import JSON, TABLES, format_of, named_formats
 from data.named_paths import matching_files, named_paths
 from data.store_files import local_entry
 from untrusted.hub import Repository, cached_files, dataset_of, fetch, list_files, pin
@@ -60,7 +60,9 @@ def hub_splits(entry: str, *, reads_images: bool) -> dict[str, tuple[str, ...]]:
     if not below or path in files or (reads_images and any(f.endswith(_IMAGES) for f in below)):
         return {}
     formats = TABLES if reads_images else None
-    readable = [f for f in below if (f.endswith(formats) if formats else format_of(f))]
+    # A .json file must be named: most describe the dataset.
+    texts = [f for f in below if format_of(f) not in (None, JSON)]
+    readable = [f for f in below if f.endswith(formats)] if formats else texts
     if not readable:
         what = " and ".join(TABLES) if reads_images else named_formats()
         raise ValueError(

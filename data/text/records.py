@@ -88,7 +88,8 @@ def split_lines(config: DataConfig) -> dict[str, DocumentSpans]:
     if others:
         raise ValueError(
             f"data.paths matches {others[0]!r}, but data.objective={config.objective!r} reads only "
-            ".jsonl, .csv, .tsv, .parquet and .arrow files; narrow the glob or convert the file"
+            ".jsonl, .json, .csv, .tsv, .parquet and .arrow files; narrow the glob or convert the "
+            "file"
         )
     lines = as_lines(files, config.cache_path, config.verify)
     return split_files(lines, config.held_out_fraction, config.sequence_length, files)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from data.examples import BrokenExample
-from data.formats import TABLES
+from data.formats import JSON, TABLES
 from untrusted.files import open_regular, version_of
 
 
@@ -53,7 +53,7 @@ class DocumentSpans:
     def place_of(self, index: int) -> str:
         """Return the file and the first line of a document, for messages."""
         file = self._named[self._spans[index, 0]]
-        unit = "row" if file.suffix in TABLES else "line"
+        unit = "row" if file.suffix in (*TABLES, JSON) else "line"
         return f"{file} {unit} {self._spans[index, 3]}"
 
     def read(self, index: int) -> str:

@@ -1,6 +1,7 @@
 """Files of other formats, converted to .jsonl or .txt files in the cache when they are first used.
 
     rows.parquet, rows.arrow      a line for each row
+    rows.json                     a line for each object of its list
     rows.csv, rows.tsv            a line for each row, with the number of the line that it begins at
     a.jsonl.gz, b.txt.zst         the content
 
@@ -14,13 +15,14 @@ import io
 import json
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from data.checks import files_key
-from data.formats import COMPRESSED, DELIMITERS, PLAIN, TABLES, format_of
+from data.formats import COMPRESSED, DELIMITERS, JSON, PLAIN, TABLES, format_of
 from data.table_files import Budget, convert, num_rows_or_error, open_table
 from untrusted.cached import locked
 from untrusted.files import make_private_directory, open_new, open_regular
@@ -30,6 +32,9 @@ from untrusted.messages import shortened
 _PIECE_BYTES = 2**20
 # Longest value in a .csv file; the default of Python is 128 KiB.
 _MAX_VALUE_BYTES = 64 * 2**20
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +91,8 @@ def _lines(file: Path, budget: Budget) -> Iterator[bytes]:
         yield from _decompressed(file)
     elif file.suffix in TABLES:
         yield from map(_as_line, _records(file, budget))
+    elif file.suffix == JSON:
+        yield from _listed(file)
     else:
         written = 0
         for number, record in _delimited(file):
@@ -96,6 +103,44 @@ def _lines(file: Path, budget: Budget) -> Iterator[bytes]:
 
 def _as_line(record: dict[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def _listed(file: Path) -> Iterator[bytes]:
+    """Yield a line for each object of the list in a .json file; or its lines, if it has no list."""
+    with open_regular(file) as stream:
+        content = stream.read()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"data.paths: {file} is not UTF-8 text ({error}); convert it") from error
+    position = _after_blanks(text, 0)
+    if not text.startswith("[", position):
+        yield from text.encode().splitlines(keepends=True)
+        return
+    number = 0
+    position = _after_blanks(text, position + 1)
+    while not text.startswith("]", position):
+        number += 1
+        try:
+            value, position = _DECODER.raw_decode(text, position)
+            position = _after_blanks(text, position)
+            if text[position] not in ",]":
+                raise ValueError(f"{text[position]!r} follows it in place of a comma")
+        except (ValueError, IndexError, RecursionError) as error:
+            raise ValueError(
+                f"data.paths: {file} row {number} is not valid JSON, or the list has no end "
+                f"({shortened(error)}); write it again, or as .jsonl"
+            ) from error
+        if text[position] == ",":
+            position = _after_blanks(text, position + 1)
+        yield _as_line(value)
+
+
+def _after_blanks(text: str, position: int) -> int:
+    """Return the position of the next character that is not blank in JSON."""
+    match = _BLANKS.match(text, position)
+    assert match is not None, "it matches an empty text too"
+    return match.end()
 
 
 def _decompressed(file: Path) -> Iterator[bytes]:

@@ -46,6 +46,8 @@ def write(kind: str, directory: Path) -> str:
             table = pa.Table.from_pylist(ROWS[10 * i : 10 * (i + 1)])
             pq.write_table(table, directory / f"rows-{i}.parquet")
         return str(directory / "rows-*.parquet")
+    elif kind == ".json":
+        file.write_text(json.dumps(ROWS, indent=2, ensure_ascii=False) + "\n", encoding="utf-8-sig")
     else:
         file.write_bytes(LINES)
     return str(file)
@@ -65,7 +67,7 @@ def config_of(path: str, cache: Path, **changes) -> DataConfig:
 
 
 @pytest.mark.parametrize("objective", ["causal_lm", "classification"])
-@pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+@pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl.gz", ".jsonl.zst", ".parquet", ".json"])
 def test_rows_are_those_of_a_jsonl_file(kind, objective, tmp_path):
     expected, found = (
         load_corpus(config_of(write(each, tmp_path), tmp_path / "cache", objective=objective))
@@ -138,3 +140,30 @@ def test_bad_files_and_rows_are_named(name, content, message, tmp_path):
     config = config_of(str(file), tmp_path / "cache", **changes)
     with pytest.raises(ValueError, match=message):
         load_corpus(config)
+
+
+def test_lines_in_a_json_file_are_read_as_lines(tmp_path):
+    (tmp_path / "rows.json").write_bytes(LINES)
+    (tmp_path / "rows.jsonl").write_bytes(LINES)
+    found, expected = (
+        load_corpus(config_of(str(tmp_path / f"rows{kind}"), tmp_path / "cache")).fingerprint
+        for kind in (".json", ".jsonl")
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}, {"text": ', "row 2 is not valid JSON, or the list has no end"),
+        ('[{"text": "a"}', "row 1 is not valid JSON, or the list has no end"),
+        ('[{"text": "a"} {"text": "b"}]', "row 1 is not valid JSON, or the list has no end"),
+        ('[{"text": "a"}, 3]', "row 2"),
+        ("[" * 100_000, "row 1 is not valid JSON, or the list has no end"),
+        ("[]", "there is no text in"),
+    ],
+)
+def test_broken_json_files_are_refused(content, message, tmp_path):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load_corpus(config_of(str(tmp_path / "rows.json"), tmp_path / "cache"))
