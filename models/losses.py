@@ -151,6 +151,18 @@ class VocabLogits:
             logits = logits + self.bias_V[None, None, : self.vocab_size]
         return soft_capped(logits, self.softcap)
 
+    def predictions(self) -> jax.Array:
+        """Return the token with the largest logit, int32[B, T]; a model's `head` may call it.
+
+        A head must not call `whole`: a pipeline stage runs it alone, and to slice the logits, which
+        `mesh.model` splits, it would wait for the other stages.
+        """
+        logits = jnp.einsum("BTD,VD->BTV", self.x_BTD, self.table_VD)
+        if self.bias_V is not None:
+            logits = logits + self.bias_V
+        is_token_V = jnp.arange(logits.shape[-1]) < self.vocab_size
+        return jnp.where(is_token_V, logits, -jnp.inf).argmax(-1).astype(jnp.int32)
+
     def loss(
         self, targets_BT: jax.Array, weights_BT: jax.Array, token_loss: TokenLoss = cross_entropy
     ) -> jax.Array:

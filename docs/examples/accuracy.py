@@ -12,5 +12,5 @@ class GPT2WithAccuracy(GPT2):
     def head(self, x, batch):
         """Return (sum of losses, sum of weights, metrics)."""
         loss, weight, metrics = super().head(x, batch)
-        is_right = self.outputs(x).whole().argmax(-1) == batch["targets"]
+        is_right = self.outputs(x).predictions() == batch["targets"]
         return loss, weight, metrics | {"accuracy": (is_right * batch["weights"]).sum()}
