@@ -31,15 +31,19 @@ def a_stop_token(tokens: list[list[int]]) -> int:
 @pytest.mark.thorough
 @pytest.mark.drawn(3)
 def test_beams_of_every_family_equal_those_of_transformers(model):
-    """In float64: scores of beams are sums, of which some are equal in float32 up to rounding."""
+    """In float32; or, if two beams are equal up to rounding there, in float64."""
     reference, directory = model
-    reference = copy.deepcopy(reference).double()
     stop = a_stop_token(theirs(reference))
     beams = Beams(num_beams=4)
-    expected = expected_beams(reference, beams, stop)
-    with jax.enable_x64(True):
-        generator = Generator(load(directory, dtype="float64"), stop=[stop], start=START)
-        assert generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams) == expected
+
+    def are_equal(reference: Any, dtype: str) -> bool:
+        generator = Generator(load(directory, dtype=dtype), stop=[stop], start=START)
+        found = generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams)
+        return found == expected_beams(reference, beams, stop)
+
+    if not are_equal(reference, "float32"):
+        with jax.enable_x64(True):
+            assert are_equal(copy.deepcopy(reference).double(), "float64")
 
 
 @pytest.mark.parametrize(
