@@ -109,6 +109,7 @@ class RunConfig:
                 self.pipeline.chunks,
             )
         self._check_experts()
+        self._check_best()
         if -1 in (mesh.data, mesh.fsdp, mesh.expert):
             return  # checked again once the number of devices is known
         divisor = parts * mesh.num_replicas
@@ -126,6 +127,15 @@ class RunConfig:
                 f"memory.zero_stage=3, not {memory.zero_stage}, or mesh.fsdp of more than 1; "
                 "change one of them"
             )
+        if self.data.reads_images:
+            return
+        if mesh.context > 0 and self.data.sequence_length % mesh.context:
+            raise ValueError(
+                f"mesh.context={mesh.context} must divide "
+                f"data.sequence_length={self.data.sequence_length}"
+            )
+
+    def _check_best(self) -> None:
         checkpoint = self.checkpoint
         if self.train.early_stopping is not None and not checkpoint.keep_best:
             raise ValueError(
@@ -137,13 +147,6 @@ class RunConfig:
                 f"checkpoint.keep_best={checkpoint.keep_best} compares checkpoints of evaluated "
                 f"steps, but checkpoint.every_steps={checkpoint.every_steps} and "
                 f"eval.every_steps={self.eval.every_steps}; set both to more than 0"
-            )
-        if self.data.reads_images:
-            return
-        if mesh.context > 0 and self.data.sequence_length % mesh.context:
-            raise ValueError(
-                f"mesh.context={mesh.context} must divide "
-                f"data.sequence_length={self.data.sequence_length}"
             )
 
     def _check_experts(self) -> None:
