@@ -163,6 +163,7 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             prepared = stack.enter_context(prepare(built, phases))
         watchdog = start_watchdog(run, options.workdir, prepared.start_id, phases)
         stack.enter_context(closing(watchdog))
+        problem: Exception | None = None
         try:
             code = loop.train(
                 run,
@@ -177,11 +178,13 @@ def train(options: RunOptions, signals: StopSignals) -> int:
             if store is not None and not store.finish():
                 code = UNSAVED
         except (Diverged, BrokenExample, ReadError) as error:
-            print_error(error)
+            problem = error
             code = DIVERGED if isinstance(error, Diverged) else FAILED
         if jax.process_index() == 0 and not options.is_fast_dev_run:
             place = options.workdir if store is None else store.url
             _log.info("%s", _describe_end(run, place, prepared.logs))
+        if problem is not None:
+            print_error(problem)
         return code
 
 
