@@ -124,7 +124,8 @@ def test_ctrl_c_ends_a_reply_and_ctrl_d_the_chat(directory):
         read_until("> ")
         os.write(ours, b"hello\n")
         read_until("hello\r\n")
-        process.send_signal(signal.SIGINT)  # while the model is being compiled
+        time.sleep(1)  # the terminal echoes a line before the process has read it
+        process.send_signal(signal.SIGINT)  # while the model is being compiled, or replies
         read_until("> ")
         process.send_signal(signal.SIGINT)  # no reply: the line is given up
         read_until("(/exit or Ctrl-D ends the chat)")

@@ -90,6 +90,7 @@ def test_values_equal_those_of_the_command_and_a_second_call_resumes(
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_releases_its_workdir_and_resumes(overrides, tmp_path, monkeypatch):
     undisturbed = run(tmp_path / "undisturbed", overrides)
     before = traces()
