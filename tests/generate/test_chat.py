@@ -107,7 +107,9 @@ def test_ctrl_c_ends_a_reply_and_ctrl_d_the_chat(directory):
     """A real process on a pseudo-terminal."""
     ours, theirs = pty.openpty()
     # No token ends a reply, so it would go on for as long as there is room.
-    command = [sys.executable, "-m", "generate.chat", f"--model={directory}", "--max_length=96"]
+    # Without randomness: a random reply may contain the prompt "> ".
+    options = [f"--model={directory}", "--max_length=96", "--temperature=0"]
+    command = [sys.executable, "-m", "generate.chat", *options]
     process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
 
@@ -134,9 +136,10 @@ def test_ctrl_c_ends_a_reply_and_ctrl_d_the_chat(directory):
         read_until("> ")
         os.write(ours, b"hello\n")
         read_until("hello\r\n")
-        assert len(read_until("> ")) > 20  # the caches are intact
+        assert len(read_until("> ")) > 5  # the caches are intact
         os.write(ours, b"\x04")
         assert process.wait(60) == 0
     finally:
         process.kill()
+        process.wait()
         os.close(ours)
