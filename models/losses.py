@@ -143,10 +143,8 @@ class VocabLogits:
 
     def whole(self) -> jax.Array:
         """Return the logits without the padding of the vocab, float32[B, T, V] or wider."""
-        wide = jnp.promote_types(self.x_BTD.dtype, jnp.float32)
         # Without the padding of the table, each call would copy it.
-        logits = jnp.einsum("BTD,VD->BTV", self.x_BTD, self.table_VD, preferred_element_type=wide)
-        logits = logits[..., : self.vocab_size]
+        logits = self._products()[..., : self.vocab_size]
         if self.bias_V is not None:
             logits = logits + self.bias_V[None, None, : self.vocab_size]
         return soft_capped(logits, self.softcap)
@@ -157,11 +155,16 @@ class VocabLogits:
         A head must not call `whole`: a pipeline stage runs it alone, and to slice the logits, which
         `mesh.model` splits, it would wait for the other stages.
         """
-        logits = jnp.einsum("BTD,VD->BTV", self.x_BTD, self.table_VD)
+        logits = self._products()
         if self.bias_V is not None:
             logits = logits + self.bias_V
         is_token_V = jnp.arange(logits.shape[-1]) < self.vocab_size
         return jnp.where(is_token_V, logits, -jnp.inf).argmax(-1).astype(jnp.int32)
+
+    def _products(self) -> jax.Array:
+        """Return x · tableᵀ with the padding of the vocab, float32[B, T, V] or wider."""
+        wide = jnp.promote_types(self.x_BTD.dtype, jnp.float32)
+        return jnp.einsum("BTD,VD->BTV", self.x_BTD, self.table_VD, preferred_element_type=wide)
 
     def loss(
         self, targets_BT: jax.Array, weights_BT: jax.Array, token_loss: TokenLoss = cross_entropy
