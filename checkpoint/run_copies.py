@@ -14,7 +14,7 @@ start of the run deletes it.
 import argparse
 import functools
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from checkpoint.checksums import CHECKSUMS_FILE
@@ -23,7 +23,7 @@ from fields.paths import cache_path, local_path
 from untrusted.files import remove, try_lock
 from untrusted.local_copies import LocalCopy
 from untrusted.messages import sentence_of
-from untrusted.stores import Store
+from untrusted.stores import RemoteFile, Store
 
 #: Files of a workdir that are about the processes of this machine.
 LOCK_FILE = "lock"
@@ -32,7 +32,6 @@ _ONLY_HERE = (LOCK_FILE, "watchdog")
 _RUN = re.compile(r"(?:s3|gs)://[^/]+/[^*?\[]+")
 _CHECKPOINT_URL = re.compile(rf"(.+)/{CHECKPOINTS}(?:/(\d+))?")
 _STEP = re.compile(rf"{CHECKPOINTS}/(\d+)/.+")
-_NUM_ATTEMPTS = 3
 
 
 def is_run_url(text: str) -> bool:
@@ -113,29 +112,25 @@ def download_run(copy: LocalCopy, steps: Callable[[list[int]], Collection[int]])
     """
     with copy.locked():
         if not _is_in_use(copy.directory):
-            _pull(copy, steps)
+            copy.pull_chosen(functools.partial(_choose, copy.store.url, steps))
 
 
-def _pull(copy: LocalCopy, steps: Callable[[list[int]], Collection[int]]) -> None:
-    for attempt in range(_NUM_ATTEMPTS):
-        files = copy.store.list()
-        complete = _complete_steps(files)
-        chosen = {*steps(complete)}
-        if not files:
-            raise ValueError(f"{copy.store.url} has no files; correct the URL of the run")
-        if not chosen <= {*complete}:
-            raise ValueError(
-                f"{copy.store.url} has no complete checkpoint of step {min(chosen)}, but of "
-                f"{', '.join(map(str, complete)) or 'none'}; choose one of these"
-            )
-        # A checkpoint that is being uploaded is not there yet.
-        there = {name: file for name, file in files.items() if _step_of(name) in (None, *complete)}
-        try:
-            copy.pull(there, functools.partial(_is_shared, steps=chosen))
-            return
-        except FileNotFoundError:  # The run has deleted an old checkpoint.
-            if attempt == _NUM_ATTEMPTS - 1:
-                raise
+def _choose(
+    url: str, steps: Callable[[list[int]], Collection[int]], files: Mapping[str, RemoteFile]
+) -> tuple[Mapping[str, RemoteFile], Callable[[str], bool]]:
+    """Return the arguments of `LocalCopy.pull`; the run may delete an old checkpoint meanwhile."""
+    complete = _complete_steps(files)
+    chosen = {*steps(complete)}
+    if not files:
+        raise ValueError(f"{url} has no files; correct the URL of the run")
+    if not chosen <= {*complete}:
+        raise ValueError(
+            f"{url} has no complete checkpoint of step {min(chosen)}, but of "
+            f"{', '.join(map(str, complete)) or 'none'}; choose one of these"
+        )
+    # A checkpoint that is being uploaded is not there yet.
+    there = {name: file for name, file in files.items() if _step_of(name) in (None, *complete)}
+    return there, functools.partial(_is_shared, steps=chosen)
 
 
 def open_run_copy(copy: LocalCopy) -> None:

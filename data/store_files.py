@@ -9,17 +9,18 @@ The readers of local files do the rest. At each start the store is asked which f
 only these are downloaded.
 """
 
+import functools
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from data.named_paths import matching_files
 from untrusted.local_copies import LocalCopy
-from untrusted.stores import Store, is_url
+from untrusted.stores import RemoteFile, Store, is_url
 
 _MAGIC = re.compile(r"[*?\[]")
 # Token files have two parts, of which the config names one.
 _TOKENS = re.compile(r"(.*)\.(?:bin|idx)")
-_NUM_ATTEMPTS = 3
 
 
 def local_entry(key: str, entry: str, stores: Path) -> str:
@@ -38,7 +39,7 @@ def local_entry(key: str, entry: str, stores: Path) -> str:
         root, pattern = _split_glob(entry)
         copy = LocalCopy(Store(root), stores)
         with copy.locked():
-            _pull(copy, entry, pattern)
+            copy.pull_chosen(functools.partial(_choose, entry, pattern))
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     except ConnectionError as error:
@@ -60,19 +61,15 @@ def _split_glob(entry: str) -> tuple[str, str]:
     return root, entry[len(root) + 1 :]
 
 
-def _pull(copy: LocalCopy, entry: str, pattern: str) -> None:
-    for attempt in range(_NUM_ATTEMPTS):
-        files = copy.store.list()
-        chosen = {*matching_files([*files], pattern)}
-        if not chosen:
-            some = f"; it has {len(files):,} others, such as {min(files)}" if files else ""
-            raise ValueError(f"no file matches {entry}{some}; correct the URL")
-        if tokens := _TOKENS.fullmatch(pattern):
-            chosen |= {*matching_files([*files], f"{tokens[1]}.bin")}
-            chosen |= {*matching_files([*files], f"{tokens[1]}.idx")}
-        try:
-            copy.pull(files, chosen.__contains__)
-            return
-        except FileNotFoundError:  # Somebody has deleted a file.
-            if attempt == _NUM_ATTEMPTS - 1:
-                raise
+def _choose(
+    entry: str, pattern: str, files: Mapping[str, RemoteFile]
+) -> tuple[Mapping[str, RemoteFile], Callable[[str], bool]]:
+    """Return the arguments of `LocalCopy.pull`."""
+    chosen = {*matching_files([*files], pattern)}
+    if not chosen:
+        some = f"; it has {len(files):,} others, such as {min(files)}" if files else ""
+        raise ValueError(f"no file matches {entry}{some}; correct the URL")
+    if tokens := _TOKENS.fullmatch(pattern):
+        chosen |= {*matching_files([*files], f"{tokens[1]}.bin")}
+        chosen |= {*matching_files([*files], f"{tokens[1]}.idx")}
+    return files, chosen.__contains__

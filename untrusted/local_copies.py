@@ -33,6 +33,8 @@ from untrusted.stores import RemoteFile, Store
 
 # Files that are transferred at the same time.
 _NUM_TRANSFERS = 8
+# Times that a store is listed before a deleted file is an error.
+_NUM_ATTEMPTS = 3
 
 
 class LocalCopy:
@@ -127,6 +129,27 @@ class LocalCopy:
                     index[name] = [files[name].version, *version_of(self.directory / name)]
         finally:
             self._write_index(index)
+
+    def pull_chosen(
+        self,
+        choose: Callable[
+            [Mapping[str, RemoteFile]], tuple[Mapping[str, RemoteFile], Callable[[str], bool]]
+        ],
+    ) -> None:
+        """List the store and pull, again if a file is deleted from the store in between.
+
+        Args:
+            choose: returns the arguments of `pull` for the files of the store.
+
+        Raises:
+            FileNotFoundError: Files are deleted from the store again and again.
+            ValueError: See `Store`.
+            ConnectionError: See `Store`.
+        """
+        for _ in range(_NUM_ATTEMPTS - 1):
+            with contextlib.suppress(FileNotFoundError):
+                return self.pull(*choose(self.store.list()))
+        self.pull(*choose(self.store.list()))
 
     def push(self, names: Iterable[str], may_delete: Callable[[str], bool]) -> None:
         """Upload files that have changed here, and delete files that are not here any more.
