@@ -7,6 +7,7 @@
 Afterwards everything is as for folders of images.
 """
 
+import contextlib
 import glob
 import hashlib
 import io
@@ -15,7 +16,7 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 
@@ -94,19 +95,25 @@ def _write_images(argument: dict[str, Any]) -> dict[str, Any]:
     root = Path(argument["folder"])
 
     def write(budget: Budget) -> None:
+        with contextlib.ExitStack() as stack:
+            captions = None
+            if fields.caption is not None:
+                captions = stack.enter_context(open(root / CAPTIONS, "w", encoding="utf-8"))
+            write_samples(budget, captions)
+
+    def write_samples(budget: Budget, captions: TextIO | None) -> None:
         for file in files:
             for sample in _samples(file, fields, budget):
                 # Numbers keep the order, and name the row in messages about broken images.
                 name = f"{budget.num_rows:09d}{_suffix_of(sample.image)}"
                 budget.spend(len(sample.image))
-                if fields.caption is None:
+                folder = root
+                if captions is None:
                     folder = root / _folder_of(sample, fields)
                     folder.mkdir(exist_ok=True)
                 else:
-                    folder = root
                     record = {IMAGE_FIELD: name, fields.caption: sample.caption}
-                    with open(root / CAPTIONS, "a", encoding="utf-8") as lines:
-                        lines.write(json.dumps(record) + "\n")
+                    captions.write(json.dumps(record) + "\n")
                 (folder / name).write_bytes(sample.image)
 
     return num_rows_or_error(write, files)

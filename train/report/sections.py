@@ -254,19 +254,20 @@ def _draw(name: str, num_stages: int, num_microbatches: int, num_chunks: int) ->
 
 def config_differences(runs: Sequence[RunRecord]) -> Table:
     """Return the config keys in which runs differ, with the value of each run."""
-    with_config = [run for run in runs if run.configs]
-    keys = sorted({key for run in with_config for key in run.config})
-    texts = {key: [_value(run.config, key) for run in with_config] for key in keys}
-    rows = [[key, *values] for key, values in texts.items() if len({*values}) > 1]
-    return Table(columns=["key", *(run.name for run in with_config)], rows=rows)
+    return _differing([(run.name, run.config) for run in runs if run.configs])
 
 
 def config_changes(run: RunRecord) -> Table:
     """Return the config keys that starts of a run have changed, with the value in each file."""
-    keys = sorted({key for _, config in run.configs for key in config})
-    texts = {key: [_value(config, key) for _, config in run.configs] for key in keys}
+    return _differing(run.configs)
+
+
+def _differing(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
+    """Return the keys in which named configs differ, with the value in each."""
+    keys = sorted({key for _, config in configs for key in config})
+    texts = {key: [_value(config, key) for _, config in configs] for key in keys}
     rows = [[key, *values] for key, values in texts.items() if len({*values}) > 1]
-    return Table(columns=["key", *(file for file, _ in run.configs)], rows=rows)
+    return Table(columns=["key", *(name for name, _ in configs)], rows=rows)
 
 
 def whole_config(run: RunRecord) -> Table:

@@ -237,8 +237,7 @@ def _base(metric: str, sets: Sequence[str]) -> str:
     """Return the metric of a step that belongs to a metric: "loss" for "eval_wiki_loss"."""
     if not metric.startswith(_EVALUATION):
         return metric
-    rest = metric.removeprefix(_EVALUATION)
-    return rest.removeprefix(f"{_set_of(metric, sets)}_")
+    return metric.removeprefix(_EVALUATION).removeprefix(f"{_set_of(metric, sets)}_")
 
 
 def _label(metric: str, sets: Sequence[str]) -> str:
@@ -249,8 +248,7 @@ def _label(metric: str, sets: Sequence[str]) -> str:
 
 
 def _set_of(metric: str, sets: Sequence[str]) -> str:
-    rest = metric.removeprefix(_EVALUATION)
-    return next((name for name in sets if rest.startswith(f"{name}_")), "")
+    return next((name for name in sets if metric.startswith(f"{_EVALUATION}{name}_")), "")
 
 
 def _with_label(curve: Curve, label: str) -> Curve:
