@@ -343,8 +343,8 @@ class Checkpoints:
             def commit() -> tuple[list[tuple[int, float | None]], str | None]:
                 self._directory.commit(step, path, texts, damaged=self._skipped, problem=problem)
                 scores = {number: self._scores[number] for number in self.all_steps()}
-                kept = self._directory.drop_old({**scores, step: score}, proven)
-                return kept, self._publish_problem()
+                remaining = self._directory.drop_old({**scores, step: score}, proven)
+                return remaining, self._publish_problem()
 
             return self._exchange.on_first(commit)
         except OSError as failed:

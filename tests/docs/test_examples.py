@@ -94,16 +94,18 @@ def test_metric_of_the_docs_is_the_share_of_right_tokens_on_any_mesh(tmp_path):
         "eval.num_batches=1",
         f"data.cache_dir={tmp_path}",
     )
-    found = {}
+    accuracies = {}
     for name in ("gpt2", "gpt2_3d"):
         workdir = tmp_path / name
         flags = arguments(workdir, overrides)
         assert main([*flags, f"--config={ROOT}/configs/{name}.py"]) == 0
         entries = read_metrics(workdir / "metrics.jsonl")
-        found[name] = [entry["accuracy"] for entry in entries if "accuracy" in entry]
+        accuracies[name] = [entry["accuracy"] for entry in entries if "accuracy" in entry]
         assert any("eval_accuracy" in entry for entry in entries)
-    assert found["gpt2"] == pytest.approx(found["gpt2_3d"], abs=0.02)  # of 256 tokens a step
-    assert 0 <= found["gpt2"][0] < found["gpt2"][-1] < 1
+    assert accuracies["gpt2"] == pytest.approx(
+        accuracies["gpt2_3d"], abs=0.02
+    )  # of 256 tokens a step
+    assert 0 <= accuracies["gpt2"][0] < accuracies["gpt2"][-1] < 1
 
 
 @pytest.mark.thorough

@@ -38,8 +38,8 @@ def test_beams_of_every_family_equal_those_of_transformers(model):
 
     def are_equal(reference: Any, dtype: str) -> bool:
         generator = Generator(load(directory, dtype=dtype), stop=[stop], start=START)
-        found = generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams)
-        return found == expected_beams(reference, beams, stop)
+        tokens = generator.beam_search(prompts(), max_new_tokens=NEW, beams=beams)
+        return tokens == expected_beams(reference, beams, stop)
 
     if not are_equal(reference, "float32"):
         with jax.enable_x64(True):

@@ -55,12 +55,12 @@ def pixels_of(content: bytes) -> bytes:
 
 def images_of(corpus: Any) -> dict[bytes, str]:
     """Return the pixels of the images of a corpus -> their label."""
-    found = {}
+    labels = {}
     for rows in (corpus.train, corpus.validation):
         for index in range(len(rows)):
             image, label = rows._source.read(index)
-            found[np.asarray(image.convert("RGB")).tobytes()] = corpus.labels[label]
-    return found
+            labels[np.asarray(image.convert("RGB")).tobytes()] = corpus.labels[label]
+    return labels
 
 
 @pytest.mark.parametrize("label_file", ["cls", "json"])
