@@ -23,6 +23,7 @@ from data.config import DataConfig
 from data.examples import Batch, ConcatExamples, Corpus, Examples
 from data.image_config import ImageConfig
 from data.mixture import mixed_order
+from data.stream_batches import ReadAhead, StreamBatches
 
 # Number of batches read ahead of the step: enough to hide one slow read from a network disk.
 _PREFETCHED_BATCHES = 8
@@ -38,7 +39,8 @@ def train_batches(
 
     Row r of step k is element k * global_batch_size + r of one endless stream that is reshuffled
     each epoch, for any number of processes. The state of the iterator is the number of steps and
-    nothing else, so a state saved by one process can be restored by any number of processes.
+    nothing else, so a state saved by one process can be restored by any number of processes. The
+    state for a streamed corpus has a position in its shards, too (data/stream_batches.py).
 
     Args:
         rows: rows of the global batch that this process supplies, each from 0 to
@@ -54,6 +56,10 @@ def train_batches(
         ValueError: `rows` are not distinct rows of the global batch.
     """
     check_rows(rows, config.global_batch_size)
+    if corpus.stream is not None:
+        order = _shuffled(corpus.stream.num_shards, seed)
+        batches = StreamBatches(corpus.stream, order, rows, config.global_batch_size, seed)
+        return ReadAhead(batches, batches_ahead(0))
     examples = corpus.train
     order = _order(corpus.train, config, seed)
 
@@ -155,18 +161,19 @@ def _spread(batch: Batch, is_there: np.ndarray) -> Batch:
 
 def _order(examples: Examples, config: DataConfig, seed: int) -> Callable[[int], int]:
     """Return a function that maps an element of the endless stream to the number of a row."""
+    if isinstance(examples, ConcatExamples):
+        orders = [_shuffled(len(part), seed) for part in examples.parts]
+        return mixed_order(config, orders, examples.offsets)
+    return _shuffled(len(examples), seed)
+
+
+def _shuffled(length: int, seed: int) -> Callable[[int], int]:
+    """Return a function that maps 0, 1, … to the numbers below `length`, reshuffled each epoch."""
     # Grain adds the epoch to the seed. Without the hash, the first epoch with seed 1 would have the
     # order of the second epoch with seed 0.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-
-    def shuffled(length: int) -> Callable[[int], int]:
-        order = grain.MapDataset.range(length).shuffle(seed=hashed).repeat()
-        return cast(Callable[[int], int], order.__getitem__)
-
-    if isinstance(examples, ConcatExamples):
-        orders = [shuffled(len(part)) for part in examples.parts]
-        return mixed_order(config, orders, examples.offsets)
-    return shuffled(len(examples))
+    order = grain.MapDataset.range(length).shuffle(seed=hashed).repeat()
+    return cast(Callable[[int], int], order.__getitem__)
 
 
 def _iterate(

@@ -48,6 +48,17 @@ _READ_WITH = {
     "preference_fields": ("preference",),
     "chat_template": ("chat", "preference"),
 }
+# Fields that restrict `streaming` -> the values that it supports, and why.
+_STREAMED = (
+    ("name", ("text",), "which reads files of text"),
+    (
+        "objective",
+        ("causal_lm", "masked_lm", "span_corruption"),
+        "which cuts a row out of a given number of tokens",
+    ),
+    ("packing", ("in_order",), "which cannot choose between all documents"),
+    ("verify", ("times",), "because it would read all files at each start"),
+)
 # The shortest sequence that has room for the special tokens and for one token of each text.
 _SHORTEST = {
     "masked_lm": 3,
@@ -257,6 +268,33 @@ class DataConfig(Section, section="data"):
         2, "Number of threads per process that read batches ahead of the step.", ge=1, le=1024
     )
 
+    streaming: bool = field(
+        False,
+        "For `name=text`: fetch and tokenize the files of `paths` while the run reads them, and "
+        "delete them again, for text that is larger than the disk. Files are read in a shuffled "
+        "order.",
+    )
+    cache_gb: float = field(
+        50.0,
+        "For `streaming`: largest size of files and tokens in `cache_dir`, in 10^9 bytes. The "
+        "tokens used longest ago are deleted first.",
+        gt=0,
+        remedy="choose for example 50",
+    )
+    shuffle_window: int = field(
+        8192,
+        "For `streaming`: number of sequences that are shuffled with each other. They are in "
+        "memory.",
+        ge=1,
+    )
+    num_workers: int = field(
+        2,
+        "For `streaming`: processes, of each process of the run, that tokenize files. As many "
+        "files are fetched ahead of their use.",
+        ge=1,
+        le=1024,
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         weighted = weighted_token_files(self.paths) if self.name == "megatron" else ()
@@ -267,6 +305,8 @@ class DataConfig(Section, section="data"):
         self._check_sources()
         self._check_objective()
         self._check_lengths()
+        if self.streaming:
+            self._check_streaming()
 
     def _check_sources(self) -> None:
         require(
@@ -379,6 +419,26 @@ class DataConfig(Section, section="data"):
             f"data.vocab_size={self.vocab_size} must be at least {_MIN_VOCAB_SIZE_WITH_SPECIAL} "
             f"with data.objective={self.objective!r} (256 bytes and 105 special tokens); "
             "choose for example 8192",
+        )
+
+    def _check_streaming(self) -> None:
+        for key, values, reason in _STREAMED:
+            value = getattr(self, key)
+            require(
+                value in values,
+                f"data.{key}={value!r} cannot be combined with data.streaming=True, {reason}; set "
+                f"data.{key}={' or '.join(map(repr, values))}, or data.streaming=False",
+            )
+        require(
+            self.tokenizer != "bpe",
+            "data.tokenizer='bpe' is trained on all texts, which data.streaming=True never has at "
+            "once; set data.tokenizer to a tokenizer.json, OWNER/NAME or 'bytes'",
+        )
+        require(
+            self.validation_paths or self.validation_splits or not self.validation_fraction,
+            f"data.validation_fraction={self.validation_fraction} cannot be held out with "
+            "data.streaming=True, which never has all texts at once; set data.validation_paths, or "
+            "data.validation_fraction=0 to evaluate on nothing",
         )
 
     @property

@@ -22,7 +22,8 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
     """
     images = images or ImageConfig()
     check_images(config, images)  # RunConfig checks it too, but this function takes any sections
-    config = with_local_files(with_split_folders(config))
+    config = with_split_folders(config)
+    config = with_local_files(config, reads_training_data=not config.streaming)
     # Imported here so that text corpora do not need Pillow, and image corpora no tokenizers.
     if config.objective == "image_text":
         from data.images.captioned import load_captioned_images

@@ -16,11 +16,13 @@ import numpy as np
 Example = dict[str, np.ndarray]
 Batch = dict[str, np.ndarray]
 
-# The first entry of a random key. It keeps the three kinds of draws independent of each other: rows
-# of the train stream, rows of evaluations, and pairs of rows that are mixed with each other.
+# The first entry of a random key. It keeps these kinds of draws independent of each other: rows of
+# the train stream, rows of evaluations, pairs of rows that are mixed with each other, and the order
+# of the rows in a block of a streamed corpus.
 TRAIN = 0
 EVALUATION = 1
 PAIR = 2
+BLOCK = 3
 # A label as it is stored in the data.
 Label = str | int
 
@@ -158,12 +160,58 @@ class ConcatExamples(Examples):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamPosition:
+    """A place in a streamed corpus.
+
+    Attributes:
+        shard: number of the shard in the endless order of shards.
+        offset: number of the shard's tokens before the place.
+    """
+
+    shard: int
+    offset: int
+
+
+class ExampleStream(abc.ABC):
+    """The rows of a train split that does not fit on the disk, read block by block.
+
+    How many rows it has is not known before all of them have been read.
+
+    Attributes:
+        num_shards: files that the rows come from; each is read once per epoch.
+        description: size of the stream, for the summary of a run.
+    """
+
+    num_shards: int
+    description: str
+
+    @abc.abstractmethod
+    def read_block(
+        self, start: StreamPosition, order: Callable[[int], int]
+    ) -> tuple[Examples, StreamPosition]:
+        """Return the rows of the block that starts at a position, at least one, and its end.
+
+        Args:
+            start: end of an earlier block; or shard 0, offset 0.
+            order: maps a number in the endless order to the number of a shard.
+
+        Raises:
+            BrokenExample: A shard cannot be read.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop reading ahead. A call of `read_block` that waits for a shard raises an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Corpus:
     """The data that a run trains on and is evaluated on.
 
     Attributes:
         validation: rows of the validation set without a name; empty if there is none.
         named_validation: name -> rows, for validation sets that the config names.
+        stream: training data in place of `train`, which is then empty; None if it is not streamed.
         fingerprint: hash of all data that is read. Processes whose fingerprints differ would
             train on different data. It covers the sizes of image files, not their contents.
         contents: with `data.verify=full`, a hash of the contents that `fingerprint` does not cover;
@@ -178,6 +226,7 @@ class Corpus:
     contents: str = ""
     labels: tuple[Label, ...] = ()
     named_validation: Mapping[str, Examples] = field(default_factory=dict)
+    stream: ExampleStream | None = None
 
     @property
     def validation_sets(self) -> dict[str, Examples]:

@@ -9,9 +9,10 @@ The readers of local files do the rest. At each start the store is asked which f
 only these are downloaded.
 """
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from data.named_paths import matching_files
@@ -35,16 +36,41 @@ def local_entry(key: str, entry: str, stores: Path) -> str:
         ValueError: There is no such file, or the store refuses access.
         ConnectionError: The store cannot be reached.
     """
-    try:
+    with _naming(key):
         root, pattern = _split_glob(entry)
         copy = LocalCopy(Store(root), stores)
         with copy.locked():
             copy.pull_chosen(functools.partial(_choose, entry, pattern))
+    return str(copy.directory / pattern)
+
+
+def matching_objects(key: str, entry: str) -> tuple[Store, dict[str, RemoteFile]]:
+    """Return the store of a URL, and the files that it stands for, by name, without copying them.
+
+    Args:
+        key: key of the config, for messages.
+        entry: URL of a file or of a folder, or a glob.
+
+    Raises:
+        ValueError: There is no such file, or the store refuses access.
+        ConnectionError: The store cannot be reached.
+    """
+    with _naming(key):
+        root, pattern = _split_glob(entry)
+        store = Store(root)
+        files, is_chosen = _choose(entry, pattern, store.list())
+        return store, {name: files[name] for name in files if is_chosen(name)}
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Let errors of the block begin with the key of the config."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     except ConnectionError as error:
         raise ConnectionError(f"{key}: {error}") from error
-    return str(copy.directory / pattern)
 
 
 def _split_glob(entry: str) -> tuple[str, str]:

@@ -134,7 +134,9 @@ def validation_sources(config: DataConfig) -> dict[str, DataConfig]:
         ValueError: A set contradicts the other fields of the config.
     """
     return {
-        name: dataclasses.replace(config, name=_kind(config, paths), paths=paths, mixture=())
+        name: dataclasses.replace(
+            config, name=_kind(config, paths), paths=paths, mixture=(), streaming=False
+        )
         for name, paths in named_paths(config.validation_paths).items()
     }
 

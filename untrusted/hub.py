@@ -166,19 +166,51 @@ def list_files(repository: Repository) -> list[str]:
     """Return the paths of the files of a pinned repository that may be fetched, sorted.
 
     Raises:
+        ValueError: See `file_sizes`.
+        ConnectionError: See `file_sizes`.
+    """
+    return [*file_sizes(repository)]
+
+
+def file_sizes(repository: Repository) -> dict[str, int]:
+    """Return the files of a pinned repository that may be fetched, sorted: path -> size in bytes.
+
+    Raises:
         ValueError: See `pin`.
         ConnectionError: The hub cannot be reached, and the cache has no list of all files.
     """
     from huggingface_hub import HfApi, get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
+    from huggingface_hub.hf_api import RepoFile
 
     where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     try:
-        paths = [file.path for file in get_cached_repo_tree(repository.name, **where)]
+        files = [*get_cached_repo_tree(repository.name, **where)]
     except CachedRepoTreeNotFoundError:
         with _explaining(repository):
-            paths = HfApi().list_repo_files(repository.name, **where)
-    return sorted(path for path in paths if path.endswith(FORMATS))
+            files = [*HfApi().list_repo_tree(repository.name, recursive=True, **where)]
+    sizes = {file.path: file.size for file in files if isinstance(file, RepoFile)}
+    return {path: sizes[path] for path in sorted(sizes) if path.endswith(FORMATS)}
+
+
+def download(repository: Repository, file: str, directory: Path) -> Path:
+    """Return a file of a pinned repository, downloaded to a directory unless the cache has it.
+
+    Args:
+        file: path from `file_sizes`.
+
+    Raises:
+        ValueError: See `pin`.
+        ConnectionError: The hub cannot be reached, and the cache lacks the file.
+    """
+    from huggingface_hub import hf_hub_download
+
+    folder = _cached_folder(repository, [file])
+    if folder is not None:
+        return folder / file
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    with _explaining(repository):
+        return Path(hf_hub_download(repository.name, file, local_dir=directory, **where))
 
 
 def cached_files(repository: Repository) -> list[str]:

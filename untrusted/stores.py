@@ -143,6 +143,13 @@ class Store:
                 files[name] = _described(entry)
         return files
 
+    def describe(self, name: str) -> RemoteFile | None:
+        """Return the description of a file; None if there is none."""
+        try:
+            return _described(self._do(lambda: self._files.info(self._path(name))))
+        except FileNotFoundError:
+            return None
+
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if there is none."""
         try:

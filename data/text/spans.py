@@ -53,8 +53,7 @@ class DocumentSpans:
     def place_of(self, index: int) -> str:
         """Return the file and the first line of a document, for messages."""
         file = self._named[self._spans[index, 0]]
-        unit = "row" if file.suffix in (*TABLES, JSON) else "line"
-        return f"{file} {unit} {self._spans[index, 3]}"
+        return place_in(file, int(self._spans[index, 3]))
 
     def read(self, index: int) -> str:
         """Read a document, and convert its line ends to newlines.
@@ -79,10 +78,24 @@ class DocumentSpans:
                 f"data.paths: {file} has changed since this run opened it; restore it, or start "
                 "again in another workdir"
             )
-        try:
-            return content.decode("utf-8").replace("\r\n", "\n")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"data.paths: {file} is not UTF-8 text (byte {start + error.start} is "
-                f"0x{content[error.start]:02x}); convert it to UTF-8"
-            ) from error
+        return decode(content, file, start)
+
+
+def decode(content: bytes, file: Path, start: int) -> str:
+    """Decode a document that starts at a byte of a file, and convert its line ends to newlines.
+
+    Raises:
+        ValueError: The bytes are not UTF-8.
+    """
+    try:
+        return content.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"data.paths: {file} is not UTF-8 text (byte {start + error.start} is "
+            f"0x{content[error.start]:02x}); convert it to UTF-8"
+        ) from error
+
+
+def place_in(file: Path, line: int) -> str:
+    """Return a file and the number of a line, or of a table's row, for messages."""
+    return f"{file} {'row' if file.suffix in (*TABLES, JSON) else 'line'} {line}"

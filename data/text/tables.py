@@ -79,14 +79,54 @@ def _write_lines(argument: dict[str, str]) -> dict[str, Any]:
     def write(budget: Budget) -> None:
         with open_new(Path(argument["lines"])) as stream:
             for line in _lines(file, budget):
-                budget.spend(len(line))
                 stream.write(line)
 
     return num_rows_or_error(write, [file])
 
 
+def open_lines(file: Path) -> io.BufferedReader:
+    """Open a file of any format as the .jsonl or .txt file that it would be converted to.
+
+    Call this in a process with limits.
+
+    Raises:
+        ValueError: The file is damaged; also while it is read.
+    """
+    if file.suffix in PLAIN:
+        return open_regular(file)
+    return io.BufferedReader(_Lines(_lines(file, Budget([file]))), _PIECE_BYTES)
+
+
+class _Lines(io.RawIOBase):
+    """A stream of lines, or pieces of them."""
+
+    def __init__(self, lines: Iterator[bytes]):
+        self._lines = lines
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            line = next(self._lines, None)
+            if line is None:
+                return 0
+            self._rest = line
+        size = min(len(buffer), len(self._rest))
+        buffer[:size] = self._rest[:size]
+        self._rest = self._rest[size:]
+        return size
+
+
 def _lines(file: Path, budget: Budget) -> Iterator[bytes]:
-    """Yield the lines to write, or pieces of them."""
+    """Yield the lines of the converted file, or pieces of them, and count their bytes."""
+    for line in _uncounted_lines(file, budget):
+        budget.spend(len(line))
+        yield line
+
+
+def _uncounted_lines(file: Path, budget: Budget) -> Iterator[bytes]:
     if file.suffix in COMPRESSED:
         yield from _decompressed(file)
     elif file.suffix in TABLES:

@@ -44,6 +44,7 @@ from data.text.records import (
     texts_of_records,
     validation_lines,
 )
+from data.text.streaming.token_stream import TokenStream
 from data.text.token_store import TokenStore, load_tokens
 from data.text.tokenization.bpe import load_bpe
 from data.text.tokenization.byte_tokenizer import ByteTokenizer
@@ -87,7 +88,7 @@ def load_text(config: DataConfig) -> TextCorpus:
         return _load_chat(config)
     if config.objective in RECORD_OBJECTIVES:
         return _load_records(config)
-    return _load_streams(config)
+    return _load_streamed(config) if config.streaming else _load_stores(config)
 
 
 def load_validation_text(config: DataConfig, labels: tuple[Label, ...]) -> TextCorpus:
@@ -153,7 +154,23 @@ def _find_streams(config: DataConfig) -> tuple[Tokenizer, list[Documents]]:
     return tokenizer, corpora
 
 
-def _load_streams(config: DataConfig) -> TextCorpus:
+def _load_streamed(config: DataConfig) -> TextCorpus:
+    make_cache(config)
+    tokenizer = load_fixed_tokenizer(config)
+    assert tokenizer is not None, config.tokenizer
+    sets = _stream_rows(_find_validation(config), config, tokenizer)
+    stream = TokenStream(config, tokenizer)
+    corpus = TextCorpus(
+        tokenizer=tokenizer,
+        train=NoExamples(),
+        validation=NoExamples(),
+        fingerprint=stream.fingerprint,
+        stream=stream,
+    )
+    return corpus.with_validation(sets)
+
+
+def _load_stores(config: DataConfig) -> TextCorpus:
     found = _find_validation(config)  # first, so that a missing file is found at once
     tokenizer, corpora = _find_streams(config)
     sets = _stream_rows(found, config, tokenizer)

@@ -20,7 +20,7 @@ from data.formats import format_of, named_formats
 from data.saved_sets import files_of_folder
 from data.sequences import LazySequence
 from data.text.hold_out import TOLERANCE, check_share, held_out_shares
-from data.text.spans import DocumentSpans
+from data.text.spans import DocumentSpans, decode, place_in
 from untrusted.documents import parse_json
 from untrusted.files import open_regular, version_of
 from untrusted.messages import without_surrogates
@@ -45,7 +45,7 @@ def lazy_documents(spans: DocumentSpans, text_field: str) -> Sequence[str]:
 
     def read(index: int) -> str:
         content = spans.read(index)
-        if not _is_jsonl(spans.file_of(index)):
+        if _is_text(spans.file_of(index)):
             return content
         return record_of_json(content, spans.place_of(index), text_field)[text_field]
 
@@ -119,7 +119,7 @@ def split_files(
             hashed.append(int.from_bytes(hashlib.blake2b(unix, digest_size=8).digest(), "big"))
     spans = np.frombuffer(numbers, np.int64).reshape(-1, 4)
     hashes = np.frombuffer(hashed, np.uint64)
-    may_cut = np.array([not _is_jsonl(file) for file in files])[spans[:, 0]]
+    may_cut = np.array([_is_text(file) for file in files])[spans[:, 0]]
     sizes = spans[:, 2] - spans[:, 1]
     shares = held_out_shares(sizes, hashes, may_cut, validation_fraction)
     spans, is_held = _cut_at_boundary(spans, shares, files)
@@ -203,31 +203,51 @@ def _spans_of(file: Path, versions: list[tuple[int, int]]) -> Iterator[tuple[int
     try:
         with open_regular(file) as stream:
             versions.append(version_of(stream.fileno()))
-            start = 3 if stream.read(3) == b"\xef\xbb\xbf" else 0  # Skip a byte order mark.
-            stream.seek(start)
-            line = 1
-            while content := _read_document(stream, file):
-                if len(content) > MAX_LINE_BYTES:
-                    raise ValueError(
-                        f"data.paths: {file} line {line} is too long: it has more than "
-                        f"{MAX_LINE_BYTES // 2**20} MiB; divide it into several documents"
-                    )
-                if content.strip():
-                    yield start, start + len(content), line, content
-                start += len(content)
-                line += content.count(b"\n")
+            yield from _spans_in(stream, file)
     except OSError as error:
         raise ValueError(f"data.paths: {file} cannot be read: {error.strerror}") from error
 
 
-def _read_document(stream: BufferedReader, file: Path) -> bytes:
+def _spans_in(stream: BufferedReader, file: Path) -> Iterator[tuple[int, int, int, bytes]]:
+    start = 3 if stream.peek(3)[:3] == b"\xef\xbb\xbf" else 0  # Skip a byte order mark.
+    stream.read(start)
+    line = 1
+    while content := _read_document(stream, is_text=_is_text(file)):
+        if len(content) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"data.paths: {file} line {line} is too long: it has more than "
+                f"{MAX_LINE_BYTES // 2**20} MiB; divide it into several documents"
+            )
+        if content.strip():
+            yield start, start + len(content), line, content
+        start += len(content)
+        line += content.count(b"\n")
+
+
+def read_documents(stream: BufferedReader, file: Path, text_field: str) -> Iterator[str]:
+    """Yield the documents of a file, as `lazy_documents` returns them, in one pass.
+
+    Args:
+        stream: lines or text of the file; see `tables.open_lines`.
+
+    Raises:
+        ValueError: A document is too long, not UTF-8, or no JSON object with the field.
+    """
+    for start, _, line, content in _spans_in(stream, file):
+        text = decode(content, file, start)
+        if not _is_text(file):
+            text = record_of_json(text, place_in(file, line), text_field)[text_field]
+        yield text
+
+
+def _read_document(stream: BufferedReader, *, is_text: bool) -> bytes:
     """Read the next line of a .jsonl file, or the next part of a .txt file; b'' at its end.
 
     A part of a .txt file ends at the first line end after TEXT_PART_BYTES. A Windows line
     end counts as one byte, so that the parts do not depend on it. A text without line ends is cut
     after twice as many bytes, or a few more for a whole character.
     """
-    if _is_jsonl(file):
+    if not is_text:
         return stream.readline(MAX_LINE_BYTES + 1)
     lines = []
     left = 2 * TEXT_PART_BYTES
@@ -245,8 +265,9 @@ def _read_document(stream: BufferedReader, file: Path) -> bytes:
     return b"".join(lines)
 
 
-def _is_jsonl(file: Path) -> bool:
-    return file.suffix == ".jsonl"
+def _is_text(file: Path) -> bool:
+    """Return whether a file is cut into documents; otherwise its lines or rows are records."""
+    return (format_of(file) or "").startswith(".txt")
 
 
 def record_of_json(content: str, place: str, text_field: str) -> dict[str, Any]:

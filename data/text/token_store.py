@@ -11,11 +11,12 @@ and the next one tokenizes again.
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,13 +137,16 @@ def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
     encode = tokenizer.encode_batch
     if corpus.is_encoded:
         encode = functools.partial(_checked_ids, tokenizer)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    dtype = token_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256(str(dtype).encode())
     num_tokens = {}
     for split, documents in corpus.open().items():
         logger.info("Tokenizing %d documents of the %s split", len(documents), split)
         with open(directory / f"{split}.bin", "wb") as stream:
-            for tokens in _token_chunks(documents, encode, tokenizer.eos_id):
+            # From the first end of document, the first token of the text is predicted.
+            texts = (documents[index] for index in range(len(documents)))
+            chunks = token_chunks(texts, encode, tokenizer.eos_id)
+            for tokens in itertools.chain([np.array([tokenizer.eos_id])], chunks):
                 content = tokens.astype(dtype).tobytes()
                 stream.write(content)
                 digest.update(content)
@@ -152,23 +156,27 @@ def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
     write_text(directory / "meta.json", json.dumps(meta))
 
 
-def _token_chunks(
-    documents: Sequence[Any], encode: Callable[[list], list[np.ndarray]], eos_id: int
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of stored token ids."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def token_chunks(
+    documents: Iterable[Any], encode: Callable[[list], list[np.ndarray]], eos_id: int
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens of a split in order, one batch of documents at a time."""
+    """Yield the tokens of documents, each followed by an end of document, in several chunks."""
     end = np.array([eos_id], np.int32)
-    # The split begins with an end of document, from which the first token of the text is predicted.
-    yield end
     batch = []
     num_characters = 0
-    for index in range(len(documents)):
-        batch.append(documents[index])
-        num_characters += len(batch[-1])
-        full = num_characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS
-        if full or index == len(documents) - 1:
+    for document in documents:
+        batch.append(document)
+        num_characters += len(document)
+        if num_characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS:
             yield np.concatenate([p for ids in encode(batch) for p in (ids, end)])
             batch = []
             num_characters = 0
+    if batch:
+        yield np.concatenate([p for ids in encode(batch) for p in (ids, end)])
 
 
 def _checked_ids(tokenizer: Tokenizer, documents: list[np.ndarray]) -> list[np.ndarray]:

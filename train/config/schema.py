@@ -95,6 +95,12 @@ class RunConfig:
                 f"train.init_labels={self.train.init_labels!r} needs config.init_from, the "
                 "checkpoint to start from; set it, or set train.init_labels='by_name'"
             )
+        if self.train.num_epochs is not None and self.data.streaming:
+            raise ValueError(
+                f"train.num_epochs={shown(self.train.num_epochs)}: with data.streaming=True, the "
+                "length of an epoch is known only after the data has been read; set "
+                "train.num_steps"
+            )
         if self.train.num_epochs is None:  # otherwise the length is known after reading the data
             self.log.check_length(self.train.num_steps)
         mesh = self.mesh

@@ -53,8 +53,10 @@ FIXED = (
 #: changes of it are noticed. The data itself is compared by hash.
 FREE = (
     "data.cache_dir",
+    "data.cache_gb",
     "data.mixture",
     "data.num_threads",
+    "data.num_workers",
     "data.paths",
     "data.split",
     "data.validation_paths",

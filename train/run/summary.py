@@ -24,21 +24,31 @@ def describe(run: Run, corpus: Corpus) -> str:
         *([f"context {run.sequence}"] if run.sequence.num_devices > 1 else []),
         *(f"attention {kernel}" for kernel in run.attention_kernels),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
-        f"data    {run.config.data.name}: {len(corpus.train):,} training and "
+        f"data    {run.config.data.name}: {_describe_training(corpus)} and "
         f"{_describe_validation(corpus)} {_describe_rows(run, corpus)}",
-        *([f"epochs  {_describe_epochs(run, corpus)}"] if len(corpus.train) else []),
+        *_describe_epochs(run, corpus),
     ]
     return "\n".join(lines)
 
 
-def _describe_epochs(run: Run, corpus: Corpus) -> str:
+def _describe_training(corpus: Corpus) -> str:
+    if corpus.stream is not None:
+        return f"training sequences {corpus.stream.description}"
+    return f"{len(corpus.train):,} training"
+
+
+def _describe_epochs(run: Run, corpus: Corpus) -> list[str]:
     """Describe the length of the run and of an epoch."""
-    per_epoch = epoch_steps(corpus, run.config.data, run.config.images)
     num_steps = run.config.train.num_steps
-    return (
-        f"{_rounded(num_steps / per_epoch)} in {num_steps:,} steps; an epoch has "
+    if corpus.stream is not None:
+        return [f"epochs  unknown number in {num_steps:,} steps, until the data has been read"]
+    if not len(corpus.train):
+        return []
+    per_epoch = epoch_steps(corpus, run.config.data, run.config.images)
+    return [
+        f"epochs  {_rounded(num_steps / per_epoch)} in {num_steps:,} steps; an epoch has "
         f"{_rounded(per_epoch)} steps"
-    )
+    ]
 
 
 def _rounded(number: Fraction) -> str:

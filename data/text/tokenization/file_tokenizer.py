@@ -59,12 +59,7 @@ class FileTokenizer:
         ):
             if add_tokens(self._tokenizer, settings):
                 content = self._tokenizer.to_str()
-        # A file saved for a classifier may truncate or pad. A corpus needs exactly its tokens.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # If a text contains the name of a special token, encode that name as text: it must not end
-        # the document.
-        self._tokenizer.encode_special_tokens = True
+        encode_exactly(self._tokenizer)
         self.source = source
         self.content = content
         token_to_id = self._tokenizer.token_to_id
@@ -133,8 +128,7 @@ class FileTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode texts; see `Tokenizer.encode_batch`."""
         with self._refusing("cannot encode a text"):
-            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, np.int32) for one in encoded]
+            return encode_texts(self._tokenizer, texts)
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Encode a text with names of special tokens; see `Tokenizer.encode_with_offsets`."""
@@ -188,6 +182,22 @@ class FileTokenizer:
             )
         starts[first] = True
         return starts
+
+
+def encode_exactly(tokenizer: tokenizers.Tokenizer) -> None:
+    """Let a tokenizer encode exactly the tokens of a text."""
+    # A file saved for a classifier may truncate or pad.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # If a text contains the name of a special token, encode that name as text: it must not end
+    # the document.
+    tokenizer.encode_special_tokens = True
+
+
+def encode_texts(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Encode each text as int32[number of tokens], without special tokens."""
+    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [np.array(one.ids, np.int32) for one in encoded]
 
 
 def load_tokenizer_file(path: str) -> FileTokenizer:

@@ -1,0 +1,1 @@
+"""Text that is larger than the disk: shards that are fetched, tokenized and deleted again."""
