@@ -13,6 +13,7 @@ processes, because each reads all blocks and takes its rows from them.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,5 +133,7 @@ class ReadAhead(grain.experimental.ThreadPrefetchDatasetIterator[Batch]):
 
     def close(self) -> None:
         """Stop reading; the thread may wait for a shard, which `stream.close` ends."""
+        if self._closed or sys.is_finalizing():  # the garbage collector calls it too
+            return
         self._stream.close()
         super().close()

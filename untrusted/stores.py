@@ -275,7 +275,9 @@ class Store:
 
 def _described(entry: Mapping[str, Any]) -> RemoteFile:
     """Return the description of a file, given the one of fsspec."""
-    version = next((str(entry[key]) for key in _VERSIONS if entry.get(key)), "")
+    version = next((entry[key] for key in _VERSIONS if entry.get(key)), "")
+    if isinstance(version, datetime.datetime):
+        version = version.timestamp()  # Lists of some file systems have numbers.
     times = [entry[key] for key in _TIMES if isinstance(entry.get(key), datetime.datetime)]
     size = entry.get("size")
     return RemoteFile(

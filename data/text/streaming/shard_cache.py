@@ -87,8 +87,8 @@ class ShardCache:
         )
         self._processes = LimitedProcesses(tokenize, limits, num_processes=config.num_workers)
         self._is_closed = threading.Event()
-        self._tokens: dict[int, Future[np.ndarray]] = {}  # by number in the order of reading
-        self._needed: set[str] = set()  # names of their files
+        # By number in the order of reading: the file of the tokens, and the tokens.
+        self._wanted: dict[int, tuple[Path, Future[np.ndarray]]] = {}
 
     def read(self, number: int, order: Callable[[int], int]) -> np.ndarray:
         """Return the tokens of a shard; the following shards are made ready in the meantime.
@@ -105,13 +105,15 @@ class ShardCache:
         Raises:
             BrokenExample: The shard cannot be read or tokenized.
         """
-        wanted = range(number, number + self._config.num_workers + 1)
-        self._needed = {self._path(self._shards[order(each)]).name for each in wanted}
-        self._tokens = {each: self._tokens[each] for each in wanted if each in self._tokens}
-        for each in wanted:
-            if each not in self._tokens:
-                self._tokens[each] = _in_thread(self._load, self._shards[order(each)])
-        future = self._tokens[number]
+        numbers = range(number, number + self._config.num_workers + 1)
+        if self._wanted.keys() != {*numbers}:
+            paths = {each: self._path(self._shards[order(each)]) for each in numbers}
+            ready = {each: self._wanted.get(each, (path, Future())) for each, path in paths.items()}
+            started = self._wanted.keys()
+            self._wanted = ready  # before a thread makes room
+            for each in ready.keys() - started:
+                _in_thread(self._load, self._shards[order(each)], ready[each][1])
+        future = self._wanted[number][1]
         while not future.done():
             self._check_open()
             wait([future], _POLL_S)
@@ -176,8 +178,11 @@ class ShardCache:
             "target": str(work / "tokens"),
             "max_bytes": self._shard_bytes - num_fetched - _OTHER_BYTES,
         }
-        self._check_open()
-        self._processes.call(argument, f"data.paths: {shard.name}")
+        try:
+            self._processes.call(argument, f"data.paths: {shard.name}")
+        finally:
+            if self._is_closed.is_set():  # The call may have started a process after `close`.
+                self._processes.close()
 
     @contextlib.contextmanager
     def _reserved(self, path: Path) -> Iterator[Path | None]:
@@ -212,10 +217,11 @@ class ShardCache:
         reserved = [_reservation_of(entry) for entry in entries if entry.is_dir()]
         if work.exists():
             return False
+        needed = {path for path, _ in self._wanted.values()}
         finished = [entry for entry in entries if entry.suffix == ".tokens"]
         num_bytes = sum(reserved) + sum(entry.stat().st_size for entry in finished)
         for entry in finished:
-            if num_bytes + self._shard_bytes > self._max_bytes and entry.name not in self._needed:
+            if num_bytes + self._shard_bytes > self._max_bytes and entry not in needed:
                 num_bytes -= entry.stat().st_size
                 entry.unlink()
         return num_bytes + self._shard_bytes <= self._max_bytes
@@ -250,9 +256,10 @@ def _reservation_of(work: Path) -> int:
     return 0
 
 
-def _in_thread(function: Callable[[Shard], np.ndarray], shard: Shard) -> "Future[np.ndarray]":
-    """Call a function in a thread, which does not keep the program from ending."""
-    future: Future[np.ndarray] = Future()
+def _in_thread(
+    function: Callable[[Shard], np.ndarray], shard: Shard, future: "Future[np.ndarray]"
+) -> None:
+    """Call a function in a thread that does not keep the program from ending."""
 
     def run() -> None:
         try:
@@ -261,4 +268,3 @@ def _in_thread(function: Callable[[Shard], np.ndarray], shard: Shard) -> "Future
             future.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return future

@@ -84,6 +84,7 @@ class _LocalShard(Shard):
 
     def fetch(self, directory: Path) -> Path:
         del directory
+        self.check()
         return Path(self.name)
 
     def current_version(self) -> str | None:

@@ -48,7 +48,9 @@ def tokenize(argument: dict[str, Any]) -> None:
                 target.write(content)
             target.write(digest.digest())
     except OSError as error:
-        raise ValueError(f"data.paths: {argument['name']}: {error.strerror}") from error
+        raise ValueError(
+            f"data.paths: {argument['name']} cannot be tokenized: {error.strerror}"
+        ) from error
     except ValueError as error:
         raise ValueError(str(error).replace(str(file), argument["name"])) from error
 
