@@ -279,6 +279,7 @@ class DataConfig(Section, section="data"):
         "For `streaming`: largest size of files and tokens in `cache_dir`, in 10^9 bytes. The "
         "tokens used longest ago are deleted first.",
         gt=0,
+        le=1e6,
         remedy="choose for example 50",
     )
     shuffle_window: int = field(
@@ -286,6 +287,7 @@ class DataConfig(Section, section="data"):
         "For `streaming`: number of sequences that are shuffled with each other. They are in "
         "memory.",
         ge=1,
+        le=2**24,
     )
     num_workers: int = field(
         2,

@@ -14,7 +14,18 @@ from train.run.assemble import assemble_run
 from train.run.run import Run
 
 #: Sections and keys on which no step depends.
-_OF_FILES = ("paths", "mixture", "cache_dir", "verify", "num_threads", "validation_fraction")
+_OF_FILES = (
+    "paths",
+    "mixture",
+    "cache_dir",
+    "verify",
+    "num_threads",
+    "validation_fraction",
+    "streaming",
+    "cache_gb",
+    "shuffle_window",
+    "num_workers",
+)
 _OF_LOOP = (
     "max_nonfinite_steps",
     "on_nonfinite",

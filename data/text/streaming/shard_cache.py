@@ -89,6 +89,7 @@ class ShardCache:
         self._is_closed = threading.Event()
         # By number in the order of reading: the file of the tokens, and the tokens.
         self._wanted: dict[int, tuple[Path, Future[np.ndarray]]] = {}
+        self._reservations: dict[Path, int] = {}  # bytes of the shards that this object makes
 
     def read(self, number: int, order: Callable[[int], int]) -> np.ndarray:
         """Return the tokens of a shard; the following shards are made ready in the meantime.
@@ -204,17 +205,24 @@ class ShardCache:
                     try_lock(lock, reservation)
                     lock.write(str(self._shard_bytes))
                     lock.flush()
+                    self._reservations[work] = self._shard_bytes
             try:
                 yield work if is_mine else None
             finally:
                 if is_mine:
                     with locked(self._directory):
                         remove(work)
+                        del self._reservations[work]
 
     def _make_room(self, work: Path) -> bool:
         """Delete tokens until there is room for a shard, and return whether there is."""
         entries = sorted(self._directory.iterdir(), key=lambda entry: entry.stat().st_mtime)
-        reserved = [_reservation_of(entry) for entry in entries if entry.is_dir()]
+        reserved = [
+            # A file system without locks cannot tell that this process is not done.
+            self._reservations.get(entry) or _reservation_of(entry)
+            for entry in entries
+            if entry.is_dir()
+        ]
         if work.exists():
             return False
         needed = {path for path, _ in self._wanted.values()}
@@ -230,7 +238,7 @@ class ShardCache:
         """Return the file of the tokens of a shard."""
         keyed = (
             f"{REVISION} {TEXT_PART_BYTES} {self._config.text_field} {self._dtype} "
-            f"{self._tokenizer.fingerprint} {os.path.abspath(shard.name)} {shard.version}"
+            f"{self._tokenizer.fingerprint} {shard.name} {shard.version}"
         )
         return self._directory / f"{hashlib.sha256(keyed.encode()).hexdigest()[:32]}.tokens"
 

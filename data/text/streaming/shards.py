@@ -174,7 +174,7 @@ def _shards_of(entry: str) -> list[Shard]:
             for name, file in files.items()
         ]
     return [
-        _LocalShard(name=str(file), size=file.stat().st_size, version=_version_of(file))
+        _LocalShard(name=str(file.absolute()), size=file.stat().st_size, version=_version_of(file))
         for file in find_files((entry,))
     ]
 

@@ -95,6 +95,12 @@ class TokenStream(ExampleStream):
             The tokens, and whether they are the last ones of the shard.
         """
         tokens = self._cache.read(shard, order)
+        if offset > len(tokens):
+            raise BrokenExample(
+                f"data.paths={self._config.paths!r}: {offset:,} tokens of a shard have been read, "
+                f"but it has {len(tokens):,}; restore the original data, or choose another "
+                "--workdir"
+            )
         part = np.empty(1 + min(max_tokens, len(tokens) - offset), tokens.dtype)
         part[0] = tokens[offset - 1] if offset else self._tokenizer.eos_id
         part[1:] = tokens[offset : offset + max_tokens]
