@@ -41,7 +41,7 @@ def _describe_epochs(run: Run, corpus: Corpus) -> list[str]:
     """Describe the length of the run and of an epoch."""
     num_steps = run.config.train.num_steps
     if corpus.stream is not None:
-        return [f"epochs  unknown number in {num_steps:,} steps, until the data has been read"]
+        return [f"epochs  unknown, because the data is streamed; the run has {num_steps:,} steps"]
     if not len(corpus.train):
         return []
     per_epoch = epoch_steps(corpus, run.config.data, run.config.images)
