@@ -204,13 +204,22 @@ def download(repository: Repository, file: str, directory: Path) -> Path:
         ConnectionError: The hub cannot be reached, and the cache lacks the file.
     """
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import tqdm
+
+    class NoBar(tqdm):
+        """A bar that is not shown: it would cut the lines of a run's log."""
+
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **{**options, "disable": True})
 
     folder = _cached_folder(repository, [file])
     if folder is not None:
         return folder / file
     where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
     with _explaining(repository):
-        return Path(hf_hub_download(repository.name, file, local_dir=directory, **where))
+        return Path(
+            hf_hub_download(repository.name, file, local_dir=directory, tqdm_class=NoBar, **where)
+        )
 
 
 def cached_files(repository: Repository) -> list[str]:

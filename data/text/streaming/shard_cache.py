@@ -42,6 +42,8 @@ from untrusted.limited import LimitedProcesses
 from untrusted.limited_process import Limits
 
 _POLL_S = 0.1
+# Seconds of waiting for other processes after which a message is logged.
+_SILENT_S = 60.0
 # The digest of the tokens, and the files around them.
 _OTHER_BYTES = 2**10
 # Text is tokenized at 1 MB/s and more, and compressed files expand to about ten times their size.
@@ -77,7 +79,8 @@ class ShardCache:
         for shard in shards:
             if not shard.is_local and (shard.size or 0) > self._shard_bytes:
                 raise ValueError(self._too_large(shard))
-        largest = max(shard.size or 0 for shard in shards)
+        sizes = [self._shard_bytes if shard.size is None else shard.size for shard in shards]
+        largest = max(sizes)
         cpu_s = _MIN_CPU_S + largest / _BYTES_PER_S
         limits = Limits(
             cpu_s=cpu_s,
@@ -118,7 +121,13 @@ class ShardCache:
         while not future.done():
             self._check_open()
             wait([future], _POLL_S)
-        return future.result()
+        try:
+            return future.result()
+        except OSError as error:
+            raise BrokenExample(
+                f"data.cache_dir={self._config.cache_dir!r}: {self._directory} cannot be used: "
+                f"{error.strerror or error}"
+            ) from error
 
     def close(self) -> None:
         """End the processes; threads that wait for a shard raise an error."""
@@ -128,6 +137,7 @@ class ShardCache:
     def _load(self, shard: Shard) -> np.ndarray:
         """Return the tokens of a shard, from the cache if it has them."""
         path = self._path(shard)
+        silent_until_s = time.monotonic() + _SILENT_S
         while True:
             self._check_open()
             with contextlib.suppress(FileNotFoundError):
@@ -142,6 +152,14 @@ class ShardCache:
                 if work is not None:
                     self._make(shard, work, path)
                     continue
+            if time.monotonic() > silent_until_s:
+                _log.warning(
+                    "%s: waiting for another process that tokenizes it or takes all of "
+                    "data.cache_gb=%s",
+                    shard.name,
+                    shown(self._config.cache_gb),
+                )
+                silent_until_s = float("inf")
             time.sleep(_POLL_S)
 
     def _check_open(self) -> None:

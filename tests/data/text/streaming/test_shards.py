@@ -49,11 +49,12 @@ def test_files_of_a_web_server_give_the_rows_of_local_files(files, tmp_path):
         assert_equal_to_local(config, tmp_path)
 
 
-def test_files_on_the_hub_give_the_rows_of_local_files(hub, files, tmp_path):
+def test_files_on_the_hub_give_the_rows_of_local_files(hub, files, tmp_path, capfd):
     commit = hub.commit("me/texts", files, kind="datasets")
     config = streamed(tmp_path, f"hf://datasets/me/texts@{commit}/*.*")
     assert_equal_to_local(config, tmp_path)
     assert {*hub.downloads()} == {name for name, content in files.items() if content}
+    assert "%|" not in capfd.readouterr().err, "progress bars would cut the lines of the log"
     assert size_of(tmp_path / "hf_home") < 100, "the cache of the hub does not grow"
 
 
