@@ -114,7 +114,7 @@ def test_killed_run_on_a_store_has_the_same_losses_with_a_small_cache(server, tm
     assert sum(sizes) / 3 < max(measured) <= bound
 
 
-@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["2x2x2", "data=8"])
 def test_losses_on_another_mesh_equal_one_device(mesh, local_shards):
     meshes = {

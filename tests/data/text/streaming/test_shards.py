@@ -43,12 +43,14 @@ def test_objects_give_the_rows_of_local_files(memory_store, files, tmp_path):
     assert {file.suffix for file in (tmp_path / "remote" / "streams").iterdir()} == {".tokens"}
 
 
+@pytest.mark.thorough
 def test_files_of_a_web_server_give_the_rows_of_local_files(files, tmp_path):
     with web_server(tmp_path) as url:
         config = streamed(tmp_path, *(f"{url}/{name}" for name in files))
         assert_equal_to_local(config, tmp_path)
 
 
+@pytest.mark.thorough
 def test_files_on_the_hub_give_the_rows_of_local_files(hub, files, tmp_path, capfd):
     commit = hub.commit("me/texts", files, kind="datasets")
     config = streamed(tmp_path, f"hf://datasets/me/texts@{commit}/*.*")

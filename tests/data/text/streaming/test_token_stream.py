@@ -162,6 +162,7 @@ def test_broken_shard_ends_the_run_with_its_name(tmp_path):
     assert refused(config).startswith(f"data.paths: {lines} is not UTF-8 text (byte 10 is 0xff)")
 
 
+@pytest.mark.thorough
 def test_shards_without_enough_text_for_a_row_are_refused(tmp_path):
     for number, texts in enumerate([[], ["abcdef"], []]):
         (tmp_path / f"{number}.jsonl").write_text(as_lines(texts))
