@@ -140,6 +140,13 @@ class TrainConfig(Section, section="train"):
         required=True,
     )
 
+    unroll: bool = field(
+        False,
+        "Compile the layers of a step one after another instead of as a loop. On GPUs such a step "
+        "is predicted to take 5 % less time and 10 % less memory, but compiles several times "
+        "longer. Not with a pipeline or host memory.",
+    )
+
     def __post_init__(self):
         super().__post_init__()
         self._set("remat", str(self.parsed_remat))

@@ -36,6 +36,7 @@ from train.run.compatibility import (
     check_objective,
     check_optimizer,
     check_parts,
+    check_unrolling,
 )
 from train.run.model_traces import ModelTraces
 from train.run.run import Run
@@ -79,6 +80,7 @@ def assemble_run(
     optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
     sequence = choose_sequence_split(config, mesh, model, traces, rules)
     schedule = _schedule(config, mesh)
+    check_unrolling(config, schedule)
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
