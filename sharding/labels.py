@@ -29,7 +29,8 @@ def begins_layer(x: Any) -> Any:
     Returns:
         x, the value that layers hand to each other, unchanged.
     """
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, LAYER), x)
+    leaves, structure = jax.tree.flatten(x)
+    return jax.tree.unflatten(structure, [checkpoint_name(leaves[0], LAYER), *leaves[1:]])
 
 
 def expected_trips(

@@ -24,6 +24,8 @@ that the backward is meant to compute again. Barriers do:
     before a layer       of x and the parameters of the next layer, so that parameters are gathered
                          at most one layer ahead
     before its backward  of its residuals and the gradient of its output
+    after its backward   of its gradients, so that XLA does not delay their products, whose operands
+                         would be kept; they are sent to other devices during the next layer
 """
 
 import dataclasses
@@ -253,12 +255,19 @@ class Layers:
         dy, grads = carry
         saved = _read(residuals.saved, work.slots.saved, layer)
         if self.unrolls:
-            # The number too: dropout masks follow from it, and would otherwise be kept.
-            dy, saved, number = jax.lax.optimization_barrier((dy, saved, layer.number))
+            # The number, too: dropout masks follow from it, and would otherwise be kept. And the
+            # gradients of three layers ago: XLA would let their reduce-scatters wait for longer.
+            sent = slice(layer.i + 3, layer.i + 4)
+            values = (dy, saved, layer.number, grads[sent])
+            dy, saved, number, sent_grads = jax.lax.optimization_barrier(values)
+            grads = [*grads]
+            grads[sent] = sent_grads
             saved = counted_as("activations", saved)
             layer = dataclasses.replace(layer, number=number)
         params = self._params_of(layer)
         gradients, dx = self._block_backward(params, work.microbatch, layer.number, saved, dy)
+        if self.unrolls:
+            dx, gradients = jax.lax.optimization_barrier((dx, gradients))
         return dx, self._accumulate(grads, layer, gradients)
 
     def layer_input_gradient(

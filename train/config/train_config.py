@@ -143,8 +143,8 @@ class TrainConfig(Section, section="train"):
     unroll: bool = field(
         False,
         "Compile the layers of a step one after another instead of as a loop. On GPUs such a step "
-        "is predicted to take 5 % less time and 10 % less memory, but compiles several times "
-        "longer. Not with a pipeline or host memory.",
+        "takes less time and memory, if layers keep activations, but compiles several times "
+        "longer. Not with a pipeline or host memory; see docs/memory.md.",
     )
 
     def __post_init__(self):

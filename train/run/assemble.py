@@ -80,7 +80,6 @@ def assemble_run(
     optimizer, frozen = _optimizer(config, model, functions, traces, learning_rate_schedule)
     sequence = choose_sequence_split(config, mesh, model, traces, rules)
     schedule = _schedule(config, mesh)
-    check_unrolling(config, schedule)
     layouts = _layouts(config, functions, schedule, traces, shares_vocab=shares_vocab)
     state_spec = _state_spec(config, abstract, optimizer, frozen)
     state_layout = StateLayout(state_spec, trace_mesh, rules, layouts, config.memory)
@@ -157,9 +156,11 @@ def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
     """Return the pipeline schedule."""
     pipeline = config.pipeline
     num_microbatches = config.train.num_microbatches
-    return make_schedule(
+    schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], num_microbatches, pipeline.chunks
     )
+    check_unrolling(config, schedule)
+    return schedule
 
 
 def _layouts(

@@ -69,10 +69,12 @@ def check_unrolling(config: RunConfig, schedule: Schedule) -> None:
             f"pipeline.chunks={config.pipeline.chunks}: it needs a single stage with one chunk, "
             "whose microbatches run one after another, as in 1f1b"
         )
-    elif memory.placement == "host" or memory.offload_activations:
+    elif memory.placement == "host":
+        problem = "memory.placement=host: layers are copied to and from host memory in a loop"
+    elif memory.offload_activations:
         problem = (
-            f"memory.placement={memory.placement} and memory.offload_activations="
-            f"{memory.offload_activations}: copies to and from host memory are made in a loop"
+            f"memory.offload_activations={memory.offload_activations}: activations are copied to "
+            "and from host memory in a loop"
         )
     else:
         return

@@ -22,11 +22,10 @@ steps of docs/memory.md.
 """
 
 import math
-from collections.abc import Sequence
 
 from predict.memory.operations import STORED, Operation, Program, Value
+from predict.memory.passes.unrolled import layers_of
 from predict.memory.primitives import KERNELS, MOVES, PRODUCTS, REDUCTIONS, UNFUSED, VIEWS
-from sharding.labels import LAYER
 
 
 def with_late_products(program: Program, *, is_body: bool) -> Program:
@@ -59,11 +58,14 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
         is_awaited[i] = any(is_awaited[j] or _has_product(operations[j]) for j in following)
         is_scattered[i] = any(is_scattered[j] or is_scatter(j) for j in following)
         is_sent[i] = any(is_sent[j] or _is_sent_to_host(operations[j]) for j in following)
+    late: set[int] = set()
     ordered: list[Operation] = []
-    for part in _parts(operations):
-        is_layer = is_body or part.start > 0 and part.stop < len(operations)
-        late: set[int] = set()
-        for i in part:
+    stop = 0
+    for part in layers_of(program):
+        start = stop
+        stop += len(part)
+        is_layer = is_body or start > 0 and stop < len(operations)
+        for i in range(start, stop):
             if operations[i].name in PRODUCTS:
                 is_late = is_layer or is_scattered[i] or is_sent[i]
             else:
@@ -71,20 +73,11 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
             if i in late or is_late and not is_awaited[i]:
                 late.add(i)
                 late |= readers.get(i, set())
-        early = [operations[i] for i in part if i not in late]
-        delayed = [operations[i] for i in part if i in late]
+        early = [operations[i] for i in range(start, stop) if i not in late]
+        delayed = [operations[i] for i in range(start, stop) if i in late]
         ordered += _with_stored_operands(early, delayed) if is_layer else early
         ordered += delayed
     return Program(program.inputs, ordered, program.outputs)
-
-
-def _parts(operations: Sequence[Operation]) -> list[range]:
-    """Return the parts of a program, between which unrolled layers begin and end."""
-    starts = [0]
-    for i, op in enumerate(operations):
-        if op.name == "name" and op.params["name"] == LAYER:
-            starts.append(i)
-    return [*map(range, starts, [*starts[1:], len(operations)])]
 
 
 def _with_stored_operands(early: list[Operation], delayed: list[Operation]) -> list[Operation]:
