@@ -1,4 +1,4 @@
-"""Labels of a traced step: kinds of arrays, and how often loops are expected to run."""
+"""Labels of a traced step: kinds of arrays, unrolled layers, and how often loops run."""
 
 import math
 import re
@@ -13,12 +13,24 @@ LABELS = ("parameters", "gradients", "activations")
 TEMPORARIES = "temporaries"
 #: Label of the memory that a step needs beyond the arrays that are counted here.
 GAPS = "gaps"
+#: Name that `begins_layer` gives to an array.
+LAYER = "unrolled_layer"
 
 
 def counted_as(label: str, tree: Any) -> Any:
     """Count arrays of a traced function under `label`, one of LABELS, and return them unchanged."""
     assert label in LABELS
     return jax.tree.map(lambda x: checkpoint_name(x, label), tree)
+
+
+def begins_layer(x: Any) -> Any:
+    """Mark the place in a traced function where the next unrolled layer begins, or the last ends.
+
+    Returns:
+        x, the value that layers hand to each other, unchanged.
+    """
+    leaves, structure = jax.tree.flatten(x)
+    return jax.tree.unflatten(structure, [checkpoint_name(leaves[0], LAYER), *leaves[1:]])
 
 
 def expected_trips(

@@ -75,14 +75,15 @@ def rotate(
     angles_BTH = positions_BT.astype(wide)[..., None] * jnp.asarray(frequencies, wide)[None, None]
     cos = jnp.cos(angles_BTH)[:, :, None] * factor
     sin = jnp.sin(angles_BTH)[:, :, None] * factor
-    x = x_BTNH.astype(wide)
-    if pairs == "neighbours":
-        first, second = x[..., 0::2], x[..., 1::2]
-        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
-        return turned.reshape(x.shape).astype(x_BTNH.dtype)
-    first, second = jnp.split(x, 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
+    # (first, second) · cos + (second, first) · (-sin, sin). XLA computes this in one pass over x,
+    # and would write a concatenation of the two halves piece by piece.
+    pair_dim = -2 if pairs == "halves" else -1
+    shape = (2, -1) if pairs == "halves" else (-1, 2)
+    x = x_BTNH.astype(wide).reshape(*x_BTNH.shape[:-1], *shape)
+    cos = jnp.expand_dims(cos, pair_dim)
+    sin = jnp.stack([-sin, sin], axis=pair_dim)
+    turned = x * cos + jnp.flip(x, pair_dim) * sin
+    return turned.reshape(x_BTNH.shape).astype(x_BTNH.dtype)
 
 
 class HashableScaling(dict):

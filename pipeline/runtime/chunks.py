@@ -108,7 +108,7 @@ class StackPart:
         """Return x after the chunk's layers of this stack."""
         layers = self.layers
         block_input = self._block_input(work, x)
-        y = layers.scan(work.chunk, partial(layers.layer_forward, work), block_input)
+        y = layers.run_layers(work.chunk, partial(layers.layer_forward, work), block_input)
         return self.packed.pack(y)
 
     def stack_forward_saving(
@@ -124,7 +124,8 @@ class StackPart:
             residuals = dataclasses.replace(residuals, before_inputs=before_inputs)
         layers = self.layers
         carry = (self._block_input(work, x), residuals)
-        y, residuals = layers.scan(work.chunk, partial(layers.layer_forward_saving, work), carry)
+        body = partial(layers.layer_forward_saving, work)
+        y, residuals = layers.run_layers(work.chunk, body, carry)
         return self.packed.pack(y), residuals
 
     def stack_backward(self, work: Work, state: BackwardState) -> BackwardState:
@@ -135,12 +136,12 @@ class StackPart:
         if layers.splits:
             body = partial(layers.layer_input_gradient, work, residuals)
             carry = (block_dy, state.stack_grads, residuals.handed)
-            block_dx, stack_grads, handed = layers.scan(work.chunk, body, carry, reverse=True)
+            block_dx, stack_grads, handed = layers.run_layers(work.chunk, body, carry, reverse=True)
             residuals = dataclasses.replace(residuals, handed=handed)
         else:
             body = partial(layers.layer_backward, work, residuals)
             carry = (block_dy, state.stack_grads)
-            block_dx, stack_grads = layers.scan(work.chunk, body, carry, reverse=True)
+            block_dx, stack_grads = layers.run_layers(work.chunk, body, carry, reverse=True)
         dx, non_stack_grads = self._through_before(work, block_dx, residuals, state.non_stack_grads)
         return BackwardState(
             dy=dx, non_stack_grads=non_stack_grads, stack_grads=stack_grads, residuals=residuals
@@ -149,7 +150,7 @@ class StackPart:
     def stack_weight_gradient(self, work: Work, residuals: Residuals, stack_grads: Tree) -> Tree:
         """Return `stack_grads` plus what the first half of the stack's backward left out."""
         body = partial(self.layers.layer_weight_gradient, work, residuals)
-        return self.layers.scan(work.chunk, body, stack_grads)
+        return self.layers.run_layers(work.chunk, body, stack_grads)
 
     def _block_input(self, work: Work, x: Tree) -> Tree:
         """Return the input of the stack's blocks, after `before` if the stack begins here."""
@@ -209,6 +210,13 @@ class Chunks:
     def zero_stacks_gradients(self) -> dict[str, Tree]:
         """Return, for each stack, zero gradients of its layers on this device."""
         return {name: part.layers.zero_layer_gradients() for name, part in self._parts.items()}
+
+    def stack_gradients(self, stacks_grads: dict[str, Tree]) -> dict[str, Tree]:
+        """Return, for each stack, the sums of gradients as arrays `[param slots, ...]`."""
+        return {
+            name: part.layers.stack_layer_gradients(stacks_grads[name])
+            for name, part in self._parts.items()
+        }
 
     def empty_chunk_residuals(self, num_slots: Mapping[str, int]) -> ChunkResiduals:
         """Return empty buffers for everything that backwards read.

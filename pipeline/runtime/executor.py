@@ -37,7 +37,7 @@ The path of a batch, from level to level; docs/architecture.md lists every call:
     TrainingStage   training.py, stage.py    tick, _run_forward, _run_backward, ...
     Chunks          chunks.py                chunk_forward, chunk_backward, ...
     StackPart       chunks.py                stack_forward, stack_backward
-    Layers          layers.py                scan; of one layer: layer_forward, layer_backward, ...
+    Layers          layers.py                run_layers; of a layer: layer_forward, ...
     BlockVJP        block_vjp.py             forward, backward, ..., unless nothing is saved
     block           models/stack.py          the model's block, a function
 
@@ -92,6 +92,7 @@ def make_loss_and_grad(
     *,
     recomputes: bool = True,
     shares_vocab: bool = False,
+    unrolls: bool = False,
 ) -> Callable[[Params, Tree], tuple[dict, Params]]:
     """Build the function that computes losses and gradients with a training schedule.
 
@@ -102,6 +103,7 @@ def make_loss_and_grad(
         param_sharding: how the parameters are sharded over the mesh.
         recomputes: as for `make_tick_program`.
         shares_vocab: as for `make_tick_program`.
+        unrolls: as for `make_tick_program`.
 
     Returns:
         `f(params, microbatches) -> (sums, gradients)`. `params` has the structure of
@@ -115,7 +117,9 @@ def make_loss_and_grad(
             split over `pipeline`.
     """
     assert schedule.has_backward()
-    program = make_tick_program(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
+    program = make_tick_program(
+        schedule, recomputes=recomputes, shares_vocab=shares_vocab, unrolls=unrolls
+    )
 
     def train_on_device(params, microbatches):
         stage = TrainingStage(functions, program, layouts, param_sharding, params, microbatches)

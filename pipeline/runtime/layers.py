@@ -14,6 +14,18 @@ With L = `max_layers_per_chunk`:
         saved = buffers[buffer slot of m, i]
         dw, dx = vjp.backward(params[param slot c*L + i], saved, dx)
         grads[param slot c*L + i] += dw
+
+The layers run in a loop, or, if the program says `unrolls`, one after another without one. The
+residuals and gradients of unrolled layers are arrays of their own, which are not copied into and
+out of arrays of all layers. That is possible if only one microbatch has residuals at a time. But
+nothing then keeps XLA from gathering all parameters at once, or from keeping values of a forward
+that the backward is meant to compute again. Barriers do:
+
+    before a layer       of x and the parameters of the next layer, so that parameters are gathered
+                         at most one layer ahead
+    before its backward  of its residuals and the gradient of its output
+    after its backward   of its gradients, so that XLA does not delay their products, whose operands
+                         would be kept; they are sent to other devices during the next layer
 """
 
 import dataclasses
@@ -27,14 +39,16 @@ import jax.numpy as jnp
 from pipeline.runtime.block_vjp import BlockVJP
 from pipeline.runtime.gather import ParamGatherer
 from pipeline.runtime.tick_table import BufferSlots
-from pipeline.runtime.trees import is_none, wide_types, without
+from pipeline.runtime.trees import add, is_none, wide_types, without, zeros
 from pipeline.stack_layout import StackLayout
+from sharding.labels import begins_layer, counted_as
 from sharding.logical import automatic_axes
 from sharding.memory import is_on_host, to_device, to_where, zeros_on_host
 from sharding.ops.update_if import Condition, update_if
 
 Tree = Any
-Buffer = list[jax.Array]
+#: Arrays `[buffer slots, layers, ...]`; of unrolled layers, for each a list of arrays `[...]`.
+Buffer = list[Any]
 
 #: Named scope of the loops over layers, by which predict/time/ finds them in a program.
 LAYERS = "layers"
@@ -45,8 +59,7 @@ LAYERS = "layers"
 class Residuals:
     """One stack's buffers for values that wait for a backward; tick_program.py explains each.
 
-    An array is `[buffer slots, layers, ...]`. A buffer is None if the schedule has no such
-    buffer.
+    A buffer is None if the schedule has no such buffer.
 
     Attributes:
         saved: residuals that the backward reads.
@@ -81,14 +94,16 @@ class Layer:
     """Where a layer is.
 
     Attributes:
-        i: layer's number within its chunk, int32[].
-        param_slot: slot of its parameters on this stage, int32[].
+        i: layer's number within its chunk, int32[]; an int if layers are unrolled.
+        param_slot: slot of its parameters on this stage, int32[]; an int if layers are unrolled.
         number: its number within the stack, int32[].
+        params: this stage's parameters of the stack, `[param slots of this stage, ...]`.
     """
 
-    i: jax.Array
-    param_slot: jax.Array
+    i: jax.Array | int
+    param_slot: jax.Array | int
     number: jax.Array
+    params: Tree
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -104,6 +119,7 @@ class Layers:
         x: input of a layer, or its ShapeDtypeStructs.
         microbatch: one of the microbatches, or its ShapeDtypeStructs.
         splits: whether backwards run in two halves.
+        unrolls: whether forwards that save residuals, and backwards, run without a loop.
         accumulates: whether several backwards of a layer add up their gradients in a step.
         frozen: bool per parameter, whether it has no gradient; None: all have one.
     """
@@ -116,6 +132,7 @@ class Layers:
     x: Tree
     microbatch: Tree
     splits: bool
+    unrolls: bool
     accumulates: bool
     frozen: Tree | None = None
 
@@ -133,6 +150,16 @@ class Layers:
         return BlockVJP(self.block, params, self.x, self.microbatch, number)
 
     @cached_property
+    def _block_forward(self) -> Callable[..., tuple[Tree, list[jax.Array]]]:
+        """`BlockVJP.forward`, which is traced once for all unrolled layers."""
+        return jax.jit(self._vjp.forward) if self.unrolls else self._vjp.forward
+
+    @cached_property
+    def _block_backward(self) -> Callable[..., tuple[Tree, Tree]]:
+        """`BlockVJP.backward`, which is traced once for all unrolled layers."""
+        return jax.jit(self._vjp.backward) if self.unrolls else self._vjp.backward
+
+    @cached_property
     def _for_weights(self) -> list[int]:
         """Indices of the saved residuals that weight gradients read."""
         return self._vjp.saved_for_weights if self.splits else []
@@ -140,9 +167,12 @@ class Layers:
     def zero_layer_gradients(self) -> Tree:
         """Return zero gradients in float32 or wider, in the same memory as the parameters.
 
-        Frozen parameters have None.
+        Frozen parameters have None. Unrolled layers have a list with a tree for each.
         """
         gradients = jax.eval_shape(lambda: self.gatherer.scattered(self._first_params()))
+        if self.unrolls:
+            layer_gradients = zeros(wide_types(without(gradients, self.frozen)))
+            return [layer_gradients] * len(self._numbers)
 
         def empty(shape: jax.ShapeDtypeStruct, param: jax.Array) -> jax.Array:
             # Zeros even if every slot is written once: XLA would allocate an empty array at the
@@ -152,6 +182,12 @@ class Layers:
 
         gradients = without(wide_types(gradients, len(self._numbers)), self.frozen)
         return jax.tree.map(empty, gradients, without(self.params, self.frozen))
+
+    def stack_layer_gradients(self, grads: Tree) -> Tree:
+        """Return the sums of gradients as arrays `[param slots, ...]`."""
+        if not self.unrolls:
+            return grads
+        return jax.tree.map(lambda *layers: jnp.stack(layers), *grads)
 
     def empty_layer_residuals(self, num_slots: Mapping[str, int]) -> Residuals:
         """Return empty buffers.
@@ -163,6 +199,8 @@ class Layers:
         saved, for_weights = self._parted(shapes)
 
         def empty(shape: jax.ShapeDtypeStruct, on_host: bool, count: int) -> jax.Array:
+            if self.unrolls:
+                return jax.lax.empty(shape.shape, shape.dtype)
             whole = (count, self._max_layers_per_chunk, *shape.shape)
             if on_host:
                 return zeros_on_host(whole, shape.dtype, num_loop_dims=2)
@@ -175,7 +213,8 @@ class Layers:
         def buffer(name: str, shapes: list) -> Buffer | None:
             if name not in num_slots:
                 return None
-            return [empty(shape, on_host, num_slots[name]) for shape, on_host in shapes]
+            arrays = [empty(shape, on_host, num_slots[name]) for shape, on_host in shapes]
+            return [arrays] * self._max_layers_per_chunk if self.unrolls else arrays
 
         return Residuals(
             saved=buffer("saved", saved),
@@ -185,8 +224,8 @@ class Layers:
             else None,
         )
 
-    # The methods `layer_*` are bodies for `scan`, with their first arguments bound: each computes
-    # one layer, and takes and returns the carry of the loop.
+    # The methods `layer_*` are bodies for `run_layers`, with their first arguments bound: each
+    # computes one layer, and takes and returns the carry of the loop.
 
     def layer_forward(self, work: Work, layer: Layer, x: Tree) -> Tree:
         """Return x after a layer, without saving anything for a backward."""
@@ -199,13 +238,13 @@ class Layers:
         """Return x after a layer, and the buffers with the saved residuals."""
         x, residuals = carry
         params = self._params_of(layer)
-        x, values = self._vjp.forward(params, x, work.microbatch, layer.number)
+        x, values = self._block_forward(params, x, work.microbatch, layer.number)
         saved, for_weights = self._parted(values)
         slots = work.slots
         residuals = dataclasses.replace(
             residuals,
-            saved=_write(residuals.saved, slots.saved, layer.i, saved),
-            for_weights=_write(residuals.for_weights, slots.for_weights, layer.i, for_weights),
+            saved=_write(residuals.saved, slots.saved, layer, saved),
+            for_weights=_write(residuals.for_weights, slots.for_weights, layer, for_weights),
         )
         return x, residuals
 
@@ -214,10 +253,22 @@ class Layers:
     ) -> tuple[Tree, Tree]:
         """Return the gradient of a layer's input, and the gradients so far plus the layer's."""
         dy, grads = carry
-        saved = _read(residuals.saved, work.slots.saved, layer.i)
+        saved = _read(residuals.saved, work.slots.saved, layer)
+        if self.unrolls:
+            # The number, too: dropout masks follow from it, and would otherwise be kept. And the
+            # gradients of three layers ago: XLA would let their reduce-scatters wait for longer.
+            sent = slice(layer.i + 3, layer.i + 4)
+            values = (dy, saved, layer.number, grads[sent])
+            dy, saved, number, sent_grads = jax.lax.optimization_barrier(values)
+            grads = [*grads]
+            grads[sent] = sent_grads
+            saved = counted_as("activations", saved)
+            layer = dataclasses.replace(layer, number=number)
         params = self._params_of(layer)
-        gradients, dx = self._vjp.backward(params, work.microbatch, layer.number, saved, dy)
-        return dx, self._accumulate(grads, layer.param_slot, gradients)
+        gradients, dx = self._block_backward(params, work.microbatch, layer.number, saved, dy)
+        if self.unrolls:
+            dx, gradients = jax.lax.optimization_barrier((dx, gradients))
+        return dx, self._accumulate(grads, layer, gradients)
 
     def layer_input_gradient(
         self, work: Work, residuals: Residuals, layer: Layer, carry: tuple[Tree, Tree, Buffer]
@@ -230,15 +281,15 @@ class Layers:
         """
         dy, grads, handed = carry
         saved = self._joined(
-            _read(residuals.saved, work.slots.saved, layer.i),
-            _read(residuals.for_weights, work.slots.for_weights, layer.i),
+            _read(residuals.saved, work.slots.saved, layer),
+            _read(residuals.for_weights, work.slots.for_weights, layer),
         )
         params = self._params_of(layer)
         dx, early, values = self._vjp.input_gradient(
             params, work.microbatch, layer.number, saved, dy
         )
-        handed = _write(handed, work.slots.handed, layer.i, values)
-        return dx, self._accumulate(grads, layer.param_slot, early), handed
+        handed = _write(handed, work.slots.handed, layer, values)
+        return dx, self._accumulate(grads, layer, early), handed
 
     def layer_weight_gradient(
         self, work: Work, residuals: Residuals, layer: Layer, grads: Tree
@@ -248,12 +299,12 @@ class Layers:
             self._params_of(layer),
             work.microbatch,
             layer.number,
-            _read(residuals.for_weights, work.slots.for_weights, layer.i),
-            _read(residuals.handed, work.slots.handed, layer.i),
+            _read(residuals.for_weights, work.slots.for_weights, layer),
+            _read(residuals.handed, work.slots.handed, layer),
         )
-        return self._accumulate(grads, layer.param_slot, late)
+        return self._accumulate(grads, layer, late)
 
-    def scan(
+    def run_layers(
         self,
         chunk: jax.Array,
         body: Callable[[Layer, Tree], Tree],
@@ -266,9 +317,12 @@ class Layers:
         Args:
             chunk: chunk's number on this device.
             body: computes one layer; it is not called for padding.
-            carry: tree of arrays.
+            carry: tree of arrays. If layers are unrolled, a tuple whose first element is the value
+                that layers hand to each other.
             reverse: whether to begin with the last layer.
         """
+        if self.unrolls:
+            return self._run_unrolled(body, carry, reverse)
 
         # The loop counts in its carry. XLA does not recognize a counter that is read from an array,
         # and would neither pipeline collectives nor read weights where they are stored.
@@ -278,7 +332,8 @@ class Layers:
             param_slot = chunk * self._max_layers_per_chunk + i
             number = self._numbers[param_slot]
             is_layer = number >= 0
-            run = partial(body, Layer(i=i, param_slot=param_slot, number=number))
+            layer = Layer(i=i, param_slot=param_slot, number=number, params=self.params)
+            run = partial(body, layer)
             if self._has_padding:
                 carry = update_if(Condition(lambda: is_layer), run, carry)
             else:
@@ -289,10 +344,26 @@ class Layers:
             start = (jnp.int32(0), carry)
             return jax.lax.scan(step, start, None, length=self._max_layers_per_chunk)[0][1]
 
+    def _run_unrolled(
+        self, body: Callable[[Layer, Tree], Tree], carry: Tree, reverse: bool
+    ) -> Tree:
+        order = range(self._max_layers_per_chunk)
+        params = self.params
+        with jax.named_scope(LAYERS):
+            for i in reversed(order) if reverse else order:
+                x, *others = carry
+                # The next layer can gather its parameters from now on, and not earlier.
+                x, next_params = jax.lax.optimization_barrier((begins_layer(x), params))
+                layer = Layer(i=i, param_slot=i, number=self._numbers[i], params=params)
+                carry = body(layer, (x, *others))
+                params = next_params
+            x, *others = carry
+            return begins_layer(x), *others
+
     def _first_params(self) -> Tree:
         """Return the parameters of the layer in the first slot; those of all layers are alike."""
         first = jnp.int32(0)
-        return self._params_of(Layer(i=first, param_slot=first, number=first))
+        return self._params_of(Layer(i=first, param_slot=first, number=first, params=self.params))
 
     def _params_of(self, layer: Layer) -> Tree:
         """Return the parameters of one layer, gathered."""
@@ -300,9 +371,9 @@ class Layers:
         def at(x):
             return jax.lax.dynamic_index_in_dim(x, layer.param_slot, keepdims=False)
 
-        return self.gatherer.gather_layer(jax.tree.map(at, self.params))
+        return self.gatherer.gather_layer(jax.tree.map(at, layer.params))
 
-    def _accumulate(self, grads: Tree, param_slot: jax.Array, values: Tree) -> Tree:
+    def _accumulate(self, grads: Tree, layer: Layer, values: Tree) -> Tree:
         """Add a layer's gradients to `grads`, in the dtype of `grads`, where neither is None.
 
         If a layer has only one backward, they are written without an addition. XLA can then let
@@ -312,12 +383,16 @@ class Layers:
         def converted(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
             return None if g is None or value is None else value.astype(g.dtype)
 
-        values = jax.tree.map(converted, grads, values, is_leaf=is_none)
+        before = grads[layer.i] if self.unrolls else grads
+        values = jax.tree.map(converted, before, values, is_leaf=is_none)
         values = self.gatherer.scattered(values)
-        add = _add_to_slot if self.accumulates else _written
+        if self.unrolls:
+            after = add(before, values) if self.accumulates else values
+            return [*grads[: layer.i], after, *grads[layer.i + 1 :]]
+        accumulate = _add_to_slot if self.accumulates else _written
 
         def accumulated(g: jax.Array | None, value: jax.Array | None) -> jax.Array | None:
-            return g if g is None or value is None else add(g, param_slot, value)
+            return g if g is None or value is None else accumulate(g, layer.param_slot, value)
 
         return jax.tree.map(accumulated, grads, values, is_leaf=is_none)
 
@@ -334,7 +409,7 @@ class Layers:
         return [next(for_weights if i in self._for_weights else saved) for i in range(count)]
 
 
-def _add_to_slot(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
+def _add_to_slot(g: jax.Array, param_slot: jax.Array | int, value: jax.Array) -> jax.Array:
     """Return `g`, on the device or in host memory, with `value` added to one parameter slot."""
     if not is_on_host(g):
         return g.at[param_slot].add(value)
@@ -342,26 +417,32 @@ def _add_to_slot(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.A
     return _written(g, param_slot, to_device(before) + value)
 
 
-def _written(g: jax.Array, param_slot: jax.Array, value: jax.Array) -> jax.Array:
+def _written(g: jax.Array, param_slot: jax.Array | int, value: jax.Array) -> jax.Array:
     """Return `g`, on the device or in host memory, with `value` in one parameter slot."""
     return jax.lax.dynamic_update_index_in_dim(g, to_where(value, g), param_slot, 0)
 
 
-def _write(buffer: Buffer | None, buffer_slot, i, values: Sequence[jax.Array]) -> Buffer | None:
-    """Return the buffer with the values of layer `i` of a chunk written to a buffer slot."""
+def _write(
+    buffer: Buffer | None, buffer_slot, layer: Layer, values: Sequence[jax.Array]
+) -> Buffer | None:
+    """Return the buffer with the values of a layer of a chunk written to a buffer slot."""
     if buffer is None:
         return None
+    if isinstance(layer.i, int):
+        return [*buffer[: layer.i], [*values], *buffer[layer.i + 1 :]]
     return [
-        jax.lax.dynamic_update_slice(array, value[None, None], _start(array, buffer_slot, i))
+        jax.lax.dynamic_update_slice(array, value[None, None], _start(array, buffer_slot, layer.i))
         for array, value in zip(buffer, values, strict=True)
     ]
 
 
-def _read(buffer: Buffer | None, buffer_slot, i) -> list[jax.Array]:
-    """Return the values of layer `i` of a chunk from a buffer slot."""
+def _read(buffer: Buffer | None, buffer_slot, layer: Layer) -> list[jax.Array]:
+    """Return the values of a layer of a chunk from a buffer slot."""
     assert buffer is not None
+    if isinstance(layer.i, int):
+        return buffer[layer.i]
     return [
-        jax.lax.dynamic_slice(b, _start(b, buffer_slot, i), (1, 1, *b.shape[2:]))[0, 0]
+        jax.lax.dynamic_slice(b, _start(b, buffer_slot, layer.i), (1, 1, *b.shape[2:]))[0, 0]
         for b in buffer
     ]
 

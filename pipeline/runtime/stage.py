@@ -103,6 +103,7 @@ class Stage:
             x=block_type,
             microbatch=self._first_microbatch,
             splits=self._program.splits_backward,
+            unrolls=self._program.unrolls,
             accumulates=self._program.num_microbatches > 1,
             frozen=None if frozen is None else frozen["stacks"][name],
         )

@@ -79,6 +79,7 @@ class TickProgram:
         splits_backward: whether backwards run as input gradient and weight gradient.
         recomputes: whether a chunk's forward runs again in its backward.
         shares_vocab: whether all stages compute embedding and head together.
+        unrolls: whether layers run without a loop.
     """
 
     table: TickTable
@@ -90,6 +91,7 @@ class TickProgram:
     splits_backward: bool
     recomputes: bool
     shares_vocab: bool
+    unrolls: bool
 
     @property
     def num_stages(self) -> int:
@@ -106,6 +108,16 @@ class TickProgram:
         return trains and self.num_stages > 1 and not self.splits_backward
 
     @property
+    def can_unroll(self) -> bool:
+        """Whether layers can run without a loop.
+
+        Chunks of several layers would share a program in which a layer's number is a value, and
+        several microbatches whose residuals wait at the same time would need buffers.
+        """
+        has_one_chunk = self.num_stages == 1 and not self.table.backward.chunk.any()
+        return has_one_chunk and not self.splits_backward and self.num_slots.get("saved", 1) == 1
+
+    @property
     def iterations(self) -> TickTable:
         """The table as the loop runs it, one row per iteration."""
         if not self.is_skewed:
@@ -116,7 +128,11 @@ class TickProgram:
 
 
 def make_tick_program(
-    schedule: Schedule, *, recomputes: bool = True, shares_vocab: bool = False
+    schedule: Schedule,
+    *,
+    recomputes: bool = True,
+    shares_vocab: bool = False,
+    unrolls: bool = False,
 ) -> TickProgram:
     """Return the tick program of a verified schedule.
 
@@ -128,6 +144,7 @@ def make_tick_program(
             residuals of the layers are kept.
         shares_vocab: all stages compute embedding and head together. The head then runs between the
             last chunk's forward and backward, so that forward is not folded.
+        unrolls: layers run without a loop (layers.py); only if `can_unroll`.
 
     Raises:
         ValueError: the table splits some backwards but not others.
@@ -137,7 +154,9 @@ def make_tick_program(
             f"schedule {schedule.name} has whole backwards (B) and split ones (I, W); a table must "
             "split all of them or none"
         )
-    return _ProgramBuilder(schedule, recomputes, shares_vocab).build()
+    program = _ProgramBuilder(schedule, recomputes, shares_vocab).build()
+    assert program.can_unroll or not unrolls
+    return dataclasses.replace(program, unrolls=unrolls)
 
 
 class _ProgramBuilder:
@@ -208,6 +227,7 @@ class _ProgramBuilder:
             splits_backward=self.splits,
             recomputes=self.recomputes,
             shares_vocab=self.shares_vocab,
+            unrolls=False,
         )
 
     def _cells(self, kind: str) -> dict[str, np.ndarray]:

@@ -275,11 +275,12 @@ class TrainingStage(Stage):
 
         They are summed over all devices, and each is sharded like its parameter.
         """
+        stacks_grads = self._chunks.stack_gradients(carry.stacks_grads)
         reduced = {
             "non_stack": self._non_stack_gatherer.reduced(carry.non_stack_grads),
             "stacks": {
                 name: self._stack_gatherers[name].reduced(stack_grads)
-                for name, stack_grads in carry.stacks_grads.items()
+                for name, stack_grads in stacks_grads.items()
             },
         }
         return counted_as("gradients", reduced)

@@ -62,6 +62,8 @@ class Kernels:
         """Return an existing array under another name, or copy it between device and host."""
         outputs = []
         for value, output in pairs(op):
+            if op.name == "optimization_barrier" and not self.is_cpu:
+                self.make(value, frame)
             storage = frame[value]
             if op.name == "device_put" and value.on_host != output.on_host:
                 self.make(value, frame)

@@ -16,6 +16,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
@@ -25,10 +27,6 @@ class Lifetime:
     start: int
     end: int
 
-    def overlaps(self, other: "Lifetime") -> bool:
-        """Return whether both buffers are alive at some time."""
-        return self.start < other.end and other.start < self.end
-
 
 def packed_bytes(buffers: Iterable[Lifetime]) -> int:
     """Return the size of the address range of buffers that are placed by XLA's best-fit rule.
@@ -36,18 +34,16 @@ def packed_bytes(buffers: Iterable[Lifetime]) -> int:
     Source: XLA, `xla/service/heap_simulator`, `GlobalDecreasingSizeBestFitHeap`; the order and the
     rule are the same.
     """
-    placed: list[tuple[int, Lifetime]] = []
-    top = 0
-    for buffer in sorted(buffers, key=lambda b: (-b.num_bytes, b.start)):
-        neighbours = sorted(
-            (address, address + other.num_bytes)
-            for address, other in placed
-            if buffer.overlaps(other)
-        )
-        address = _best_fit(buffer.num_bytes, neighbours)
-        placed.append((address, buffer))
-        top = max(top, address + buffer.num_bytes)
-    return top
+    ordered = sorted(buffers, key=lambda b: (-b.num_bytes, b.start))
+    starts = np.array([buffer.start for buffer in ordered])
+    ends = np.array([buffer.end for buffer in ordered])
+    sizes = np.array([buffer.num_bytes for buffer in ordered])
+    addresses = np.zeros(len(ordered), np.int64)
+    for i in range(len(ordered)):
+        is_neighbour = (starts[:i] < ends[i]) & (starts[i] < ends[:i])
+        taken = addresses[:i][is_neighbour]
+        addresses[i] = _best_fit(sizes[i], taken, taken + sizes[:i][is_neighbour])
+    return int((addresses + sizes).max(initial=0))
 
 
 def most_bytes_at_once(buffers: Iterable[Lifetime]) -> int:
@@ -59,20 +55,16 @@ def most_bytes_at_once(buffers: Iterable[Lifetime]) -> int:
     return max(itertools.accumulate(change for _, change in changes), default=0)
 
 
-def _best_fit(num_bytes: int, taken: Iterable[tuple[int, int]]) -> int:
+def _best_fit(num_bytes: int, firsts: np.ndarray, ends: np.ndarray) -> int:
     """Return the start of the smallest free hole, or else the first address above everything.
 
     Args:
         num_bytes: size of the buffer to place.
-        taken: (first, last + 1) addresses of occupied ranges, sorted; they may overlap.
+        firsts: first addresses of occupied ranges; the ranges may overlap.
+        ends: their last addresses + 1.
     """
-    best = None
-    smallest = None
-    free = 0
-    for first, end in taken:
-        hole = first - free
-        if hole >= num_bytes and (smallest is None or hole < smallest):
-            best = free
-            smallest = hole
-        free = max(free, end)
-    return free if best is None else best
+    order = np.argsort(firsts)
+    free = np.maximum.accumulate(np.concatenate(([0], ends[order])))  # below the ith range
+    holes = firsts[order] - free[:-1]
+    fits = np.flatnonzero(holes >= num_bytes)
+    return free[fits[np.argmin(holes[fits])] if len(fits) else -1]

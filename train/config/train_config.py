@@ -140,6 +140,13 @@ class TrainConfig(Section, section="train"):
         required=True,
     )
 
+    unroll: bool = field(
+        False,
+        "Compile the layers of a step one after another instead of as a loop. On GPUs such a step "
+        "takes less time and memory, if layers keep activations, but compiles several times "
+        "longer. Not with a pipeline or host memory; see docs/memory.md.",
+    )
+
     def __post_init__(self):
         super().__post_init__()
         self._set("remat", str(self.parsed_remat))

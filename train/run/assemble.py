@@ -36,6 +36,7 @@ from train.run.compatibility import (
     check_objective,
     check_optimizer,
     check_parts,
+    check_unrolling,
 )
 from train.run.model_traces import ModelTraces
 from train.run.run import Run
@@ -155,9 +156,11 @@ def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
     """Return the pipeline schedule."""
     pipeline = config.pipeline
     num_microbatches = config.train.num_microbatches
-    return make_schedule(
+    schedule = make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], num_microbatches, pipeline.chunks
     )
+    check_unrolling(config, schedule)
+    return schedule
 
 
 def _layouts(

@@ -14,6 +14,8 @@ from data.text.text_corpus import TextCorpus
 from models.functions import ModelFunctions, can_share_vocab
 from models.layers.float8 import LOWEST_CAPABILITY
 from models.stack import REMAT_POLICIES, saved_names
+from pipeline.runtime.tick_program import make_tick_program
+from pipeline.schedules.table import Schedule
 from sharding.hardware import Hardware
 from sharding.logical import Rules
 from sharding.mesh import AnyMesh
@@ -53,6 +55,30 @@ def _check_float8(config: RunConfig, functions: ModelFunctions, hardware: Hardwa
             "multiples of 16 inputs and outputs; choose larger sizes, or set "
             "precision.compute=bfloat16"
         )
+
+
+def check_unrolling(config: RunConfig, schedule: Schedule) -> None:
+    """Reject `train.unroll` with a pipeline schedule or memory settings that rule it out."""
+    if not config.train.unroll:
+        return
+    memory = config.memory
+    recomputes = config.train.parsed_remat.recomputes_stages
+    if not make_tick_program(schedule, recomputes=recomputes).can_unroll:
+        problem = (
+            f"mesh.pipeline={schedule.num_stages}, pipeline.schedule={schedule.name} and "
+            f"pipeline.chunks={config.pipeline.chunks}: it needs a single stage with one chunk, "
+            "whose microbatches run one after another, as in 1f1b"
+        )
+    elif memory.placement == "host":
+        problem = "memory.placement=host: layers are copied to and from host memory in a loop"
+    elif memory.offload_activations:
+        problem = (
+            f"memory.offload_activations={memory.offload_activations}: activations are copied to "
+            "and from host memory in a loop"
+        )
+    else:
+        return
+    raise ValueError(f"train.unroll=True does not fit {problem}; set train.unroll=False")
 
 
 def check_parts(

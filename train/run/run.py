@@ -328,6 +328,7 @@ class Run:
             recomputes_stages=self.config.train.parsed_remat.recomputes_stages,
             shares_vocab=self.config.pipeline.shares_vocab(self.schedule.num_stages),
             layouts=self.layouts,
+            unrolls=self.config.train.unroll,
             precision=self.config.precision,
             seed=self.config.train.seed,
             skip_spikes=self.config.train.skip_spikes,
@@ -340,7 +341,10 @@ class Run:
         """Return the pipeline schedule of the training step as the program that executes it."""
         config = self._step_config()
         return make_tick_program(
-            config.schedule, recomputes=config.recomputes_stages, shares_vocab=config.shares_vocab
+            config.schedule,
+            recomputes=config.recomputes_stages,
+            shares_vocab=config.shares_vocab,
+            unrolls=config.unrolls,
         )
 
     def _param_sharding(self) -> ParamSharding:

@@ -68,6 +68,7 @@ class StepConfig:
     recomputes_stages: bool  # whether backwards run the forward of their chunk again
     shares_vocab: bool  # whether all stages compute embedding and head together
     layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
+    unrolls: bool  # whether the training step has no loops over layers
     precision: PrecisionConfig
     seed: int  # for dropout
     skip_spikes: float | None  # largest gradient norm / running mean; None: any
@@ -191,6 +192,7 @@ def _make_loss_and_grad(
         param_sharding,
         recomputes=config.recomputes_stages,
         shares_vocab=config.shares_vocab,
+        unrolls=config.unrolls,
     )
 
 

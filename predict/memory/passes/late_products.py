@@ -13,21 +13,25 @@ the backward in the order of the trace, and in the order in which it is schedule
 
 so a and dh are in memory together. With a gate, a = silu(g) · u, and one fusion with three outputs
 computes a, dg and du from g, u and da. So `a` is stored then, and until the end of the body three
-arrays are in memory rather than five. In the body of a loop this holds for all such products.
-Elsewhere it holds for gradients that are reduce-scattered, and for those whose parameters are
-copied to host memory: the scheduler delays their products until the transfer, which it overlaps
-with other work. Before copies to host memory, it also delays the sums that are the gradients of
-biases and scales. All of this was measured with the steps of docs/memory.md.
+arrays are in memory rather than five. In the body of a loop this holds for all such products, and
+in unrolled layers too, which barriers separate. Elsewhere it holds for gradients that are reduce-
+scattered, and for those whose parameters are copied to host memory: the scheduler delays their
+products until the transfer, which it overlaps with other work. Before copies to host memory, it
+also delays the sums that are the gradients of biases and scales. All of this was measured with the
+steps of docs/memory.md.
 """
 
 import math
 
 from predict.memory.operations import STORED, Operation, Program, Value
+from predict.memory.passes.unrolled import layers_of
 from predict.memory.primitives import KERNELS, MOVES, PRODUCTS, REDUCTIONS, UNFUSED, VIEWS
 
 
 def with_late_products(program: Program, *, is_body: bool) -> Program:
     """Return a program whose late products, and everything that follows from them, come last.
+
+    In a program with unrolled layers, they come last in each layer.
 
     Args:
         program: program. Programs within it are not changed.
@@ -55,19 +59,25 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
         is_scattered[i] = any(is_scattered[j] or is_scatter(j) for j in following)
         is_sent[i] = any(is_sent[j] or _is_sent_to_host(operations[j]) for j in following)
     late: set[int] = set()
-    for i, op in enumerate(operations):
-        if op.name in PRODUCTS:
-            is_late = is_body or is_scattered[i] or is_sent[i]
-        else:
-            is_late = op.name == "reduce_sum" and is_sent[i]
-        if i in late or is_late and not is_awaited[i]:
-            late.add(i)
-            late |= readers.get(i, set())
-    early = [op for i, op in enumerate(operations) if i not in late]
-    delayed = [operations[i] for i in sorted(late)]
-    if is_body:
-        early = _with_stored_operands(early, delayed)
-    return Program(program.inputs, [*early, *delayed], program.outputs)
+    ordered: list[Operation] = []
+    stop = 0
+    for part in layers_of(program):
+        start = stop
+        stop += len(part)
+        is_layer = is_body or start > 0 and stop < len(operations)
+        for i in range(start, stop):
+            if operations[i].name in PRODUCTS:
+                is_late = is_layer or is_scattered[i] or is_sent[i]
+            else:
+                is_late = operations[i].name == "reduce_sum" and is_sent[i]
+            if i in late or is_late and not is_awaited[i]:
+                late.add(i)
+                late |= readers.get(i, set())
+        early = [operations[i] for i in range(start, stop) if i not in late]
+        delayed = [operations[i] for i in range(start, stop) if i in late]
+        ordered += _with_stored_operands(early, delayed) if is_layer else early
+        ordered += delayed
+    return Program(program.inputs, ordered, program.outputs)
 
 
 def _with_stored_operands(early: list[Operation], delayed: list[Operation]) -> list[Operation]:

@@ -126,6 +126,9 @@ def _source(op: Operation) -> Value | None:
         return op.inputs[1]
     if op.name == "dynamic_slice" and op.inputs[0].shape == op.outputs[0].shape:
         return op.inputs[0]
+    if op.name == "reduce_precision":  # jax adds it to residuals, in the precision of their dtype
+        bits = 1 + op.params["exponent_bits"] + op.params["mantissa_bits"]
+        return op.inputs[0] if bits == 8 * op.inputs[0].itemsize else None
     return None
 
 

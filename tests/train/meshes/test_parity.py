@@ -36,6 +36,20 @@ MESHES = {
     "fsdp 2x2x2": ("mesh.pipeline=2", "mesh.fsdp=2", "mesh.model=2"),
     "context 2x2x2": ("mesh.pipeline=2", "mesh.context=2", "mesh.data=2"),
     "remat": ("train.remat=stage,full", "mesh.pipeline=2"),
+    "unrolled ZeRO 3": (
+        "mesh.data=2",
+        "mesh.context=2",
+        "mesh.model=2",
+        "memory.zero_stage=3",
+        "train.remat=none",
+        "train.unroll=True",
+    ),
+    "unrolled microbatches": (
+        "mesh.fsdp=4",
+        "train.num_microbatches=2",
+        "train.remat=stage,full",
+        "train.unroll=True",
+    ),
     "whole tokens 2x2x2": (
         "mesh.pipeline=2",
         "mesh.data=2",
@@ -53,7 +67,7 @@ FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
 
 
-@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.thorough(but=["2x2x2", "unrolled ZeRO 3"])
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_equal_one_device_float64(mesh, corpus_overrides):
