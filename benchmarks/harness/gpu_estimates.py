@@ -133,6 +133,7 @@ PUBLISHED = {
     ),
     "ModernBERT large, data=8": ("bert.py:modernbert-large", "mesh.data=8"),
     "CLIP ViT-B/32, data=8": ("clip.py:clip_base32", "mesh.data=8", "data.global_batch_size=4096"),
+    "CLIP ViT-B/16, data=8": ("clip.py:clip_base16", "mesh.data=8", "data.global_batch_size=4096"),
     "SigLIP ViT-B/16, data=8": (
         "clip.py:siglip_base16",
         "mesh.data=8",

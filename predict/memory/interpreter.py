@@ -43,7 +43,7 @@ class Interpreter(Kernels):
         """
         if not self.is_cpu:
             program = with_late_products(with_overlapped_layers(program), is_body=not is_whole)
-        frame = Frame(program)
+        frame = Frame(program, is_cpu=self.is_cpu)
         if places:
             pairs = zip(program.outputs, places, strict=False)
             frame.place(program, {value: place for value, place in pairs if place is not None})

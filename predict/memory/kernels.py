@@ -218,6 +218,8 @@ class Kernels:
             is_free = buffer.num_holders == 1 or is_output and not buffer.is_written_over
             if not self.is_cpu and not is_output and value in frame.is_reduced:
                 is_free = False  # a fusion that also reduces its result writes over no input
+            if value in frame.has_siblings:
+                is_free = False  # nor does a fusion that has other results
             if array_storage is None and is_same and is_free and buffer not in storage.moved:
                 array_storage = self.memory.retain(Storage((buffer,), is_made=True))
                 is_read = buffer.is_read_at_end or buffer.num_holders > 2

@@ -9,7 +9,8 @@ from sharding.spec import Axes
 
 #: Operations that return their inputs under new names.
 RENAMES = ("name", "once", "optimization_barrier")
-#: Name of an operation, added by a pass, whose inputs are stored as arrays by then.
+#: Name of an operation, added by a pass, whose inputs are stored as arrays by then. The fusion that
+#: computes them also computes its param `with`, the output of the next operation.
 STORED = "stored"
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from predict.memory.operations import STORED, Loop, Operation, Program, Value
-from predict.memory.primitives import REDUCTIONS, UNFUSED, VIEWS
+from predict.memory.primitives import KERNELS, REDUCTIONS, UNFUSED, VIEWS
 from sharding.labels import TEMPORARIES
 
 
@@ -53,21 +53,22 @@ class Storage:
 class Frame:
     """The values of a program during its run: their storage, and how often they are still read."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, *, is_cpu: bool):
         self.storage: dict[Value, Storage] = {}
         self.places: dict[Value, Buffer] = {}  # buffers that a loop's carry goes back to
         self.own_inputs: set[Buffer] = set()
         self.num_uses = collections.Counter(v for op in program.operations for v in op.inputs)
         self.num_uses.update(program.outputs)
-        #: How often each value would be computed again if it was not stored. Reductions do not
-        #: count: they compute their inputs in their own fusion.
-        self.num_recomputations = collections.Counter(
-            v
+        #: How often each value would be computed if it was not stored.
+        readers = _num_readers(program)
+        self.num_recomputations = readers if is_cpu else _num_fusions(program, readers)
+        #: Results of fusions that store other results, too.
+        self.has_siblings = {
+            value
             for op in program.operations
-            if op.name not in (*REDUCTIONS, STORED)
-            for v in op.inputs
-        )
-        self.num_recomputations.update(program.outputs)
+            if op.name == STORED
+            for value in (*op.inputs, op.params["with"])
+        }
         #: Values that reductions read directly.
         self.summands = {v for op in program.operations if op.name in REDUCTIONS for v in op.inputs}
         #: Values that reductions read, directly or as part of a fusion.
@@ -105,6 +106,47 @@ class Frame:
                 for value, output in pairs(op):
                     if output in self.places:
                         self.places.setdefault(value, self.places[output])
+
+
+def _num_readers(program: Program) -> collections.Counter[Value]:
+    """Return how many operations read each value.
+
+    Reductions do not count: they compute their inputs in their own fusion.
+    """
+    num_readers = collections.Counter(program.outputs)
+    for op in program.operations:
+        if op.name not in (*REDUCTIONS, STORED):
+            num_readers.update(op.inputs)
+    return num_readers
+
+
+def _num_fusions(program: Program, num_readers: Mapping[Value, int]) -> dict[Value, int]:
+    """Return how many fusions read each value; several readers in one fusion count once."""
+    viewed: dict[Value, Value] = {}  # a view -> the value that it is a view of
+    for op in program.operations:
+        if op.name in VIEWS:
+            viewed |= {output: viewed.get(value, value) for value, output in pairs(op)}
+    # A value -> the results of the fusions which it is part of.
+    results: dict[Value, set[Value]] = collections.defaultdict(set)
+    for value in program.outputs:
+        results[value].add(viewed.get(value, value))
+    for op in reversed(program.operations):
+        is_kernel = op.name in (*UNFUSED, "device_put") or op.name.startswith(KERNELS)
+        for value in op.inputs:
+            itself = viewed.get(value, value)
+            if op.name == STORED:
+                sibling: Value = op.params["with"]
+                results[value] = {viewed.get(sibling, sibling)}
+            elif is_kernel or op.bodies:
+                results[value].add(itself)
+            elif op.name in REDUCTIONS:
+                results[value].update(op.outputs)
+            else:
+                for output in op.outputs:
+                    own = viewed.get(output, output)
+                    # Whatever else reads a stored array does not compute it again.
+                    results[value] |= {own} if own in results[output] else results[output]
+    return {value: min(num_readers[value], len(names)) for value, names in results.items()}
 
 
 def _is_epilogue(op: Operation, made_by: Mapping[Value, Operation]) -> bool:

@@ -215,6 +215,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "architectures": ["Phi3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_phi3.Phi3Config",
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        },
         "bos_token_id": 1,
         "embd_pdrop": 0.0,
         "eos_token_id": 32000,
@@ -1148,7 +1152,6 @@ ENCODERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 22,
         "pad_token_id": 50283,
         "position_embedding_type": "absolute",
-        "reference_compile": True,
         "sep_token_id": 50282,
         "tie_word_embeddings": True,
         "torch_dtype": "float32",

@@ -40,16 +40,13 @@ _QWEN3 = {
 _DEEPSEEK = {
     **_BFLOAT16,
     "attention_bias": False,
-    "aux_loss_alpha": 0.001,
     "kv_lora_rank": 512,
     "max_position_embeddings": 163840,
     "moe_layer_freq": 1,
-    "pretraining_tp": 1,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "rms_norm_eps": 1e-06,
     "rope_theta": 10000,
-    "seq_aux": True,
     "transformers_version": "4.33.1",
     "v_head_dim": 128,
 }
@@ -79,6 +76,7 @@ _DEEPSEEK2 = {
     **_DEEPSEEK,
     "architectures": ["DeepseekV2ForCausalLM"],
     "auto_map": _auto_map(2),
+    "aux_loss_alpha": 0.001,
     "bos_token_id": 100000,
     "eos_token_id": 100001,
     "first_k_dense_replace": 1,
@@ -86,8 +84,10 @@ _DEEPSEEK2 = {
     "n_shared_experts": 2,
     "norm_topk_prob": False,
     "num_experts_per_tok": 6,
+    "pretraining_tp": 1,
     "rope_scaling": _yarn(0.707),
     "scoring_func": "softmax",
+    "seq_aux": True,
     "vocab_size": 102400,
 }
 _DEEPSEEK3 = {

@@ -13,19 +13,22 @@ the backward in the order of the trace, and in the order in which it is schedule
 
 so a and dh are in memory together. With a gate, a = silu(g) · u, and one fusion with three outputs
 computes a, dg and du from g, u and da. So `a` is stored then, and until the end of the body three
-arrays are in memory rather than five. In the body of a loop this holds for all such products, and
-in unrolled layers too, which barriers separate. Elsewhere it holds for gradients that are reduce-
-scattered, and for those whose parameters are copied to host memory: the scheduler delays their
-products until the transfer, which it overlaps with other work. Before copies to host memory, it
-also delays the sums that are the gradients of biases and scales. All of this was measured with the
-steps of docs/memory.md.
+arrays are in memory rather than five. Likewise, one fusion computes a = h · sigmoid(h) and dh, and
+does not store the sigmoid. In the body of a loop this holds for all such products, and in unrolled
+layers too, which barriers separate. Elsewhere it holds for gradients that are reduce-scattered, and
+for those whose parameters are copied to host memory: the scheduler delays their products until the
+transfer, which it overlaps with other work. With one microbatch, it holds for gradients of
+parameters outside the stacks that are summed over devices. Before these sums and before copies to
+host memory, the scheduler also delays the sums that are the gradients of biases and scales. All of
+this was measured with the steps of docs/memory.md.
 """
 
 import math
+from collections.abc import Mapping
 
 from predict.memory.operations import STORED, Operation, Program, Value
 from predict.memory.passes.unrolled import layers_of
-from predict.memory.primitives import KERNELS, MOVES, PRODUCTS, REDUCTIONS, UNFUSED, VIEWS
+from predict.memory.primitives import COSTLY, KERNELS, MOVES, PRODUCTS, REDUCTIONS, UNFUSED, VIEWS
 
 
 def with_late_products(program: Program, *, is_body: bool) -> Program:
@@ -58,6 +61,7 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
         is_awaited[i] = any(is_awaited[j] or _has_product(operations[j]) for j in following)
         is_scattered[i] = any(is_scattered[j] or is_scatter(j) for j in following)
         is_sent[i] = any(is_sent[j] or _is_sent_to_host(operations[j]) for j in following)
+    num_loops = _num_removed_loops(operations, readers)
     late: set[int] = set()
     ordered: list[Operation] = []
     stop = 0
@@ -66,10 +70,12 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
         stop += len(part)
         is_layer = is_body or start > 0 and stop < len(operations)
         for i in range(start, stop):
+            # The one removed loop is that over microbatches, not over layers or parts of the vocab.
+            is_late = is_sent[i] or num_loops.get(i) == 1 and not is_layer
             if operations[i].name in PRODUCTS:
-                is_late = is_layer or is_scattered[i] or is_sent[i]
+                is_late |= is_layer or is_scattered[i]
             else:
-                is_late = operations[i].name == "reduce_sum" and is_sent[i]
+                is_late &= operations[i].name == "reduce_sum"
             if i in late or is_late and not is_awaited[i]:
                 late.add(i)
                 late |= readers.get(i, set())
@@ -80,15 +86,38 @@ def with_late_products(program: Program, *, is_body: bool) -> Program:
     return Program(program.inputs, ordered, program.outputs)
 
 
+def _num_removed_loops(
+    operations: list[Operation], readers: Mapping[int, set[int]]
+) -> dict[int, int]:
+    """Return how many loops that XLA removes a gradient leaves before it is summed over devices.
+
+    Args:
+        readers: number of an operation -> numbers of the operations that read it.
+
+    Returns:
+        The number of an operation -> that of loops. Scalars, such as losses, are left out.
+    """
+    num_loops: dict[int, int] = {}
+    for i in reversed(range(len(operations))):
+        following = readers.get(i, ())
+        counts = [num_loops[j] for j in following if j in num_loops]
+        counts += [0 for j in following if operations[j].name == "psum"]
+        if counts and any(value.shape for value in operations[i].outputs):
+            num_loops[i] = max(counts) + (operations[i].name == "once")
+    return num_loops
+
+
 def _with_stored_operands(early: list[Operation], delayed: list[Operation]) -> list[Operation]:
     """Return the early operations, and among them those that store operands of late products.
 
-    Only operands that are computed from several arrays are: storing them lets these arrays go. That
-    is done by the last fusion of operations that read one of these arrays.
+    Only operands that are computed from several arrays, or by an expensive operation, are: storing
+    them lets these arrays go. That is done by the last fusion of operations that read one of these
+    arrays, whose result is the STORED operation's `with`.
     """
     operands = {value for op in delayed if op.name in PRODUCTS for value in op.inputs}
     operands -= {value for op in early if op.name in PRODUCTS for value in op.inputs}
     sources: dict[Value, frozenset[Value]] = {}  # an element-wise value -> its arrays
+    is_costly: set[Value] = set()  # values that are too expensive to be computed twice
     last: dict[Value, int] = {}  # an operand -> the last operation of its fusion
     for i, op in enumerate(early):
         if not _is_element_wise(op):
@@ -96,19 +125,21 @@ def _with_stored_operands(early: list[Operation], delayed: list[Operation]) -> l
         (output,) = op.outputs
         read = frozenset().union(*(sources.get(value, {value}) for value in op.inputs))
         sources[output] = frozenset(value for value in read if _size(value) == _size(output))
+        if op.name in COSTLY or not is_costly.isdisjoint(op.inputs):
+            is_costly.add(output)
         for operand in operands & sources.keys():
             shares_arrays = not sources[operand].isdisjoint(sources[output])
             is_other = operand is not output and _size(operand) == _size(output)
-            if is_other and len(sources[operand]) > 1 and shares_arrays:
+            if is_other and shares_arrays and (len(sources[operand]) > 1 or operand in is_costly):
                 last[operand] = i
     stored: dict[int, list[Value]] = {}
     for operand, i in last.items():
         stored.setdefault(i, []).append(operand)
     operations = []
     for i, op in enumerate(early):
-        operations.append(op)
         if i in stored:
-            operations.append(Operation(STORED, stored[i], [], {}))
+            operations.append(Operation(STORED, stored[i], [], {"with": op.outputs[0]}))
+        operations.append(op)
     return operations
 
 

@@ -41,6 +41,16 @@ def test_fusion_stores_expensive_values_with_two_readers():
     assert estimate_of(once, (256, 1)).device_bytes == 2 * KIB + sums
 
 
+def test_expensive_value_whose_readers_are_one_fusion_is_not_stored():
+    def slope(x, w):
+        product = x @ w
+        share = jax.nn.sigmoid(product)
+        return product * share * (1 - share), x, w
+
+    # x, w and the result, which is written over the product.
+    assert estimate_of(slope, (16, 16), (16, 64)).device_bytes == 9 * KIB
+
+
 def test_output_is_not_written_over_a_transposed_input():
     transposed = estimate_of(lambda x: x.T + 1, (16, 16)).device_bytes
     assert (estimate_of(lambda x: x + 1, (16, 16)).device_bytes, transposed) == (KIB, 2 * KIB)

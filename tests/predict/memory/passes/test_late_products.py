@@ -75,6 +75,23 @@ def test_weight_gradients_outside_of_loops_are_late_only_if_they_are_reduce_scat
     assert order(local, with_late_products(local, is_body=False)) == list(range(5))
 
 
+@pytest.mark.parametrize(("num_loops", "is_late"), [(0, False), (1, True), (2, False)])
+@pytest.mark.parametrize("kind", ["dot_general", "reduce_sum"])
+def test_gradients_that_only_leave_the_loop_over_microbatches_are_late(kind, num_loops, is_late):
+    values = [Value((8, 8), itemsize=4, on_host=False, axes=((), ())) for _ in range(6 + num_loops)]
+    x, dy, w, gradient, dx, *rest = values
+    operations = [
+        Operation(kind, [x, dy], [gradient], {}),
+        Operation("dot_general", [dy, w], [dx], {}),
+    ]
+    for i in range(num_loops):
+        operations.append(Operation("once", [[gradient, *rest][i]], [rest[i]], {}))
+    operations.append(Operation("psum", [[gradient, *rest][num_loops]], [rest[num_loops]], {}))
+    program = Program([x, dy, w], operations, [rest[num_loops], dx])
+    after = with_late_products(program, is_body=False)
+    assert (order(program, after)[0] == 1) == is_late
+
+
 def test_gradients_of_parameters_that_are_copied_to_host_memory_are_late():
     names = ("x", "dy", "w", "dw", "bias_gradient", "dx")
     values = {name: Value((8, 8), itemsize=4, on_host=False, axes=((), ())) for name in names}
@@ -164,6 +181,7 @@ def test_output_of_a_gate_is_stored_with_the_gradients_of_what_it_is_computed_fr
     after = with_late_products(program, is_body=True).operations
     (place,) = [i for i, op in enumerate(after) if op.name == STORED]
     assert after[place].inputs == [values["a"]]
-    assert after[place - 1] is operations[5]  # dg, the last that reads g
+    assert after[place + 1] is operations[5]  # dg, the last that reads g
+    assert after[place].params["with"] is values["dg"]
     assert after.index(operations[2]) > place
     assert all(op.name != STORED for op in with_late_products(program, is_body=False).operations)
