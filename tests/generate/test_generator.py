@@ -29,7 +29,7 @@ from tests.generate.references import (
 )
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_greedy_continuations_equal_those_of_transformers(model):
     reference, directory = model
     expected = theirs(reference)
@@ -93,7 +93,7 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
 
 
 @pytest.mark.thorough(but=["2x2x2"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "sizes",
     [

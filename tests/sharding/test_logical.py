@@ -71,6 +71,7 @@ def tokens_shape(function, batch: int, length: int, **sizes: Any) -> tuple[int, 
     return y.addressable_shards[0].data.shape
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("function", [scatter_tokens, constrain_residual])
 def test_tokens_are_split_between_branches_and_whole_within_them(function):
     assert tokens_shape(function, 1, 4, model=2) == (1, 2, 3)
@@ -270,6 +271,7 @@ def test_parts_are_the_whole_vocab_if_stages_do_not_share_it(sizes, rules):
     np.testing.assert_array_equal(gradients.reshape(4), 2.0 * np.arange(4))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "sizes", [{"data": 4}, {"fsdp": 2, "data": 2}, {"data": 2, "model": 2}, {"model": 2}], ids=str
 )

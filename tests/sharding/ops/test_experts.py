@@ -141,7 +141,7 @@ MESHES = {
 @pytest.mark.thorough(
     but=["expert=2, data=2, model=2-all to two-in a step", "data, expert-at random-automatic"]
 )
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("is_manual", [True, False], ids=["in a step", "automatic"])
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 @pytest.mark.parametrize("name", MESHES)
