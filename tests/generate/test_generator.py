@@ -181,6 +181,7 @@ def test_cross_attention_is_not_computed_again(t5):
     assert flops(96) - flops(32) < 64 * (per_token + softmax)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_decoding_copies_no_cache(name, request):
     generator = Generator(load(request.getfixturevalue(name)[1]), start=START)

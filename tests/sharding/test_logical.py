@@ -201,6 +201,7 @@ def test_offset_numbers_the_entries_of_a_split_axis(sizes, num_parts):
     np.testing.assert_array_equal(found, np.arange(num_parts) * 8 // num_parts)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
     """Every part receives the same sum and the whole gradient of it, which is not summed again."""
@@ -215,6 +216,7 @@ def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
     np.testing.assert_array_equal(gradients.reshape(8), 3.0 * 2.0 * np.arange(8))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_max_over_gives_all_parts_the_largest_and_no_gradient(sizes, num_parts):
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())

@@ -103,6 +103,7 @@ def float64():
         yield
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("sizes", [{}, {"batch": 1, "length": 1}, {"length": 131, "per_token": 1}])
 def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
@@ -149,6 +150,7 @@ def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
     check_on_mesh(name, choose, is_manual)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
     monkeypatch.setattr(experts, "_MIN_PART_ROWS", 3)  # three parts
