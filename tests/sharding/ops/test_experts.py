@@ -103,7 +103,7 @@ def float64():
         yield
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("sizes", [{}, {"batch": 1, "length": 1}, {"length": 131, "per_token": 1}])
 def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
@@ -111,6 +111,7 @@ def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
     check(value_and_grads(apply, *inputs), value_and_grads(reference, *inputs))
 
 
+@pytest.mark.thorough
 def test_frozen_weights_get_no_gradients():
     weights, x, factors, choices = inputs_of(at_random, batch=9, length=16)
 
