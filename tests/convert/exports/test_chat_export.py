@@ -14,7 +14,7 @@ from generate.prompts import stop_tokens_of, tokenizer_of
 from tests.runs import TINY, arguments
 from train.main import main
 
-pytestmark = pytest.mark.drawn(1, among="thorough")
+pytestmark = pytest.mark.drawn(2, among="thorough")
 
 
 @pytest.mark.thorough
@@ -83,6 +83,7 @@ def test_generation_stops_at_the_token_that_ends_answers(tmp_path):
     assert written["eos_token_id"] == [0, 2]
 
 
+@pytest.mark.thorough
 def test_runs_keep_the_template_of_conversations_with_tools(tmp_path):
     base = tmp_path / "base"
     torch.manual_seed(0)

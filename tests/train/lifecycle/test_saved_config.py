@@ -64,6 +64,7 @@ def drop_checksums_of_configs(run: Path) -> None:
         file.write_text("".join([f"# {len(kept)} files\n", *kept]))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [Path.unlink, change_seed])
 def test_another_seed_is_rejected_even_if_the_config_of_the_workdir_was_changed(
     change, copy, capsys
