@@ -3,6 +3,9 @@
 `@pytest.mark.drawn(4)` on a parametrized test lets each run choose 4 of its cases. The others are
 marked as slow, so that `-m slow` runs them. The seed is the day, so that CI covers the grids over
 time; set TAIBAI_TEST_SEED to repeat a draw.
+
+`pytestmark = pytest.mark.drawn(3, among="thorough")` does the same with the thorough tests of a
+file that have no draw of their own.
 """
 
 import collections
@@ -34,7 +37,8 @@ def draw_cases(items: list[pytest.Item]) -> None:
     """Mark the cases of tests with `drawn` that are not chosen as slow.
 
     If some cases of a test are thorough, its quick cases always run. With `drawn(count, by=name)`,
-    so many cases are drawn for each value of this argument.
+    so many cases are drawn for each value of this argument; with `drawn(count, among="thorough")`,
+    so many of all thorough tests of a file that have this marker as their closest.
     """
     drawn = [item for item in items if item.get_closest_marker("drawn")]
     thorough = {function_id(item) for item in drawn if item.get_closest_marker("thorough")}
@@ -43,6 +47,10 @@ def draw_cases(items: list[pytest.Item]) -> None:
         stays_quick = function_id(item) in thorough and not item.get_closest_marker("thorough")
         marker = item.get_closest_marker("drawn")
         if marker is None or stays_quick or item.get_closest_marker("slow"):
+            continue
+        if marker.kwargs.get("among") == "thorough":
+            if item.get_closest_marker("thorough"):
+                groups[str(item.path.relative_to(item.config.rootpath))].append(item)
             continue
         by = marker.kwargs.get("by")
         value = item.callspec.params[by] if by and isinstance(item, pytest.Function) else ""

@@ -1,6 +1,10 @@
 """Drawn cases are the same for the same seed, and all cases are drawn over time."""
 
-from tests.drawn import draw
+from typing import Any
+
+import pytest
+
+from tests.drawn import draw, draw_cases
 
 
 def test_draw_is_repeated_by_its_seed_and_covers_all_cases():
@@ -10,3 +14,29 @@ def test_draw_is_repeated_by_its_seed_and_covers_all_cases():
     assert {index for indices in days for index in indices} == set(range(9))
     assert days != [draw("another test", 9, 3, f"2026-01-{day:02}") for day in range(1, 32)]
     assert sorted(draw("a test", 2, 3, "any")) == [0, 1]
+
+
+class Item:
+    """A collected test, with the marker of its file."""
+
+    def __init__(self, name: str, config: pytest.Config, *markers: str):
+        self.nodeid = f"test_file.py::{name}"
+        self.path = config.rootpath / "test_file.py"
+        self.config = config
+        self.markers: dict[str, Any] = {name: getattr(pytest.mark, name).mark for name in markers}
+        self.markers["drawn"] = pytest.mark.drawn(2, among="thorough").mark
+
+    def get_closest_marker(self, name: str):
+        return self.markers.get(name)
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        self.markers[marker.name] = marker.mark
+
+
+def test_draw_among_the_thorough_tests_of_a_file_leaves_its_quick_tests(pytestconfig):
+    thorough = [Item(f"test_{i}", pytestconfig, "thorough") for i in range(5)]
+    quick = [Item("test_quick", pytestconfig)]
+    items: list[Any] = [*thorough, *quick]
+    draw_cases(items)
+    assert sum("slow" in item.markers for item in thorough) == 3
+    assert "slow" not in quick[0].markers

@@ -51,6 +51,7 @@ def test_taibai_trains_next_to_files_with_the_names_of_our_packages(
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
 
 
+@pytest.mark.thorough
 def test_taibai_finds_modules_of_the_user_in_the_current_folder(tmp_path, corpus_overrides):
     program = "import optax\n\n\ndef sgd(config, schedule):\n    return optax.sgd(schedule)\n"
     (tmp_path / "my_optimizer.py").write_text(program)

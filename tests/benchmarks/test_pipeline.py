@@ -77,6 +77,7 @@ def test_prediction_counts_embedding_head_and_update_on_their_stages():
     }
 
 
+@pytest.mark.thorough
 def test_head_with_several_losses_is_measured():
     """BERT's pretraining has a dict of two losses."""
     overrides = [*OVERRIDES, "model.mlp_dim=16", "data.sequence_length=24"]

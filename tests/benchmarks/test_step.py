@@ -46,6 +46,7 @@ def test_json_has_the_promised_keys_on_a_2x2x2_mesh(capsys):
     assert all(row["bytes"] > 0 and row["loop_depth"] >= 0 for row in ours["collectives"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("config", "unit", "others"),
     [

@@ -46,6 +46,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_arrays_are_damage_despite_new_checksums(
     damaged_copy, open_checkpoints, capsys, change

@@ -29,6 +29,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_restore_skips_a_checkpoint_with_any_damaged_file(
     two_steps, tmp_path, open_checkpoints, caplog, damage

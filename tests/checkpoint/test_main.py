@@ -141,6 +141,7 @@ def test_errors_are_reported_in_one_sentence(run_directory, capsys, arguments, m
     assert re.search(message, error) and error.startswith("error: ") and error.count("\n") == 1
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
 def test_commands_do_not_import_jax(run_directory, command):
     program = (

@@ -34,6 +34,7 @@ def check_round_trip(directory: Path) -> None:
     assert main(["verify", str(directory)]) == 0
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "name", ["v[1]", "[!a]", "**", "v*", "?{a,b} ~%41%zz#:|$X", "ü\n'\"", "s3:"]
 )

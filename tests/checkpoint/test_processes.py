@@ -140,6 +140,7 @@ print("restored")
 """
 
 
+@pytest.mark.thorough
 def test_two_processes_agree_on_unreadable_and_damaged_checkpoints(tmp_path, open_checkpoints):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -148,6 +148,8 @@ def theirs_of(model, name: str):
     )
 
 
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", CASES)
 def test_loaded_model_has_the_losses_and_gradients_of_transformers(name, tmp_path):
     theirs = make(name)

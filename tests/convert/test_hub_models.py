@@ -40,6 +40,7 @@ def test_model_of_the_hub_is_the_one_on_disk(name, opt, hub):
     assert not {*hub.downloads()} & {*other}
 
 
+@pytest.mark.thorough
 def test_converted_model_records_its_commit(opt, hub, tmp_path, capsys):
     tag = hub.commit("me/opt", opt / "opt", revision="v1")
     hub.commit("me/opt", {"config.json": b"{}"})

@@ -242,6 +242,7 @@ def test_absent_keys_have_the_library_defaults(name, changes, expected):
     assert {key: fields[key] for key in expected} == expected
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_defaults_equal_the_library_defaults(name):
     """A config.json may omit keys that have defaults, except the sizes that we require."""

@@ -21,7 +21,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.thorough(but=["gpt2", "gpt2_base"])
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_loaded_model_has_the_outputs_and_gradients_of_transformers(name, saved, tmp_path):
     theirs = cases.make(name)
@@ -76,6 +76,7 @@ def compare_gradients(directory, theirs, gradients, tmp_path) -> None:
         assert np.linalg.norm(found - gradient) < 1e-3 * scale, place.theirs
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["mae", "mae_odd"])
 def test_loss_of_hidden_patches_equals_transformers(name, saved):
     batch = comparison.inputs(name)

@@ -121,7 +121,7 @@ def ours(path: Path) -> np.ndarray:
         for variant in VARIANTS
     ],
 )
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 def test_adapters_compute_the_same_and_round_trip_to_the_bit(name, variant, tmp_path):
     expected = theirs(make(name, variant, tmp_path))
     np.testing.assert_allclose(ours(tmp_path / "adapter"), expected, atol=TOLERANCE)

@@ -106,7 +106,7 @@ UNFUSED = {case[0]: name for name, case in CASES.items() if name not in FUSED}
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", UNFUSED.values())
 def test_peft_finds_the_modules_of_an_architecture(name, tmp_path):
     source = read_source(save(name, tmp_path))

@@ -38,6 +38,7 @@ SAME = {
 }
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_config_gives_the_sizes_of_transformers(name):
     hf = CONFIGS[name]
@@ -99,6 +100,7 @@ SIZES_OF_EXPERTS = {
 _TRAINING = ("router_loss", "router_loss_over", "router_z_loss", "balancing_rate", "mtp_loss")
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(
     "file, size, name",
     [
@@ -160,7 +162,7 @@ def reduced(hf: dict) -> dict:
 
 
 @pytest.mark.thorough(but=["tiiuae/Falcon3-7B-Base"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_with_a_published_config_has_the_logits_of_transformers(name, tmp_path):
     hf = reduced(CONFIGS[name])

@@ -74,7 +74,7 @@ def read_back(directory):
 
 
 @pytest.mark.thorough(but=["gpt2", "gpt2_base", "opt"])
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_round_trip_preserves_every_tensor(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
@@ -95,7 +95,7 @@ def test_round_trip_preserves_every_tensor(name, tmp_path):
 
 
 @pytest.mark.thorough(but=["gpt2", "gpt2_base", "opt"])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", cases.CASES)
 def test_config_is_created_if_there_is_none_to_keep(name, tmp_path):
     cases.save(name, tmp_path / "theirs")
@@ -183,6 +183,7 @@ def test_to_hf_reads_checkpoints_of_training(tmp_path):
     assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.thorough
 def test_to_hf_writes_the_average_by_default(tmp_path):
     directory = cases.save("gpt2", tmp_path / "theirs")
     from_hf.convert(directory, tmp_path / "run")

@@ -16,6 +16,8 @@ from tests.runs import ROOT, TINY, arguments, losses, make_run
 from train.main import main
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.drawn(4, among="thorough")
+
 EXAMPLE = str(ROOT / "docs" / "examples" / "gated_mean_config.py")
 SHORT = (
     "data.tokenizer=bytes",
@@ -37,6 +39,7 @@ T5 = {
 }
 
 
+@pytest.mark.thorough
 def test_own_model_and_corpus_have_equal_losses_on_2x2x2_and_one_device(tmp_path):
     short = (*SHORT, f"data.cache_dir={tmp_path}", "optimizer.learning_rate=0.01")
     run, corpus = make_run(short, EXAMPLE)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.drawn import draw as draw_indices
 from tests.faults.__main__ import as_text, chosen_kinds
 from tests.faults.campaign import Results, campaign, impossible_kinds, summary
 from tests.faults.hits import IN_START, delete, flip_byte, truncate
@@ -17,6 +18,8 @@ from tests.faults.results import compare
 from tests.faults.runs import OVERRIDES, DisturbedRun, Reference, Setting, prepare
 from tests.faults.start import Broken
 from tests.faults.storage import build_read_errors, has_failed_read, unreadable
+
+pytestmark = pytest.mark.drawn(1, among="thorough")
 
 #: Overrides of a run on one device, which compiles in seconds.
 SMALL = [o for o in OVERRIDES if not o.startswith(("mesh.", "model.num_layers"))]
@@ -52,7 +55,7 @@ def test_compare_names_the_step_that_differs():
 @pytest.mark.thorough
 def test_run_survives_signals_unreadable_checkpoints_and_hard_links(tmp_path):
     setting = prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)
-    names = [
+    kinds = [
         "signal in start-up",
         "read errors last",
         "two signals in a save",
@@ -60,6 +63,7 @@ def test_run_survives_signals_unreadable_checkpoints_and_hard_links(tmp_path):
         "Ctrl-C twice",
         "read errors pass",
     ]
+    names = [kinds[index] for index in draw_indices("kinds of faults", len(kinds), 3)]
     names = [name for name in names if name not in impossible_kinds(setting, names)]
     results = Results()
     campaign(setting, names, random.Random(0), results)

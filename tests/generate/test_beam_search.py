@@ -29,7 +29,7 @@ def a_stop_token(tokens: list[list[int]]) -> int:
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_beams_of_every_family_equal_those_of_transformers(model):
     """In float32; or, if two beams are equal up to rounding there, in float64."""
     reference, directory = model
@@ -63,7 +63,7 @@ def test_beams_of_every_family_equal_those_of_transformers(model):
     ],
     ids=str,
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_beams_end_as_those_of_transformers(beams, llama, greedy):
     reference, directory = llama
     stop = a_stop_token(greedy)

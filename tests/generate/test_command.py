@@ -18,6 +18,8 @@ from tests.convert import hf_files
 from tests.runs import TINY, arguments
 from train import main as train
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 TOKENIZER = ByteTokenizer(has_special_tokens=True)
 NEW = "--max_new_tokens=12"
 GREEDY = "--temperature=0"
@@ -78,6 +80,7 @@ def test_one_prompt_is_printed_with_its_continuation(directory, capsys, tmp_path
     assert "12 tokens in" in log and "tokens/s" in log
 
 
+@pytest.mark.thorough
 def test_options_of_conversion_read_a_model_with_other_keys_and_files(directory, capsys, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(directory, other)
@@ -136,6 +139,7 @@ def test_texts_need_a_tokenizer(directory, tmp_path):
             load_generator(directory, dtype=dtype)
 
 
+@pytest.mark.thorough
 def test_a_t5_answers_a_prompt(capsys, tmp_path):
     start = 7
     sizes: dict[str, Any] = {"num_layers": 1, "num_heads": 2, "d_model": 32, "d_kv": 16, "d_ff": 32}
@@ -157,6 +161,7 @@ def test_a_t5_answers_a_prompt(capsys, tmp_path):
     assert expected[0, 0] == start
 
 
+@pytest.mark.thorough
 def test_samples_are_as_many_as_asked_for_and_the_same_on_a_mesh(directory, capsys):
     options = [f"--model={directory}", "--prompt=a", "--prompt=bc", "--num_samples=3", NEW]
     assert main([*options, "--seed=1"]) == 0
@@ -177,6 +182,7 @@ def test_a_run_continues_prompts_with_its_own_tokenizer(tmp_path, corpus_overrid
     assert all(line["tokens"] for line in found)
 
 
+@pytest.mark.thorough
 def test_beams_are_searched(directory, capsys):
     arguments = [f"--model={directory}", "--prompt=ab", NEW, "--num_beams=3"]
     assert main([*arguments, "--length_penalty=2", "--early_stopping=never"]) == 0
@@ -249,6 +255,7 @@ def test_unusable_lines_are_named(line, message, directory, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_drafts_do_not_change_a_continuation(directory, capsys):
     arguments = [f"--model={directory}", "--prompt=def f(a):", NEW, "--seed=3"]
     assert main(arguments) == 0

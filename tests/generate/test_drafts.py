@@ -49,7 +49,7 @@ def passes_of(num_tokens: int, num_drafts: int) -> int:
 
 
 @pytest.mark.thorough(but=["gpt2"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     reference, directory = model
     generator = Generator(load(directory), start=START, drafts=Drafts(num_tokens=4))
@@ -59,7 +59,7 @@ def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
 
 
 @pytest.mark.thorough(but=["mistral-penalized"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.slow(only=[f"{name}-{how}" for name in ("opt", "qwen3") for how in _SETTINGS])
 @pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)
 def test_all_drafts_of_the_model_itself_are_right(sampling, model):
@@ -98,7 +98,7 @@ def test_streams_yield_each_token_once(llama):
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 4}, {"model": 2}, {"pipeline": 2, "data": 2, "model": 2}],

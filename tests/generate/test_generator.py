@@ -29,7 +29,7 @@ from tests.generate.references import (
 )
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_greedy_continuations_equal_those_of_transformers(model):
     reference, directory = model
     expected = theirs(reference)
@@ -93,7 +93,7 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
 
 
 @pytest.mark.thorough(but=["2x2x2"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -181,6 +181,7 @@ def test_cross_attention_is_not_computed_again(t5):
     assert flops(96) - flops(32) < 64 * (per_token + softmax)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_decoding_copies_no_cache(name, request):
     generator = Generator(load(request.getfixturevalue(name)[1]), start=START)

@@ -207,6 +207,7 @@ def backends(directory):
     return Backends(ours, HFLM(**settings), generation)
 
 
+@pytest.mark.drawn(1)
 def test_log_probabilities_equal_those_of_the_hugging_face_backend(backends):
     pairs = [
         ("abc", " de"),
@@ -234,6 +235,7 @@ def test_log_probabilities_equal_those_of_the_hugging_face_backend(backends):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.drawn(1)
 def test_empty_continuation_has_the_log_probability_of_the_hugging_face_backend(backends):
     # Its own backend scores one only if a continuation of one token has the same context.
     pairs = requests("loglikelihood", ("ab", "c"), ("ab", ""))
@@ -271,6 +273,7 @@ def assert_equal_texts(backends, **options):
     return found
 
 
+@pytest.mark.drawn(1)
 def test_texts_equal_those_of_the_hugging_face_backend(backends):
     backends.set_generation()
     assert_equal_texts(backends, until=["q"], max_gen_toks=40)
@@ -286,6 +289,7 @@ def test_special_tokens_stop_texts_as_in_the_hugging_face_backend(stop, penalty,
     assert stopped != assert_equal_texts(backends, until=[], max_gen_toks=30)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "generation, options",
     [

@@ -110,7 +110,7 @@ def test_sinks_use_the_fused_kernel():
     assert found is not None and found < 2**27  # the scores alone would take 2**31 bytes
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("config", "dtype", "overrides"),
     [

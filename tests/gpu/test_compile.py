@@ -76,6 +76,7 @@ def test_compile_needs_no_data(capsys):
     assert (code, printed.err) == (0, "")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("kind", ["h200", "b200", "a100", "v100"])
 def test_compile_takes_every_target(capsys, kind):
     code, printed = run(

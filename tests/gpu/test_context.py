@@ -66,6 +66,7 @@ def test_an_exchange_of_heads_sends_queries_keys_values_and_outputs():
     assert sent("mesh.ulysses=4") == {"all-to-all": _LAYERS * 2 * forward}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("context", "length", "ring_size"), [(8, 8192, 8), (16, 65536, 8)])
 def test_more_devices_exchange_heads_if_the_ring_spans_hosts(context, length, ring_size):
     """The fewest whose tokens × heads ÷ key-value heads are 2 · 989 TFLOP/s · 0.5 ÷ bandwidth.
@@ -79,6 +80,7 @@ def test_more_devices_exchange_heads_if_the_ring_spans_hosts(context, length, ri
     assert run.sequence.ring_size == ring_size
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("tokens", [131072, 262144])
 def test_llama_3_8b_with_long_sequences(tokens):
     """It fits on 8 H100s, and what is sent hides behind attention."""

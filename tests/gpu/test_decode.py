@@ -18,6 +18,7 @@ SIZES = (
 )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("batch_size", [1, 32])
 def test_decoding_copies_no_cache_and_is_near_the_limit(batch_size):
     target = parse_target("h100:1x1")

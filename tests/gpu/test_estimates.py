@@ -35,7 +35,7 @@ def _param(case: Case):
     return pytest.param(case, id=name, marks=[pytest.mark.slow] * (case.name not in CHOSEN))
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("case", [_param(case) for case in gpu_estimates.cases()])
 def test_estimate_is_close_to_the_compiled_memory(case):
     figures = gpu_estimates.measure(case, "h100")

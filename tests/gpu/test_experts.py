@@ -44,6 +44,7 @@ def compiled_run(num_experts: int, num_rows: int, *overrides: str):
     return steps.make_run("llama", (*_SIZES, *more, *overrides))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "mesh",
     [

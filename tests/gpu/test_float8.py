@@ -26,7 +26,7 @@ def products(run) -> dict[str, int]:
     return {"float8": calls.count("$f8"), "other": calls.count("")}
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize("config, num_linears", [("gpt2", 4), ("llama", 7)])
 def test_all_products_of_the_stacks_are_in_float8(config, num_linears, scaling):
@@ -35,6 +35,7 @@ def test_all_products_of_the_stacks_are_in_float8(config, num_linears, scaling):
     assert products(run) == {"float8": 3 * num_linears, "other": 3}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_all_products_of_experts_are_in_float8(scaling):
     experts = ("model.num_experts=4", "model.num_kv_heads=4", "train.remat=full")
@@ -61,6 +62,7 @@ def test_weights_are_gathered_in_float8():
     assert gathered() == pytest.approx(gathered("precision.compute=bfloat16") / 2, rel=0.01)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["one device", "2×2×2"])
 def test_estimate_of_memory(mesh):
     sizes = (*_SIZES, "model.embed_dim=512", "model.mlp_dim=2048")

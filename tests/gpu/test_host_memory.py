@@ -35,6 +35,7 @@ def state_bytes_on_host(run) -> int:
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -38,6 +38,7 @@ def computes_product(module: Module, instruction: Instruction) -> bool:
     return any(i.opcode == "custom-call" for i in inner)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("config", "most"), [("gpt2", 116), ("llama", 50)])
 def test_layers_move_few_bytes(config, most):
     """Between products and attention, a layer moves few bytes in its forward and backward.
@@ -56,6 +57,7 @@ def test_layers_move_few_bytes(config, most):
     assert moved / (2 * TOKENS * WIDTH) <= most
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)]
 )

@@ -19,6 +19,7 @@ def kinds_over_model(run) -> set[str]:
     return {each.kind for each in large if each.axes == ("model",) and each.loop == "layers"}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("config", ["gpt2", "llama"])
 def test_sums_of_branches_become_reduce_scatters_and_the_step_needs_less_memory(config):
     # With fewer layers, the gathered tokens of one layer outweigh the saved activations of all.
@@ -43,6 +44,7 @@ _ADAPTERS = (
 _EIGHT = ("mesh.model=8", "train.num_microbatches=8")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("variant", [(), ("lora.use_dora=true",)], ids=["LoRA", "DoRA"])
 def test_adapters_of_a_70b_fit_on_8_gpus_and_leave_its_collectives(variant):
     run = steps.make_run("llama:3-70b", (*_ADAPTERS, *_EIGHT, *variant))

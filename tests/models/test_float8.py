@@ -69,6 +69,7 @@ def test_delayed_scaling_uses_the_given_scales_and_clips(exponents):
     check_products(x, kernel, dy, scaling(exponents), [2.0**e for e in exponents])
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("is_delayed", [False, True])
 @pytest.mark.parametrize("operand", ["x", "kernel", "dy"])

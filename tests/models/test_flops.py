@@ -131,7 +131,7 @@ def unneeded_flops(model: Any, batch: dict) -> int:
 
 
 @pytest.mark.thorough(but=["gpt2", "gemma3", "deepseek2", "bert_pretraining", "t5", "mae"])
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", WITH_LOSS)
 def test_flops_equal_those_of_transformers_without_masked_products(name):
     class_name, _ = cases.CASES[name]

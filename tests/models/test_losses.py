@@ -41,6 +41,7 @@ def plain(x, table, targets, weights):
 
 
 # 7 and 16 do not divide 50 tokens, so the last chunk is padded.
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 25, 50, 1000, None])
 def test_chunked_vocab_loss_equals_plain_with_gradients(chunk_tokens):
     with jax.enable_x64(True):
@@ -139,6 +140,7 @@ def on_stages(function, sizes, *arrays):
 
 @pytest.mark.parametrize("chunk_tokens", [7, None])
 # With 29 tokens, the last part ends with padding; with 13, at least one part is only padding.
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("vocab", [VOCAB, 13])
 @pytest.mark.parametrize("sizes", SHARED_BY.values(), ids=SHARED_BY)
 def test_chunked_vocab_loss_of_a_shared_vocab_equals_the_unshared_one(sizes, vocab, chunk_tokens):

@@ -71,6 +71,7 @@ def tokens_shape(function, batch: int, length: int, **sizes: Any) -> tuple[int, 
     return y.addressable_shards[0].data.shape
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("function", [scatter_tokens, constrain_residual])
 def test_tokens_are_split_between_branches_and_whole_within_them(function):
     assert tokens_shape(function, 1, 4, model=2) == (1, 2, 3)
@@ -200,6 +201,7 @@ def test_offset_numbers_the_entries_of_a_split_axis(sizes, num_parts):
     np.testing.assert_array_equal(found, np.arange(num_parts) * 8 // num_parts)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
     """Every part receives the same sum and the whole gradient of it, which is not summed again."""
@@ -214,6 +216,7 @@ def test_sum_over_gives_all_parts_the_sum_and_its_gradient(sizes, num_parts):
     np.testing.assert_array_equal(gradients.reshape(8), 3.0 * 2.0 * np.arange(8))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("sizes, num_parts", SPLITS.values(), ids=SPLITS)
 def test_max_over_gives_all_parts_the_largest_and_no_gradient(sizes, num_parts):
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
@@ -270,6 +273,7 @@ def test_parts_are_the_whole_vocab_if_stages_do_not_share_it(sizes, rules):
     np.testing.assert_array_equal(gradients.reshape(4), 2.0 * np.arange(4))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "sizes", [{"data": 4}, {"fsdp": 2, "data": 2}, {"data": 2, "model": 2}, {"model": 2}], ids=str
 )

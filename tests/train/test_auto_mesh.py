@@ -12,6 +12,8 @@ from sharding.mesh import AXES
 from tests.runs import CONFIG, FLOAT64, ROOT, TINY
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 #: A small space, so that few steps are compiled.
 FIXED = (
     "train.num_microbatches=2",

@@ -13,7 +13,7 @@ from train.lifecycle.exit_codes import FINISHED, REFUSED
 from train.main import main
 from train.reporting.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(1, among="thorough")]
 
 SHORT = (*TINY, "train.num_steps=6", "eval.every_steps=3")
 

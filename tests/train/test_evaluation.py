@@ -185,12 +185,13 @@ def check_groups(objective, files, groups, *changes: str):
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_evaluation_does_not_depend_on_the_batch_size(objective, files):
     check_groups(objective, files, GROUPS)
 
 
+@pytest.mark.thorough
 def test_evaluation_of_two_losses_does_not_depend_on_the_batch_size(files):
     """Rows have different numbers of masked tokens, but one label each."""
     metrics = check_groups("masked_lm_pairs", files, [(8, 4)])
@@ -212,7 +213,7 @@ def test_metrics_with_weights_of_their_own_do_not_depend_on_the_batch_size(files
         pytest.param("causal_lm", (OWN_METRICS,), id="own metrics", marks=pytest.mark.thorough),
     ],
 )
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 def test_training_metrics_do_not_depend_on_the_number_of_microbatches(objective, changes, files):
     found = []
     with jax.enable_x64(True):
@@ -264,8 +265,8 @@ def by_hand(run, state):
     }
 
 
-@pytest.mark.thorough(but=["2x2x2"])
-@pytest.mark.drawn(2)
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_image_counts_once(mesh, tmp_path):
     with jax.enable_x64(True):

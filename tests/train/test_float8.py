@@ -14,6 +14,8 @@ from tests.train.refusals import refusal
 from train.main import main
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 FLOAT8 = (*TINY, "precision.compute=float8")
 LLAMA = str(ROOT / "configs/llama.py")
 BFLOAT16 = (*TINY, "precision.compute=bfloat16")
@@ -62,7 +64,7 @@ def trained(run, corpus, num_steps):
     return found, np.asarray(float8.exponents(history))
 
 
-@pytest.mark.thorough(but=["delayed"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 def test_losses_are_near_those_of_bfloat16(scaling, corpus, one_device):
     run, data = one_device
@@ -76,7 +78,7 @@ def test_losses_are_near_those_of_bfloat16(scaling, corpus, one_device):
 
 @pytest.mark.slow(only=["interleaved, uneven", "data=4, host memory"])
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_and_scales_are_the_same_on_every_mesh(mesh, corpus, one_device):
     run, data = one_device

@@ -19,7 +19,7 @@ from train.lifecycle.exit_codes import FAILED, FINISHED, REFUSED
 from train.main import main
 from train.reporting.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(2, among="thorough")]
 
 TEXT = Path(json.__file__).with_name("decoder.py").read_text()
 FILES = {

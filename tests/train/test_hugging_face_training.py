@@ -26,6 +26,8 @@ from train.references import add_references
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 NUM_STEPS = 30
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.1
@@ -247,7 +249,7 @@ def losses_of_both(name, model, start, overrides, corpus_overrides, *, step=torc
     return ours, theirs
 
 
-@pytest.mark.thorough(but=["gpt2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_of_30_steps_equal_torch(name, tmp_path):
     class_name, settings, changes = MODELS[name]

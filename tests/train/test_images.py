@@ -19,7 +19,7 @@ from train.config.schema import validate_config
 from train.main import main
 from train.reporting.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(3, among="thorough")]
 
 CONFIG = """
 from configs import common
@@ -115,6 +115,7 @@ def test_losses_do_not_depend_on_the_mesh(config):
     assert losses(*make_run(many, file), 3) == pytest.approx(one, rel=1e-5)  # float32
 
 
+@pytest.mark.thorough
 def test_resuming_with_other_images_is_rejected(config, tmp_path, capsys):
     short = ("train.num_steps=2",)
     assert run_main(tmp_path, config, *short) == 0
@@ -163,6 +164,7 @@ def test_broken_data_is_refused_before_the_first_step(config, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_contents_of_images_can_be_verified_from_a_later_start_on(config, tmp_path, capsys):
     overrides, image = folder_of_images(tmp_path)
     overrides = (*overrides, "optimizer.schedule=constant")

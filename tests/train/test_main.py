@@ -17,7 +17,7 @@ from train.planning.memory.search import MemorySearch
 from train.report.run_records import read_runs
 from train.reporting.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(5, among="thorough")]
 
 
 def run_main(workdir, overrides, *flags, config=CONFIG) -> int:

@@ -15,6 +15,8 @@ from train.main import main
 from train.precision import LossScale, PrecisionConfig, rounded_at_random, to_bfloat16
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.drawn(4, among="thorough")
+
 FLOAT16 = ("precision.compute=float16",)
 MESHES = {
     "2x2x2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
@@ -87,7 +89,7 @@ def test_bfloat16_master_weights_learn_from_updates_too_small_for_them(
     assert to_nearest < 0.9 * wide
 
 
-@pytest.mark.thorough(but=["bfloat16"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
 def test_low_precision_losses_follow_float32(compute, corpus_overrides):
     base = (*TINY, *corpus_overrides)

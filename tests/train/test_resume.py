@@ -13,14 +13,17 @@ import jax
 import numpy as np
 import pytest
 
-from tests.runs import CONFIG, FLOAT64, ROOT, TINY, make_run
+from tests.runs import CONFIG, FLOAT64, ROOT, TINY, arguments, make_run
 from train import loop
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.lifecycle.phases import Phases
 from train.lifecycle.restore import restore_or_initialize
 from train.lifecycle.stop_signals import StopSignals
+from train.main import main
 from train.reporting.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("shared_steps")
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 KILLED = (*TINY, *CUBE, "train.num_steps=12", "checkpoint.every_steps=3", "eval.every_steps=4")
@@ -57,14 +60,6 @@ def run_and_kill(workdir: Path, overrides, after_step: int) -> None:
     process.wait()
 
 
-def finish(workdir: Path, overrides) -> str:
-    done = subprocess.run(
-        command(workdir, overrides), cwd=ROOT, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
 #: Logged metrics that vary between runs.
 TIMES = ("step_time_s", "data_wait_s", "tokens_per_s")
 
@@ -82,12 +77,12 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
 @pytest.mark.thorough
 def test_killed_run_logs_equal_values_to_the_bit(corpus_overrides, tmp_path):
     overrides = (*KILLED, *corpus_overrides)
-    finish(tmp_path / "undisturbed", overrides)
+    assert main(arguments(tmp_path / "undisturbed", overrides)) == 0
     killed = tmp_path / "killed"
     run_and_kill(killed, overrides, after_step=1)  # before the first checkpoint
     run_and_kill(killed, overrides, after_step=5)  # between two checkpoints
     run_and_kill(killed, overrides, after_step=9)  # while a checkpoint is being written
-    finish(killed, overrides)
+    assert main(arguments(killed, overrides)) == 0
     expected = trajectory(tmp_path / "undisturbed")
     assert sorted(expected) == list(range(1, 13))
     assert trajectory(killed) == expected
@@ -124,7 +119,6 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
             np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)
 
 
-@pytest.mark.usefixtures("shared_steps")
 def test_examples_equal_an_undisturbed_run_on_8_then_4_then_8_devices(
     corpus_overrides, tmp_path, monkeypatch
 ):

@@ -22,7 +22,7 @@ from train.lifecycle.exit_codes import FAILED, FINISHED, REFUSED
 from train.main import main as train
 from train.reporting.metrics import read_metrics
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.drawn(3, among="thorough")]
 
 URL = "s3://bucket/runs/a"
 RUN = "runs/a"

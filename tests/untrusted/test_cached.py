@@ -60,6 +60,7 @@ def compile_program() -> int:
     return int(jax.jit(lambda x: jnp.sort(x * 3 + 1)[2])(jnp.arange(5)))
 
 
+@pytest.mark.thorough
 def test_damaged_programs_are_compiled_and_written_again(own_cache, tmp_path, caplog):
     use_compilation_cache(tmp_path / "xla")
     assert compile_program() == 7

@@ -237,6 +237,7 @@ def test_config_of_a_received_checkpoint_imports_nothing(converted, payload, tmp
     assert not payload.exists()
 
 
+@pytest.mark.thorough
 def test_training_from_a_received_run_imports_nothing(
     received, payload, corpus_overrides, tmp_path, capsys
 ):

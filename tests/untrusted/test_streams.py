@@ -39,7 +39,7 @@ def test_protect_output_opens_dev_null_in_place_of_closed_streams(closed, tmp_pa
     assert found["descriptor"] > 2 and found["read"] == "" and found["child"] == 0
 
 
-@pytest.mark.thorough(but=["<&- >&- 2>&-"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-", "2>&1 | true"])
 def test_run_without_standard_streams_trains_and_saves(redirections, corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "train.num_steps=2", "model.num_layers=1")
@@ -55,6 +55,7 @@ def test_run_without_standard_streams_trains_and_saves(redirections, corpus_over
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 2
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("redirections", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_launcher_without_standard_streams_returns_the_code_of_its_processes(redirections):
     launch = [sys.executable, "-m", "launch.local", "--processes=2", "--"]

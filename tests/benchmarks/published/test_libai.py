@@ -79,6 +79,7 @@ def test_published_rows_are_all_there():
     assert sum(row.is_fitted for row in jobs_of(ROWS)) == 12
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("row", jobs_of(ROWS), ids=lambda row: f"{row.model} {row.name}")
 def test_config_of_a_row_is_valid_on_its_gpus(row):
     config = validate_config(load(str(libai._ROOT / "configs" / MODELS[row.model]), row.overrides))

@@ -14,6 +14,7 @@ from train.config.schema import validate_config
 ALL_JOBS = [job for jobs in GROUPS.values() for job in jobs]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("job", ALL_JOBS, ids=lambda job: job.name)
 def test_mesh_of_a_job_has_the_gpus_of_its_target(job):
     path = str(published._ROOT / "configs" / job.config)

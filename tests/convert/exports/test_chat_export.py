@@ -14,6 +14,8 @@ from generate.prompts import stop_tokens_of, tokenizer_of
 from tests.runs import TINY, arguments
 from train.main import main
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 
 @pytest.mark.thorough
 def test_exported_tokenizer_has_the_chat_template(tmp_path):
@@ -38,6 +40,7 @@ def test_exported_tokenizer_has_the_chat_template(tmp_path):
     assert text == expected == "<|user|>\nSay 1.\n<|assistant|>\n1!<|endoftext|>\n"
 
 
+@pytest.mark.thorough
 def test_generation_stops_at_the_token_that_ends_answers(tmp_path):
     """As in transformers, which reads it from generation_config.json."""
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -80,6 +83,7 @@ def test_generation_stops_at_the_token_that_ends_answers(tmp_path):
     assert written["eos_token_id"] == [0, 2]
 
 
+@pytest.mark.thorough
 def test_runs_keep_the_template_of_conversations_with_tools(tmp_path):
     base = tmp_path / "base"
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from convert import from_hf, to_onnx
 from tests.convert import cases
 
 
-@pytest.mark.thorough(but=["vit"])
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ["gpt2", "vit", "llama_llama3", "roberta_sequence", "swin"])
 def test_logits_equal_those_of_transformers(name, tmp_path):
@@ -48,6 +48,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
     assert config["architectures"] == [type(model).__name__]
 
 
+@pytest.mark.thorough
 def test_a_run_is_exported_by_the_command(tmp_path):
     cases.make("gpt2").save_pretrained(tmp_path / "hf")
     from_hf.convert(tmp_path / "hf", tmp_path / "run")

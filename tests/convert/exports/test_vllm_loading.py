@@ -44,7 +44,7 @@ def read_as_vllm_does(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @pytest.mark.thorough(but=["gpt2-1000000000", "llama-20000"])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama", "mistral", "qwen2", "qwen3"])
 def test_export_has_what_vllm_reads(name, shard_bytes, tmp_path):

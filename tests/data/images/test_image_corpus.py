@@ -74,6 +74,7 @@ def test_batches_have_the_shapes_given_by_the_config(case):
         assert {key: (value.shape, value.dtype) for key, value in batch.items()} == expected
 
 
+@pytest.mark.drawn(2)
 def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
     _, config, images, corpus = case
     whole = take(train_batches(corpus, config, range(6), seed=SEED), 16)
@@ -89,6 +90,7 @@ def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
         assert_rows(take(resumed, 9), whole[7:], rows[:2])
 
 
+@pytest.mark.drawn(1)
 def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     _, config, images, corpus = case
     rows = [3, 0, 5, 2]  # Both rows of one pair, and one row of two other pairs.
@@ -110,6 +112,7 @@ def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     assert_rows(list(validation_batches(other, config, rows)), evaluated, slice(None))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
 def test_any_number_of_workers_reads_the_same_batches(num_workers, tmp_path):
     config = image_config(tmp_path, name=NOISE, global_batch_size=18)
@@ -123,6 +126,7 @@ def test_any_number_of_workers_reads_the_same_batches(num_workers, tmp_path):
     assert_rows(take(train_batches(workers, config, rows, seed=SEED), 5), expected, rows)
 
 
+@pytest.mark.drawn(2)
 def test_validation_yields_each_image_once_then_rows_of_zero_weight(case):
     name, config, _, corpus = case
     length = len(corpus.validation)
@@ -147,6 +151,7 @@ def test_evaluation_images_depend_only_on_the_row(case, tmp_path):
             np.testing.assert_array_equal(value, again.validation[index][key])
 
 
+@pytest.mark.drawn(2)
 def test_augmentation_differs_between_epochs_and_seeds(case, tmp_path):
     name, config, images, corpus = case
     few = take(train_batches(corpus, config, range(6), seed=SEED), 40)

@@ -139,6 +139,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "end",
     ["", "raise SystemExit(3)", "os._exit(3)", "time.sleep(100)"],

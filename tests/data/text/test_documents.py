@@ -130,6 +130,7 @@ def texts_of(config) -> dict[str, str]:
     return {split: "".join(texts) for split, texts in open_documents(config).items()}
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("num_bytes", [300, 5_000, 77_000, 400_000])
 @pytest.mark.parametrize("kind", ["prose", "one line", "files"])
 def test_share_of_small_text_is_right_within_one_percent(kind, num_bytes, tmp_path, caplog):

@@ -66,6 +66,7 @@ def config_of(path: str, cache: Path, **changes) -> DataConfig:
     return DataConfig(**values | changes)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("objective", ["causal_lm", "classification"])
 @pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl.gz", ".jsonl.zst", ".parquet", ".json"])
 def test_rows_are_those_of_a_jsonl_file(kind, objective, tmp_path):

@@ -65,6 +65,7 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "arrow file", "folder"])
 def test_tables_give_the_same_rows_as_lines(kind, objective, tmp_path):

@@ -137,6 +137,7 @@ def test_train_order_depends_only_on_the_seed(config, corpus):
     assert any((a["tokens"] != b["tokens"]).any() for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "partition",
     [

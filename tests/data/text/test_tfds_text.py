@@ -61,6 +61,7 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
 @pytest.mark.parametrize("pattern", ["*.array_record-00000*", "dataset_info.json"])
 def test_damaged_python_stdlib_is_built_again(damage, pattern, stdlib_config, tmp_path, caplog):

@@ -27,6 +27,7 @@ def request_with(headers: dict[str, str], allowed: tuple[str, ...]) -> Any:
     return TestClient(app, base_url="http://127.0.0.1:8000").get("/", headers=headers)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("option", [[], ["--allowed_hosts=a.example, b.example,"], ["--host="]])
 @pytest.mark.parametrize(
     "headers", [{"Origin": "null"}, {"Origin": "file://"}, {"Host": ":8000"}, {"Host": ""}]
@@ -38,6 +39,7 @@ def test_requests_without_a_name_are_refused_with_any_options(option, headers):
         assert request_with({"Host": "b.example"}, allowed_hosts(args)).status_code == 200
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -40,7 +40,7 @@ def reference(q, k, v, dy, *, is_causal):
 
 # 130 and 300 queries make blocks of unequal size; (5, 9) and (9, 5) have other numbers of keys.
 @pytest.mark.thorough(but=["lengths0-True", "lengths0-False", "lengths1-True"])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("lengths", [(1, 1), (7, 7), (130, 130), (300, 300), (5, 9), (9, 5)])
 def test_attend_equals_reference_with_gradients(lengths, is_causal):
@@ -158,7 +158,7 @@ GENERAL = {
 
 
 @pytest.mark.thorough(but=["groups-9", "groups, all visible-9", "groups, all visible-300"])
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("length", [9, 300])
 @pytest.mark.parametrize("case", GENERAL)
 def test_attend_with_options_equals_reference_with_gradients(case, length):

@@ -61,6 +61,7 @@ def check(arrays, **options):
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("has_documents", [False, True])
 def test_values_may_be_smaller_than_keys(monkeypatch, has_documents):
     cudnn_stand_in.install(monkeypatch)
@@ -78,7 +79,7 @@ CASES = {
 
 
 @pytest.mark.thorough(but=["all visible-lengths0", "all visible-lengths1", "all visible-lengths2"])
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("lengths", [(8, 8), (7, 7), (41, 41), (5, 9), (9, 5), (6, 9)])
 @pytest.mark.parametrize("case", CASES)
 def test_attend_pads_lengths_and_head_dims(monkeypatch, case, lengths):
@@ -133,7 +134,7 @@ PACKED = {
 
 
 @pytest.mark.thorough(but=["all visible-one", "all visible-few", "all visible-padded first"])
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("packed", PACKED)
 @pytest.mark.parametrize("case", CASES)
 def test_attend_passes_documents_to_the_kernel(monkeypatch, case, packed):
@@ -168,7 +169,7 @@ def test_attend_returns_zero_for_queries_that_see_no_key(monkeypatch):
 @pytest.mark.thorough(
     but=["all visible-False-shape0", "all visible-False-shape1", "all visible-False-shape2"]
 )
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("shape", [(1, 4, 9, 9), (3, 4, 9, 9), (3, 1, 9, 9), (3, 1, 1, 9)])
 @pytest.mark.parametrize("has_segments", [False, True])
 @pytest.mark.parametrize("case", CASES)

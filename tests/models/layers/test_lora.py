@@ -97,6 +97,7 @@ def get_mlp(model: Any) -> Any:
     return model.decoder.layers.mlp
 
 
+@pytest.mark.thorough
 def test_experts_with_adapters_equal_merged_experts():
     """A router and experts compute as with W + scale · A · B, which numpy computes here."""
     config = dataclasses.replace(EXPERTS, router_loss=0.1)
@@ -128,6 +129,7 @@ def test_experts_have_plain_adapters_only(variant):
         add_adapters(Llama(EXPERTS, rngs=nnx.Rngs(0)), LoraConfig(rank=2, **variant), seed=0)
 
 
+@pytest.mark.thorough
 def test_dropout_is_drawn_per_example_and_per_adapter():
     model = gpt2(rank=4, dropout=0.5)
     block = nnx.merge(

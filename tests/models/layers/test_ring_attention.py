@@ -131,7 +131,7 @@ SOFTCAP = 2.0
 
 
 @pytest.mark.thorough(but=["blocked-causal, documents"])
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", ["blocked", "cudnn"])
 def test_output_and_gradients_equal_one_device(case, kernel, monkeypatch):

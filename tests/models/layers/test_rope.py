@@ -40,6 +40,7 @@ SCALINGS = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("length", [20, 100])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_rotation_equals_transformers(name, length):

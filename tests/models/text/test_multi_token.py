@@ -160,6 +160,7 @@ def test_losses_and_gradients_equal_torch_document_by_document():
         np.testing.assert_allclose(gradient, leaf.grad.numpy(), rtol=1e-9, atol=TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_blocks_ahead_change_neither_parameters_nor_outputs_of_the_model():
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     model = Llama(CONFIG, rngs=nnx.Rngs(0))

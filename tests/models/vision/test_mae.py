@@ -14,6 +14,8 @@ from models.vision.common import patchify, sincos_positions, unpatchify
 from models.vision.mae import MAE, MAEConfig
 from models.vision.vit import ViT
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 CONFIG = MAEConfig(
     image_size=11,
     patch_size=2,
@@ -174,6 +176,7 @@ def test_encoder_has_the_names_and_shapes_of_a_vit():
     assert mae["position_embedding"][0, 1:].min() < 0
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_reconstructions_show_visible_and_predicted_patches(normalise):
     mae = model(normalise_targets=normalise)

@@ -198,6 +198,7 @@ MODELS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.thorough(but=["ViT", "ResMLP"])
 @pytest.mark.parametrize("name", MODELS)
 def test_images_of_a_batch_are_independent(name):

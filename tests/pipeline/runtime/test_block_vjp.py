@@ -144,12 +144,14 @@ RANDOM = ("two keys",)
 TOGETHER = ("inner loop that makes weights", "branches")
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block_vjp_equals_jax_vjp(name):
     with jax.enable_x64(True):
         check(BLOCKS[name]())
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name not in (*RANDOM, *TOGETHER)])
 def test_block_vjp_saves_nothing_that_x_does_not_change(name):
     with jax.enable_x64(True):
@@ -227,6 +229,7 @@ def test_halves_of_a_parameter_whose_gradient_is_dy_yield_it_in_the_first():
         assert shapes(handed) == [(ROWS, WIDTH)] and not np.array_equal(handed[0], dy)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_halves_run_no_matrix_product_twice(name):
     with jax.enable_x64(True):

@@ -90,6 +90,7 @@ def test_program_of_forwards_provides_all_inputs(data, S, M, V, shares_vocab):
     assert set(ran.program.num_slots) == {"input"}
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("shares_vocab", [False, True])
 @pytest.mark.parametrize("recomputes", [True, False])
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])

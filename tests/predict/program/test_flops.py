@@ -75,6 +75,7 @@ def convolve(x, w, **options):
     return jax.lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "image, kernel, options, flops",
     [

@@ -103,6 +103,7 @@ def float64():
         yield
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("sizes", [{}, {"batch": 1, "length": 1}, {"length": 131, "per_token": 1}])
 def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
@@ -110,6 +111,7 @@ def test_experts_equal_a_loop_over_all_of_them(choose, sizes):
     check(value_and_grads(apply, *inputs), value_and_grads(reference, *inputs))
 
 
+@pytest.mark.thorough
 def test_frozen_weights_get_no_gradients():
     weights, x, factors, choices = inputs_of(at_random, batch=9, length=16)
 
@@ -141,7 +143,7 @@ MESHES = {
 @pytest.mark.thorough(
     but=["expert=2, data=2, model=2-all to two-in a step", "data, expert-at random-automatic"]
 )
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("is_manual", [True, False], ids=["in a step", "automatic"])
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 @pytest.mark.parametrize("name", MESHES)
@@ -149,6 +151,7 @@ def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
     check_on_mesh(name, choose, is_manual)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
     monkeypatch.setattr(experts, "_MIN_PART_ROWS", 3)  # three parts

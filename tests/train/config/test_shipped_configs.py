@@ -35,7 +35,7 @@ def shipped() -> list[str]:
 
 
 @pytest.mark.thorough(but=["bert", "bert:tiny", "bert:mini"])
-@pytest.mark.drawn(20)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", shipped())
 def test_shipped_config_resolves_and_fits_its_mesh(name):
     file, _, argument = name.partition(":")

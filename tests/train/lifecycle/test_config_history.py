@@ -60,6 +60,7 @@ def test_config_that_cannot_be_read_is_replaced_with_a_warning(content, write, t
     assert "config.yaml" in write(A)
 
 
+@pytest.mark.thorough
 def test_resume_tells_which_keys_have_changed(corpus_overrides, tmp_path, capsys):
     overrides = [*TINY, *corpus_overrides, "model.num_layers=1", "train.num_steps=1"]
     assert main(arguments(tmp_path, overrides)) == 0

@@ -27,7 +27,7 @@ from train.lifecycle.stop_signals import StopSignals
 from train.main import main
 from train.reporting.metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(3, among="thorough")]
 
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 #: With a constant rate, runs of any length share their step.
@@ -227,6 +227,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_and_save_the_batch(corpus_over
         assert np.isnan(saved["weights"]).all() and saved["tokens"].shape == (16, 16)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "num_steps, bad_steps, rollbacks",
     [(16, {7, 8}, [(4, 9)]), (16, {7, 8, 13, 14}, [(4, 9), (10, 15)])],
@@ -268,6 +269,7 @@ def names(workdir: Path) -> list[str]:
     return sorted(path.name for path in (workdir / "checkpoints").iterdir())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("max_to_keep", [1, 3])
 def test_ruined_parameters_are_set_aside_and_displace_no_good_ones(
     max_to_keep, corpus_overrides, tmp_path, caplog
@@ -297,6 +299,7 @@ def test_run_does_not_end_with_a_skipped_step(corpus_overrides, tmp_path):
     assert names(tmp_path) == ["3", "6"]
 
 
+@pytest.mark.thorough
 def test_rollback_at_the_last_step_saves_the_restored_state_in_float16(corpus_overrides, tmp_path):
     """The rollback restores the state, which then counts no skipped steps."""
     changes = ("train.max_nonfinite_steps=2", "train.on_nonfinite=rollback")
@@ -314,6 +317,7 @@ def test_rollback_without_an_older_checkpoint_raises_an_error(corpus_overrides, 
         train(tmp_path, (*TINY, *corpus_overrides, *changes, "checkpoint.every_steps=2"), {3, 4})
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "error, expected", [(OSError("process 1: x"), ReadError), (ValueError("all x"), Diverged)]
 )

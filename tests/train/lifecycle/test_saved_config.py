@@ -15,7 +15,7 @@ from tests.train.refusals import refusal
 from train.config import old_keys
 from train.main import main
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(1, among="thorough")]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def drop_checksums_of_configs(run: Path) -> None:
         file.write_text("".join([f"# {len(kept)} files\n", *kept]))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [Path.unlink, change_seed])
 def test_another_seed_is_rejected_even_if_the_config_of_the_workdir_was_changed(
     change, copy, capsys
@@ -97,6 +98,7 @@ def test_intact_older_checkpoint_decides_if_the_newest_config_was_changed(copy, 
     assert "step 2 of train.num_steps=5" in log
 
 
+@pytest.mark.thorough
 def test_run_resumes_from_checkpoints_without_checksums_of_their_configs(copy, capsys):
     workdir, overrides = copy
     drop_checksums_of_configs(workdir)
@@ -141,6 +143,7 @@ def test_run_of_an_earlier_version_resumes_without_a_changed_config(copy, capsys
     assert re.findall(r"^  (\S+): .* -> ", log, re.MULTILINE) == ["train.num_steps"]
 
 
+@pytest.mark.thorough
 def test_contents_of_files_can_be_verified_from_a_later_start_on(copy, capsys):
     """The tokenizer and the tokens are computed again, and must be those of the checkpoint."""
     workdir, overrides = copy
@@ -155,6 +158,7 @@ def exported_activation(run: Path, to: Path) -> str:
     return json.loads((to / "config.json").read_text())["activation_function"]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [Path.unlink, change_activation])
 def test_conversion_and_init_from_ignore_a_changed_config_of_the_workdir(
     change, copy, tmp_path_factory
@@ -182,6 +186,7 @@ def test_conversion_skips_a_checkpoint_whose_config_was_changed(copy, tmp_path_f
     assert "contains only damaged checkpoints" in error
 
 
+@pytest.mark.thorough
 def test_conversion_of_checkpoints_without_configs_reads_the_config_of_the_workdir(
     copy, tmp_path_factory
 ):

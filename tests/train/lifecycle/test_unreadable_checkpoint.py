@@ -35,6 +35,7 @@ def copy(trained, tmp_path, monkeypatch):
     return run, (*trained[1], "train.num_steps=5")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "name, code", [("config.yaml", errno.EIO), ("state", errno.EACCES), ("", errno.ESTALE)]
 )
@@ -72,6 +73,7 @@ def test_run_resumes_after_read_errors_that_pass(copy, monkeypatch, capsys):
     assert "step 4 of train.num_steps=5 is saved; resuming" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_conversion_and_init_from_do_not_call_an_unreadable_checkpoint_damaged(
     copy, tmp_path, monkeypatch, capsys
 ):

@@ -14,6 +14,8 @@ from train.lifecycle.workdir import planned_memory
 from train.lifecycle.workdir_lock import LOCK_FILE, lock
 from train.main import main
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 HOLDS = """
 import sys, time
 from pathlib import Path

@@ -27,7 +27,7 @@ CASES = [
 
 @pytest.mark.slow(only=["GPT-2, documents apart-mesh1", "BERT, classifier-mesh4", "Swin-mesh7"])
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_losses_equal_plain_attention_on_one_device(monkeypatch, model, mesh):
     expected = measured.losses_on(model, ())

@@ -111,8 +111,8 @@ def check(model: str, rows: tuple[str, ...], mesh: tuple[str, ...]) -> None:
         )
 
 
-@pytest.mark.thorough(but=["GPT-2-documents-ring of 2-pipeline=2"])
-@pytest.mark.drawn(3)
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("model", "rows", "split", "companion"), CASES)
 def test_training_equals_one_device(model, rows, split, companion):
     check(model, ROWS[model][rows], (*SPLITS[split], *COMPANIONS[companion]))
@@ -168,7 +168,7 @@ CHANGED = {"DistilBERT": "BERT, classifier", "ELECTRA": "RoBERTa", "DeiT": "ViT"
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -18,6 +18,8 @@ from tests.runs import FLOAT64, ROOT, make_run
 from tests.train.meshes.models_on_meshes import SHARED, overrides_of_data
 from train.step.means import means_of
 
+pytestmark = pytest.mark.drawn(1, among="thorough")
+
 #: Losses, loads, and parameters after Adam's division, in float64.
 TOLERANCE = 1e-9
 NUM_STEPS = 3
@@ -192,8 +194,8 @@ def check(routing, mesh, change=None):
         )
 
 
-@pytest.mark.thorough(but=["Mixtral-expert=2, pipeline=2, data=2"])
-@pytest.mark.drawn(3)
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("routing", "mesh"), CASES)
 def test_training_equals_one_device(routing, mesh):
     check(routing, mesh)

@@ -90,7 +90,7 @@ def on_one_device(name: str, corpus_overrides: tuple[str, ...]):
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("name", "mesh"), list(combinations()))
 def test_losses_and_averages_equal_one_device(name, mesh, corpus_overrides):
     with jax.enable_x64(True):

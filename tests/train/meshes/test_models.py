@@ -17,15 +17,15 @@ ON_OTHERS = [
 ]
 
 
-@pytest.mark.thorough(but=["ResMLP"])
-@pytest.mark.drawn(4)
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", measured.MODELS)
 def test_losses_on_2x2x2_equal_one_device(model):
     check_losses(model, ON_2X2X2)
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("model", "mesh"), ON_OTHERS)
 def test_losses_on_other_meshes_equal_one_device(model, mesh):
     check_losses(model, mesh)

@@ -68,7 +68,7 @@ FLOAT32_TOLERANCE = 1e-4
 
 
 @pytest.mark.thorough(but=["2x2x2", "unrolled ZeRO 3"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_equal_one_device_float64(mesh, corpus_overrides):
     with jax.enable_x64(True):
@@ -82,7 +82,7 @@ def test_losses_equal_one_device_float64(mesh, corpus_overrides):
 
 
 @pytest.mark.thorough(but=["data=8", "pipeline=4 gpipe"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides)
@@ -91,7 +91,7 @@ def test_initial_parameters_equal_one_device_to_the_bit(mesh, corpus_overrides):
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "mesh",
     [pytest.param(mesh, marks=[pytest.mark.slow] * (mesh not in IN_FLOAT32)) for mesh in MESHES],

@@ -78,7 +78,7 @@ def check(case, corpus_overrides, *, x64: bool) -> None:
     ]
 )
 @pytest.mark.thorough
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", SOME, ids=str)
 def test_losses_equal_one_device(case, corpus_overrides):
     check(case, corpus_overrides, x64=True)

@@ -23,6 +23,8 @@ from train.lifecycle.workdir import write_run_files
 from train.optim.ema import average_params
 from train.state.train_state import average_of, shardings_of
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 EMA = ("train.ema_decay=0.6", "train.ema_schedule=cosine")
 FROZEN = "optimizer.frozen=token_embedding,*.mlp.*"
 UNEVEN = ("mesh.pipeline=2", "mesh.data=2", "pipeline.layers_per_stage=3,1")
@@ -87,7 +89,7 @@ def test_average_of_a_run_equals_the_average_of_its_parameters(corpus_overrides)
         assert (average != param).any() != is_frozen, name
 
 
-@pytest.mark.thorough(but=["own"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("given", [False, True], ids=["own", "given"])
 def test_average_is_initialized_to_the_parameters_in_host_memory_too(given, corpus_overrides):
     where = (*UNEVEN, *HOSTED, "precision.params=bfloat16", "precision.compute=bfloat16")
@@ -109,6 +111,7 @@ def test_average_is_initialized_to_the_parameters_in_host_memory_too(given, corp
     assert (digest(state.params) == digest(seeds)) != given
 
 
+@pytest.mark.thorough
 def test_evaluation_uses_the_average(corpus_overrides):
     with jax.enable_x64(True):
         run, corpus = run_of(*corpus_overrides, *FLOAT64, *EMA, FROZEN)

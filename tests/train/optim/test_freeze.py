@@ -17,6 +17,8 @@ from train.lifecycle.workdir import check, write_run_files
 from train.optim.freeze import frozen_params
 from train.run.summary import describe
 
+pytestmark = pytest.mark.drawn(1, among="thorough")
+
 MLP = "optimizer.frozen=*.mlp.*"
 PARAMS = {"table": np.zeros(2), "decoder": {"norm": {"scale": np.ones(2), "bias": np.zeros(2)}}}
 

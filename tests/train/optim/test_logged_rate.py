@@ -8,6 +8,8 @@ import pytest
 from data.batches import train_batches
 from tests.runs import TINY, make_run
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 #: Gradient descent without momentum or clipping, so that the change of the parameters divided by
 #: the gradient is the learning rate.
 DESCENT = (

@@ -24,6 +24,8 @@ from train.main import main
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
+pytestmark = pytest.mark.drawn(1, among="thorough")
+
 NUM_STEPS = 5
 ADAPTERS = ("lora.rank=4", "lora.dropout=0.1", "optimizer.learning_rate=0.03")
 VARIANTS = {
@@ -72,7 +74,7 @@ def expected(variant: str, corpus_overrides: tuple[str, ...]) -> list[float]:
     ],
 )
 @pytest.mark.thorough
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 def test_losses_equal_one_device(variant, mesh, corpus_overrides):
     overrides = (*TINY, *FLOAT64, *corpus_overrides, *VARIANTS[variant], *MESHES[mesh])
     with jax.enable_x64(True):

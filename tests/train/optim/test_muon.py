@@ -120,6 +120,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", SPLITS)
 def test_muon_on_a_mesh_equals_one_device(name):
     """Three fused matrices in each of six layers, of which a stage has three."""

@@ -96,6 +96,7 @@ def test_optimizer_that_combines_parameters_is_refused(make):
         make_optimizer(config, lambda count: 0.1, params=params, stacks=STACKS)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("make", [multi_transform, muon, adafactor])
 def test_state_of_an_import_path_is_laid_out_like_its_parameters(make):
     """Also with uneven stages, whose stacks are cut into slots."""

@@ -47,6 +47,7 @@ def test_saved_lists_are_the_tuples_of_the_command_line(monkeypatch):
     assert (config.mesh.data, config.pipeline.layers_per_stage) == (4, ("auto",))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("overrides", "values", "reason"),
     [

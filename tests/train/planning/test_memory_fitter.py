@@ -24,6 +24,8 @@ from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.run import Run
 
+pytestmark = pytest.mark.usefixtures("shared_steps")
+
 #: Cases of the benchmark that CI compiles; `-m slow` adds the others.
 CHOSEN = {
     "gpt2",
@@ -41,8 +43,8 @@ CHOSEN = {
 OTHERS = {"gpt2, bfloat16"}
 
 
-@pytest.mark.thorough(but=["gpt2"])
-@pytest.mark.drawn(4)
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -58,6 +60,13 @@ def test_estimate_is_close_to_the_compiled_memory(name):
 
 def base(corpus_overrides) -> tuple[str, ...]:
     return (*TINY, *corpus_overrides, "data.sequence_length=64", "data.global_batch_size=32")
+
+
+@pytest.fixture(scope="module")
+def plain(corpus_overrides) -> Run:
+    """The run for which the tests look for plans, on one device; its estimate is made once."""
+    run, _ = make_run(base(corpus_overrides))
+    return run
 
 
 def planner(run: Run, budget: Budget) -> MemoryFitter:
@@ -102,18 +111,14 @@ def test_auto_fits_an_eighth_of_the_memory_with_equal_losses(mesh, corpus_overri
 
 
 @pytest.mark.thorough
-def test_auto_keeps_a_config_that_fits(corpus_overrides):
-    plain, _ = make_run(base(corpus_overrides))
+def test_auto_keeps_a_config_that_fits(plain):
     budget = of_device(4 * plain.estimate_memory().device_bytes)
     run = planner(plain, budget).search(with_auto(plain))
     assert run.config == plain.config
 
 
 @pytest.mark.thorough
-def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
-    corpus_overrides, monkeypatch
-):
-    plain, _ = make_run(base(corpus_overrides))
+def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(plain, monkeypatch):
     budget = of_device(0.6 * plain.estimate_memory().device_bytes)
     compiled = []
 
@@ -130,8 +135,7 @@ def test_plan_too_large_after_compilation_is_followed_by_a_leaner_one(
 
 
 @pytest.mark.thorough
-def test_error_lists_changes_that_fit(corpus_overrides):
-    plain, _ = make_run(base(corpus_overrides))
+def test_error_lists_changes_that_fit(corpus_overrides, plain):
     budget = of_device(plain.estimate_memory().device_bytes / 2)
     with pytest.raises(ValueError, match="a step takes more memory than there is") as raised:
         planner(plain, budget).check_estimate(plain)
@@ -144,8 +148,7 @@ def test_error_lists_changes_that_fit(corpus_overrides):
 
 
 @pytest.mark.thorough
-def test_run_that_no_plan_fits_is_rejected_with_the_leanest_plan(corpus_overrides):
-    plain, _ = make_run(base(corpus_overrides))
+def test_run_that_no_plan_fits_is_rejected_with_the_leanest_plan(plain):
     budget = of_device(plain.estimate_memory().device_bytes / 1000)
     checked = planner(plain, budget)
     for is_auto in (False, True):
@@ -174,13 +177,13 @@ def test_host_memory_has_a_budget_too(corpus_overrides):
 
 
 @pytest.mark.thorough
-def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, tmp_path):
-    plain, _ = make_run(base(corpus_overrides))
+def test_run_with_auto_saves_its_plan_and_resumes_with_it(corpus_overrides, plain, tmp_path):
     budget_gib = plain.estimate_memory().device_bytes / 8 / 2**30
     overrides = (
         *base(corpus_overrides),
         "memory.placement=auto",
         f"memory.device_budget={budget_gib}",
+        "optimizer.schedule=constant",  # so that all starts share their steps
         "train.num_steps=4",
         "checkpoint.every_steps=2",
     )
@@ -208,8 +211,7 @@ def test_run_that_does_not_fit_is_rejected_before_writing(corpus_overrides, tmp_
 
 
 @pytest.mark.thorough
-def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatch):
-    plain, _ = make_run(base(corpus_overrides))
+def test_compiled_steps_over_the_budget_are_refused(plain, monkeypatch):
     limit = 1.05 * plain.estimate_memory().device_bytes
     monkeypatch.setattr("train.planning.memory.fitter.compiled_bytes", lambda run: 1.1 * limit)
     with pytest.raises(ValueError, match="as compiled"):
@@ -217,8 +219,7 @@ def test_compiled_steps_over_the_budget_are_refused(corpus_overrides, monkeypatc
 
 
 @pytest.mark.thorough
-def test_compiled_bytes_equal_the_larger_step(corpus_overrides):
-    plain, _ = make_run(base(corpus_overrides))
+def test_compiled_bytes_equal_the_larger_step(corpus_overrides, plain):
     train, evaluation = (
         memory(step).in_all for step in (plain.compile_train_step(), plain.compile_eval_step())
     )
@@ -256,6 +257,7 @@ def test_invalid_budgets_are_rejected(overrides, message):
         validate_config(load(CONFIG, overrides))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("muon", True), ("lamb", False)])
 def test_host_memory_is_offered_only_to_optimizers_that_update_slices(
     name, is_offered, corpus_overrides

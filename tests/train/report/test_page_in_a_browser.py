@@ -13,7 +13,7 @@ from tests.train.report.browser import chromium
 from tests.train.report.recorded_runs import STEPS, UNITS_PER_STEP, loss_at, write_run
 from train.report.__main__ import main
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.drawn(5, among="thorough")]
 
 EVIL = "<img src=x onerror='window.hacked=1'></script><script>window.hacked=1</script>"
 

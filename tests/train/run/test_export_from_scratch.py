@@ -58,8 +58,8 @@ ROBERTA_ON_BYTES = ("model.pad_id=257", "model.first_position=258")
         "t5-bytes",
     ]
 )
-@pytest.mark.thorough(but=["gpt2-bytes"])
-@pytest.mark.drawn(3)
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
 @pytest.mark.parametrize("config", CLASSES)
 def test_transformers_loads_and_uses_the_export(

@@ -11,6 +11,8 @@ from convert.to_hf import convert as to_hf
 from tests.runs import ROOT
 from tests.train.test_main import run_main
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 SMALL = (
     "data.global_batch_size=32",
     "train.num_steps=2",

@@ -31,7 +31,7 @@ from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(4, among="thorough")]
 
 BERT = {
     "num_hidden_layers": 2,
@@ -67,6 +67,7 @@ def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_p
     assert losses_of(tmp_path / "ours") == losses_of(tmp_path / "theirs")
 
 
+@pytest.mark.thorough
 def test_run_starts_from_a_model_with_other_keys_and_files(opt, text, tmp_path, capsys):
     other = tmp_path / "other"
     shutil.copytree(opt[0], other)
@@ -225,6 +226,7 @@ def test_classifier_is_new_if_the_checkpoint_has_another_task(text, tmp_path):
         jax.tree.map(np.testing.assert_array_equal, params["pooler"], theirs["pooler"])
 
 
+@pytest.mark.thorough
 def test_labels_of_a_published_classifier_keep_their_meaning(text, tmp_path):
     names = {"id2label": {0: "none", 1: "colon"}, "label2id": {"none": 0, "colon": 1}}
     save_model(tmp_path, "BertForSequenceClassification", **BERT, **names)

@@ -29,6 +29,8 @@ from train.main import main
 from train.run.assemble import assemble_run
 from train.run.init_from import start_params
 
+pytestmark = pytest.mark.drawn(4, among="thorough")
+
 MAE, VIT, SWIN = (str(ROOT / "configs" / f"{name}.py") for name in ("mae", "vit", "swin"))
 SHORT = (
     "train.num_steps=2",

@@ -76,7 +76,7 @@ def balanced(
 
 
 @pytest.mark.thorough(but=["8-4-True", "256-1-False", "256-1-True"])
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("num_virtual_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("vocab", [8, 256, 512, 4096])

@@ -11,6 +11,8 @@ from tests.train.refusals import refusal
 from train.main import main
 from train.references import add_references
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 NUM_STEPS = 5
 PREFERENCES = (
     "data.objective=preference",

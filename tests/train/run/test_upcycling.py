@@ -86,6 +86,7 @@ def test_experts_on_a_mesh_start_from_a_dense_run(dense, corpus, tmp_path):
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

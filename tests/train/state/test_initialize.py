@@ -14,6 +14,8 @@ from tests.compiled_arrays import has_array
 from tests.runs import TINY, digest, make_run, reference_digest
 from train.state.train_state import shardings_of
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 HOSTED = ("memory.placement=host", "memory.offload_parameters_fraction=1.0")
 PLACEMENTS = {
     "all": HOSTED,
@@ -42,8 +44,8 @@ MESHES = {
         "one device-half the optimizer",
     ]
 )
-@pytest.mark.thorough(but=["one device-all"])
-@pytest.mark.drawn(2)
+@pytest.mark.thorough
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_parameters_in_host_memory_equal_one_device(mesh, placement, corpus_overrides):
@@ -55,7 +57,7 @@ def test_initial_parameters_in_host_memory_equal_one_device(mesh, placement, cor
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
 
 
-@pytest.mark.thorough(but=["uneven"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["one device", "2x2x2, fsdp", "uneven"])
 def test_given_parameters_are_moved_to_host_memory_unchanged(mesh, corpus_overrides):
     base = (*TINY, *corpus_overrides, *MESHES[mesh])

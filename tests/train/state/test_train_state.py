@@ -13,6 +13,8 @@ from data.batches import train_batches
 from tests.runs import TINY, digest, make_run
 from train.state.train_state import TrainState
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 #: name -> (overrides, whether slots and layers of the stack differ).
 LAYOUTS: dict[str, tuple[tuple[str, ...], bool]] = {
     "even": (("mesh.pipeline=2", "mesh.fsdp=2"), False),
@@ -88,6 +90,7 @@ def as_restored(run, portable: TrainState) -> TrainState:
     )
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.thorough(but=["even", "uneven"])
 @pytest.mark.parametrize("name", ["even", "uneven", "zbv"])
 def test_portable_round_trip_is_exact(name, corpus_overrides):
@@ -133,7 +136,7 @@ def test_from_portable_accepts_the_shardings_of_to_portable(corpus_overrides):
     assert digest(run.state_layout.from_portable(run.state_layout.to_portable(state))) == wanted
 
 
-@pytest.mark.thorough(but=["uneven"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", CHANGED)
 def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
@@ -167,6 +170,7 @@ def digest_of_one_device(corpus_overrides: tuple[str, ...]) -> str:
     return digest(state_layout.initial())
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", CHANGED)
 def test_portable_arrays_are_not_split_by_layers(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]

@@ -15,6 +15,8 @@ from tests.runs import FLOAT64, ROOT, TINY, arguments, losses, make_run, referen
 from train.main import main
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 HOSTED = "memory.placement=host"
 PLACEMENTS = {
     "optimizer": (HOSTED,),
@@ -66,7 +68,7 @@ def combinations():
     ]
 )
 @pytest.mark.thorough(but=["all-one device-0-nothing kept"])
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
 def test_losses_equal_one_device(placement, mesh, stage, level, corpus_overrides):
     with jax.enable_x64(True):
@@ -83,7 +85,7 @@ def kinds(state) -> dict[str, str]:
     return {jax.tree_util.keystr(path): leaf.sharding.memory_kind for path, leaf in leaves}
 
 
-@pytest.mark.thorough(but=["all"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", ["optimizer", "half the parameters", "all"])
 def test_state_is_in_the_configured_memory_before_and_after_a_step(placement, corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides, "mesh.fsdp=2", *PLACEMENTS[placement]))

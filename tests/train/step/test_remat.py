@@ -64,7 +64,7 @@ def combinations():
     ]
 )
 @pytest.mark.thorough(but=["everything, some on the host-one device"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("level", "mesh"), list(combinations()))
 def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
     with jax.enable_x64(True):
@@ -88,6 +88,7 @@ def buffers(run) -> dict[bool, set[tuple]]:
     return found
 
 
+@pytest.mark.thorough
 def test_named_activations_are_in_the_configured_memory(corpus_overrides):
     base = (*TINY, *corpus_overrides, "train.remat=full")
     # [slots of the buffer, layers, batch, sequence, mlp]; two microbatches of 8.
@@ -118,6 +119,7 @@ def test_every_level_recomputes_less_than_the_one_before(corpus_overrides):
     assert list(num_bytes) == sorted(num_bytes) and len(set(num_bytes)) == len(num_bytes)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("config", ["gpt2", "opt", "llama", "roberta", "t5"])
 def test_every_model_names_the_same_activations(config, corpus_overrides):
     """Read from an error message that lists the names."""

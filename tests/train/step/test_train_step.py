@@ -9,6 +9,8 @@ from predict.program.communication import collectives
 from predict.program.memory import memory
 from tests.runs import TINY, make_run, placed_batch
 
+pytestmark = pytest.mark.drawn(3, among="thorough")
+
 CUBE = ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2")
 
 

@@ -30,7 +30,7 @@ def combinations():
 
 
 @pytest.mark.thorough(but=["data=2 fsdp=2-3"])
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("mesh", "stage"), list(combinations()))
 def test_losses_equal_one_device(mesh, stage, corpus_overrides):
     with jax.enable_x64(True):
@@ -56,6 +56,7 @@ def num_bytes(tree) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_and_optimizer_state_are_split_into_eighths(stage, corpus_overrides):
     run = a_run(corpus_overrides, "mesh.data=8", f"memory.zero_stage={stage}")
@@ -126,7 +127,7 @@ def test_collectives_over_data_match_the_zero_stage(corpus_overrides):
 
 
 @pytest.mark.thorough
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("zero", ["memory.zero_stage=0", "memory.zero_stage=3"])
 @pytest.mark.parametrize("axis", ["data", "fsdp"])
 def test_parameters_are_gathered_over_replicas_only(axis, zero, corpus_overrides):

@@ -75,6 +75,7 @@ def test_central_crop_equals_the_center_of_the_resized_image():
     assert central_crop(line, 224, 1, 0.875).size == (224, 224)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.7, 0.875, 1.0])
 @pytest.mark.parametrize("width, height", [(8, 8), (12, 10), (3, 5), (1, 30), (200, 100)])
 def test_central_part_is_centered_for_any_image_size(width, height, part):

@@ -49,6 +49,7 @@ def test_rand_augment_shears_by_three_tenths():
     assert [int(down[:, column].argmax()) for column in (10, 30, 60)] == [47, 41, 32]
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("mode", ["L", "RGB"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_rand_augment_keeps_mode_and_size_at_every_strength(name, mode):

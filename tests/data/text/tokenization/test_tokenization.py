@@ -188,6 +188,7 @@ def published(request, tmp_path_factory):
     return directory, transformers.AutoTokenizer.from_pretrained(directory)
 
 
+@pytest.mark.drawn(4)
 def test_tokenizer_folders_give_the_ids_of_transformers(published):
     directory, theirs = published
     ours = load_tokenizer_file(str(directory))

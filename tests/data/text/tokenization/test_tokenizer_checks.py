@@ -130,6 +130,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_tokenizers_are_refused(name, tmp_path):
     changes, message = HOSTILE[name]
