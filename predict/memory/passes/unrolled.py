@@ -11,7 +11,9 @@ So the parameters of two layers are in memory together, and the gradients of thr
 that are sent have been converted to the dtype of the reduction.
 """
 
-from predict.memory.operations import STORED, Operation, Program, Value
+import dataclasses
+
+from predict.memory.operations import Operation, Program, Value
 from sharding.labels import LAYER
 
 
@@ -65,13 +67,18 @@ def _delay_scatters(parts: list[list[Operation]], number: int) -> None:
     scattered: set[Value] = set()
     moved = []
     left = []
+    sent: dict[Value, Value] = {}  # input of a reduce-scatter -> the same array, when it is stored
     for op in parts[number]:
+        if op.name == "reduce_scatter":
+            (value,) = op.inputs
+            sent[value] = dataclasses.replace(value)
+            op = dataclasses.replace(op, inputs=[sent[value]])
         if op.name == "reduce_scatter" or scattered.intersection(op.inputs):
             moved.append(op)
             scattered.update(op.outputs)
         else:
             left.append(op)
-    sent = [op.inputs[0] for op in moved if op.name == "reduce_scatter"]
     parts[number] = left
-    parts[number + 1].insert(1, Operation(STORED, sent, [], {}))
+    stored = Operation("optimization_barrier", [*sent], [*sent.values()], {})
     parts[min(number + 2, len(parts) - 1)][1:1] = moved
+    parts[number + 1].insert(1, stored)
