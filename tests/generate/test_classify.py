@@ -1,10 +1,12 @@
-"""Image files get the same labels as from transformers' pipeline, and in evaluations."""
+"""Images and texts get the labels of transformers' pipelines; images, also those of evaluations."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from PIL import Image
 
@@ -102,5 +104,78 @@ def test_unusable_files_end_in_one_sentence(photos, tmp_path, capsys):
         ("absent.png", "absent.png"),
     ):
         assert main([str(tmp_path / name), f"--model={run}"]) == 2
+        *_, line = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ") and message in line
+
+
+_WORDS = ("a", "fine", "dull", "film", "it", "is", "not", "good", "very", "##ly")
+_TEXTS = ("a fine film", "it is not good " * 3, "very dullly")
+
+
+@pytest.fixture(scope="module")
+def text_classifier(tmp_path_factory):
+    """A tiny BERT with random parameters, and a WordPiece tokenizer."""
+    directory = tmp_path_factory.mktemp("bert")
+    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *_WORDS)
+    (directory / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(directory / "vocab.txt")).save_pretrained(directory)
+    config = transformers.BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        id2label={0: "bad", 1: "good", 2: "unclear"},
+        initializer_range=0.5,
+    )
+    torch.manual_seed(0)
+    transformers.BertForSequenceClassification(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("mesh", ["", "data=2,model=2"])
+def test_labels_of_texts_equal_those_of_a_pipeline_of_transformers(text_classifier, mesh, capsys):
+    arguments = [f"--model={text_classifier}", "--batch_size=2", f"--mesh={mesh}", "--json"]
+    capsys.readouterr()
+    assert main([*arguments, *_TEXTS]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["text"] for line in lines] == [*_TEXTS]
+    check_labels(lines, [{"text": text} for text in _TEXTS], text_classifier)
+
+
+def check_labels(lines: list[dict[str, Any]], inputs: list[Any], directory: Path) -> None:
+    """Check the probabilities of lines with those of a pipeline of transformers."""
+    pipeline: Any = transformers.pipeline("text-classification", model=str(directory), top_k=None)
+    for line, given in zip(lines, inputs, strict=True):
+        expected = {entry["label"]: entry["score"] for entry in pipeline(given)}
+        assert [*line["labels"]] == [*expected]  # the most likely label first
+        for label, probability in line["labels"].items():
+            assert probability == pytest.approx(expected[label], abs=1e-5)  # float32
+
+
+def test_pairs_of_texts_in_a_file(text_classifier, tmp_path, capsys):
+    pairs = [("a film", "it is good"), ("very fine", "not a dull film")]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(json.dumps({"one": a, "two": b, "label": 0}) for a, b in pairs))
+    fields = ("--text_field=one", "--pair_field=two")
+    capsys.readouterr()
+    assert main([f"--model={text_classifier}", f"--texts={file}", *fields, "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["text"], line["text_pair"]) for line in lines] == pairs
+    check_labels(lines, [{"text": a, "text_pair": b} for a, b in pairs], text_classifier)
+
+
+def test_unusable_texts_end_in_one_sentence(text_classifier, photos, tmp_path, capsys):
+    (tmp_path / "texts.jsonl").write_text('{"body": "a film"}\n')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    of_texts = f"--model={text_classifier}"
+    for arguments, message in (
+        ([of_texts], "give either image files or texts, or --texts=FILE"),
+        ([of_texts, f"--texts={tmp_path}/texts.jsonl"], "texts.jsonl:1"),
+        ([of_texts, f"--texts={tmp_path}/empty.jsonl"], "empty.jsonl has no texts"),
+        ([f"--model={photos[0]}", f"--texts={tmp_path}/texts.jsonl"], "classifies images"),
+    ):
+        assert main(arguments) == 2
         *_, line = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and message in line
