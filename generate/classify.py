@@ -76,8 +76,8 @@ class _Input:
     """An image or a text to classify.
 
     Attributes:
-        names: what it is: key of a line of JSON -> text.
-        row: the model's arguments.
+        names: key of its line of JSON -> path or text.
+        row: arguments of the model.
     """
 
     names: dict[str, str]

@@ -1,4 +1,4 @@
-"""Images and texts get the labels of transformers' pipelines; images, also those of evaluations."""
+"""Images and texts get the same labels as from transformers' pipelines, and as in evaluations."""
 
 import json
 from pathlib import Path
@@ -145,7 +145,7 @@ def test_labels_of_texts_equal_those_of_a_pipeline_of_transformers(text_classifi
 
 
 def check_labels(lines: list[dict[str, Any]], inputs: list[Any], directory: Path) -> None:
-    """Check the probabilities of lines with those of a pipeline of transformers."""
+    """Compare the probabilities of lines with a pipeline of transformers."""
     pipeline: Any = transformers.pipeline("text-classification", model=str(directory), top_k=None)
     for line, given in zip(lines, inputs, strict=True):
         expected = {entry["label"]: entry["score"] for entry in pipeline(given)}

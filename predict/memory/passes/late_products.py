@@ -95,7 +95,7 @@ def _num_removed_loops(
         readers: number of an operation -> numbers of the operations that read it.
 
     Returns:
-        The number of an operation -> that of loops. Scalars, such as losses, are left out.
+        The number of an operation -> number of loops. Scalars, such as losses, are left out.
     """
     num_loops: dict[int, int] = {}
     for i in reversed(range(len(operations))):
