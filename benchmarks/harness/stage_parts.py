@@ -186,6 +186,7 @@ class StageParts:
                 x=self._x,
                 microbatch=self._microbatch,
                 splits=splits,
+                unrolls=False,
                 accumulates=True,
             )
 
@@ -202,14 +203,14 @@ class StageParts:
         def evaluate(carry, m, microbatch, params, x):
             layers = make_layers(params)
             work = work_on(m, microbatch)
-            return carry, layers.scan(work.chunk, partial(layers.layer_forward, work), x)
+            return carry, layers.run_layers(work.chunk, partial(layers.layer_forward, work), x)
 
         def forward(carry, m, microbatch, params, x):
             grads, residuals = carry
             layers = make_layers(params)
             work = work_on(m, microbatch)
             body = partial(layers.layer_forward_saving, work)
-            y, residuals = layers.scan(work.chunk, body, (x, residuals))
+            y, residuals = layers.run_layers(work.chunk, body, (x, residuals))
             return (grads, residuals), y
 
         def backward(carry, m, microbatch, params, dx):
@@ -217,7 +218,7 @@ class StageParts:
             layers = make_layers(params)
             work = work_on(m, microbatch)
             body = partial(layers.layer_backward, work, residuals)
-            dx, grads = layers.scan(work.chunk, body, (dx, grads), reverse=True)
+            dx, grads = layers.run_layers(work.chunk, body, (dx, grads), reverse=True)
             return (grads, residuals), dx
 
         def input_gradient(carry, m, microbatch, params, dx):
@@ -226,7 +227,7 @@ class StageParts:
             work = work_on(m, microbatch)
             body = partial(layers.layer_input_gradient, work, residuals)
             carry = (dx, grads, residuals.handed)
-            dx, grads, handed = layers.scan(work.chunk, body, carry, reverse=True)
+            dx, grads, handed = layers.run_layers(work.chunk, body, carry, reverse=True)
             return (grads, dataclasses.replace(residuals, handed=handed)), dx
 
         def weight_gradient(carry, m, microbatch, params, x):
@@ -234,7 +235,7 @@ class StageParts:
             layers = make_layers(params)
             work = work_on(m, microbatch)
             body = partial(layers.layer_weight_gradient, work, residuals)
-            return (layers.scan(work.chunk, body, grads), residuals), None
+            return (layers.run_layers(work.chunk, body, grads), residuals), None
 
         bodies = [evaluate, forward, backward, input_gradient, weight_gradient]
         return {body.__name__: body for body in bodies}
