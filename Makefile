@@ -1,6 +1,6 @@
 # make train: trains a model; CONFIG, WORKDIR and ARGS are optional, for example
 #   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
-# make test: runs the quick tests, at least one per feature (8 minutes on 2 cores)
+# make test: runs the quick tests, at least one per feature (16 minutes on 2 cores)
 # make test-thorough: runs only the thorough tests
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
