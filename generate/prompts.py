@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,20 @@ class Prompt:
     tokens: list[int]
 
 
+def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the JSON object on each line of a file, after its place; empty lines are skipped.
+
+    Raises:
+        ValueError: a line is something else.
+        OSError: the file cannot be read.
+    """
+    text = read_text(path).removeprefix("\ufeff")  # the mark that some editors begin files with
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, parse_json(line, where)
+
+
 def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
     """Read a file with a JSON object per line, which has `prompt` (text) or `tokens` (ids).
 
@@ -141,12 +155,7 @@ def read_prompts(path: Path, codec: TextCodec | None) -> list[Prompt]:
         OSError: the file cannot be read.
     """
     prompts = []
-    text = read_text(path).removeprefix("\ufeff")  # the mark that some editors begin files with
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        values = parse_json(line, where)
+    for where, values in read_json_lines(path):
         if [*values] not in (["prompt"], ["tokens"]):
             raise ValueError(
                 f"{where} has the keys {shortened([*values])}; give each line either prompt, a "

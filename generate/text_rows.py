@@ -8,9 +8,7 @@ import numpy as np
 from convert.model_on_disk import Source
 from data.config import DataConfig
 from data.text.objectives.rows import RowPacker
-from generate.prompts import tokenizer_of
-from untrusted.documents import parse_json
-from untrusted.files import read_text
+from generate.prompts import read_json_lines, tokenizer_of
 from untrusted.messages import without_surrogates
 from untrusted.schema import check_fields
 
@@ -44,12 +42,9 @@ def read_texts(path: Path, text_field: str, pair_field: str | None) -> list[tupl
     """
     texts = []
     fields = (text_field,) if pair_field is None else (text_field, pair_field)
-    for number, content in enumerate(read_text(path).split("\n"), start=1):
-        if content.strip():
-            place = f"{path}:{number}"
-            line = parse_json(content, place)
-            check_fields(line, dict.fromkeys(fields, str), place)
-            texts.append(tuple(line[field] for field in fields))
+    for where, line in read_json_lines(path):
+        check_fields(line, dict.fromkeys(fields, str), where)
+        texts.append(tuple(line[field] for field in fields))
     if not texts:
         raise ValueError(f"{path} has no texts; give one per line, as {{{text_field!r}: ...}}")
     return texts

@@ -23,7 +23,8 @@ that the backward is meant to compute again. Barriers do:
 
     before a layer       of x and the parameters of the next layer, so that parameters are gathered
                          at most one layer ahead
-    before its backward  of its residuals and the gradient of its output
+    before its backward  of its residuals, its number and the gradient of its output; and of the
+                         gradients of three layers ago, whose reduce-scatters have to end by then
     after its backward   of its gradients, so that XLA does not delay their products, whose operands
                          would be kept; they are sent to other devices during the next layer
 """
@@ -91,7 +92,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Where a layer is.
+    """The place of a layer, and the arrays that contain its parameters.
 
     Attributes:
         i: layer's number within its chunk, int32[]; an int if layers are unrolled.

@@ -143,9 +143,9 @@ def _num_fusions(program: Program, num_readers: Mapping[Value, int]) -> dict[Val
                 results[value].update(op.outputs)
             else:
                 for output in op.outputs:
-                    own = viewed.get(output, output)
-                    # Whatever else reads a stored array does not compute it again.
-                    results[value] |= {own} if own in results[output] else results[output]
+                    array = viewed.get(output, output)
+                    # Other readers of a stored array do not compute it again.
+                    results[value] |= {array} if array in results[output] else results[output]
     return {value: min(num_readers[value], len(names)) for value, names in results.items()}
 
 

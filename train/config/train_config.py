@@ -153,7 +153,7 @@ class TrainConfig(Section, section="train"):
 
     @property
     def parsed_remat(self) -> Remat:
-        """What stages and layers recompute."""
+        """The parsed value of `remat`."""
         return Remat.parse(self.remat)
 
 

@@ -95,7 +95,7 @@ class ShardCache:
         self._reservations: dict[Path, int] = {}  # bytes of the shards that this object makes
 
     def read(self, number: int, order: Callable[[int], int]) -> np.ndarray:
-        """Return the tokens of a shard; the following shards are made ready in the meantime.
+        """Return the tokens of a shard, while the next shards are fetched and tokenized.
 
         Call this in one thread.
 

@@ -43,7 +43,7 @@ def with_overlapped_layers(program: Program) -> Program:
 def _with_next_gathers(
     part: list[Operation], following: list[Operation]
 ) -> tuple[list[Operation], list[Operation]]:
-    """Move the gathers of a part, and the operations before them, behind the barrier of another."""
+    """Move the gathers of the following part, with all that they need, behind a part's barrier."""
     wanted: set[Value] = set()
     moved: list[Operation] = []
     for op in reversed(following):
