@@ -162,6 +162,36 @@ def pytest_runtest_logstart() -> None:
     gc.freeze()
 
 
+#: Files whose tests send signals at a moment, or limit seconds, of processes that share the cores
+#: with those of other tests. A failed test of these runs again, up to twice; the output tells.
+_TIMED = {
+    "test_campaign",
+    "test_chat",
+    "test_chat_limits",
+    "test_failures",
+    "test_handshake",
+    "test_huge_configs",
+    "test_limited",
+    "test_local",
+    "test_local_signals",
+    "test_mesh",
+    "test_message_socket",
+    "test_phases",
+    "test_processes",
+    "test_readers",
+    "test_sbatch_script",
+    "test_sbatch_signals",
+    "test_server",
+    "test_slurm",
+    "test_stop_signals",
+    "test_store_runs",
+    "test_streams",
+    "test_taibai",
+    "test_watchdog",
+    "test_workers",
+}
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects tests by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply the markers of tiers, and run the longest tests first.
@@ -178,6 +208,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if (marker.name == "thorough" and is_kept) or (marker.name == "slow" and is_other):
                 item.own_markers.remove(marker)
     draw_cases(items)
+    for item in items:
+        if item.path.stem in _TIMED:
+            item.add_marker(pytest.mark.flaky(reruns=2))
     longest = (
         "test_slurm",
         "test_stop_signals",

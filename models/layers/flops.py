@@ -12,9 +12,9 @@ While `model_flops` traces a model, the region counts as `flops`, whatever is in
     attend                 half of the products if it is causal, and only those in a window
     chunked_vocab_loss     the vocabulary and the tokens without their padding
     adapters               nothing
+    experts                those that each token is sent to
 
-A mixture of experts would declare the experts that each token is sent to. In all other traces,
-`declare_flops` leaves no mark.
+In all other traces, `declare_flops` leaves no mark.
 """
 
 from collections.abc import Callable, Sequence

@@ -21,11 +21,7 @@ from models.layers.masks import segments
 from models.layers.rope import PAIRS, HashableScaling, check_scaling, rope_frequencies, rotate
 from models.layers.transformer import identity
 from models.stack import Stack, periods
-from models.text.common import (
-    VocabConfig,
-    positions_by_count,
-    positions_by_index,
-)
+from models.text.common import VocabConfig, positions_by_count, positions_by_index
 from sharding.ops.sequence import whole_length
 
 #: Values of `model.layer_types`: attention to all tokens that a model sees, to those within
@@ -64,10 +60,6 @@ class LayerTypesConfig(VocabConfig):
             if (size := getattr(self, field)) is not None and size < 1:
                 raise ValueError(f"model.{field}={size} must be at least 1, or None")
         object.__setattr__(self, "layer_types", tuple(self.layer_types))
-        self._check_layer_types()
-        object.__setattr__(self, "layer_types", layer_pattern(self.types))
-
-    def _check_layer_types(self) -> None:
         if unknown := [name for name in self.layer_types if name not in LAYER_TYPES]:
             raise ValueError(
                 f"model.layer_types: {shown(unknown[0])} is unknown; choose "
@@ -85,6 +77,7 @@ class LayerTypesConfig(VocabConfig):
                     f"model.{field}={getattr(self, field)} must be set if, and only if, "
                     f"model.layer_types={list(self.layer_types)} has {name}{or_empty}"
                 )
+        object.__setattr__(self, "layer_types", layer_pattern(self.types))
 
     def check_rotation(self) -> None:
         """Check the fields of rotary positions, after those that `rotary_dim` depends on."""
@@ -128,20 +121,11 @@ class LayerTypesConfig(VocabConfig):
         theta, scaling = self.rope_theta, self.rope_scaling
         if layer_type == "window" and self.window_rope_theta is not None:
             theta, scaling = self.window_rope_theta, None
-        frequencies, factor = rope_frequencies(
-            self.rotary_dim,
-            theta,
-            scaling,
-            num_positions=whole_length(x_BTD.shape[1]),
-            max_positions=self.max_positions,
-        )
-        return partial(
-            rotate,
-            positions_BT=positions_by_index(batch),
-            frequencies=frequencies,
-            factor=factor,
-            pairs=self.rotary_pairs,
-        )
+        length = whole_length(x_BTD.shape[1])
+        numbers = {"num_positions": length, "max_positions": self.max_positions}
+        frequencies, factor = rope_frequencies(self.rotary_dim, theta, scaling, **numbers)
+        rotation = {"frequencies": frequencies, "factor": factor, "pairs": self.rotary_pairs}
+        return partial(rotate, positions_BT=positions_by_index(batch), **rotation)
 
 
 def stacks_of(

@@ -14,6 +14,10 @@ from untrusted.limited_process import Limits
 PROCESSES = LimitedProcesses(
     rendering.render, Limits(cpu_s=0.5, memory_bytes=2**28, reply_bytes=2**22)
 )
+#: For templates that have another reason: Jinja compiles the longest for 0.3 seconds or more.
+PATIENT_PROCESSES = LimitedProcesses(
+    rendering.render, Limits(cpu_s=10, memory_bytes=2**28, reply_bytes=2**22)
+)
 _NESTED = "{% if 1 %}" * 3000 + "{% endif %}" * 3000
 _LOOPS = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 _DOUBLED = "{% set ns = namespace(a='a') %}{% for i in range(99) %}{% set ns.a = ns.a + ns.a %}"
@@ -52,13 +56,14 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_hostile_template_is_refused_within_the_limits(name):
     text, message = TEMPLATES[name]
+    processes = PROCESSES if "processor time" in message else PATIENT_PROCESSES
     start = time.perf_counter()
     with pytest.raises(ValueError, match=rf"^gift.jinja .*({message})") as raised:
-        ChatTemplate(text, "gift.jinja", {}, processes=PROCESSES).render(CONVERSATIONS[1])
+        ChatTemplate(text, "gift.jinja", {}, processes=processes).render(CONVERSATIONS[1])
     assert "\n" not in str(raised.value)
     assert time.perf_counter() - start < 20  # other processes may take the cores
     # The next template is rendered.
-    good = ChatTemplate("{{ messages | length }}", "x.jinja", {}, processes=PROCESSES)
+    good = ChatTemplate("{{ messages | length }}", "x.jinja", {}, processes=processes)
     assert good.render(CONVERSATIONS[0]) == "5"
 
 
