@@ -145,10 +145,19 @@ def build_run(options: RunOptions) -> BuiltRun:
     check_tokenizer(run.config, run.model_config, corpus)
     Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
-    problem = export_problem(run.config.model.name, run.model_config, source)
-    if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
-        _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
+    if jax.process_index() == 0 and not options.is_evaluation:
+        _warn(run, source, options)
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner, options=options)
+
+
+def _warn(run: Run, source: Source | None, options: RunOptions) -> None:
+    """Log what a user may not expect of a run that can train."""
+    problem = export_problem(run.config.model.name, run.model_config, source)
+    if problem is not None:
+        _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
+    if not options.is_fast_dev_run:  # it is shorter than any warmup
+        for warning in run.config.optimizer.length_warnings(run.config.train.num_steps):
+            _log.warning("%s", warning)
 
 
 def _check_observers(config: RunConfig, directory: Path) -> None:
