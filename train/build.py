@@ -151,7 +151,7 @@ def build_run(options: RunOptions) -> BuiltRun:
 
 
 def _warn(run: Run, source: Source | None, options: RunOptions) -> None:
-    """Log what a user may not expect of a run that can train."""
+    """Log problems that do not keep a run from training."""
     problem = export_problem(run.config.model.name, run.model_config, source)
     if problem is not None:
         _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)

@@ -1,6 +1,6 @@
 """Checks at the start of a run that `data.text_field` names a text of the shards.
 
-Only the first shard with fields is read, and of it as little as says what they are:
+Only the first shard with fields is read, and of it as little as possible:
 
     on this machine    one row, or the names of a table's columns
     in a store         its first bytes; of a .parquet file the last ones, which name the columns
@@ -53,13 +53,13 @@ def check_text_field(shards: Sequence[Shard], config: DataConfig, limits: Limits
                 return
             file.write_bytes(content)
         argument = {"file": str(file), "name": shard.name, "text_field": config.text_field}
-        problem = run_limited(find_problem, argument, f"data.paths: {shard.name}", limits)
+        problem = run_limited(find_missing_field, argument, f"data.paths: {shard.name}", limits)
     if problem is not None:
         raise ValueError(problem)
 
 
-def find_problem(argument: dict[str, Any]) -> str | None:
-    """Return what is wrong with the field in the first row, or None; in a process with limits.
+def find_missing_field(argument: dict[str, Any]) -> str | None:
+    """Return a message if the first row lacks the field, or None; in a process with limits.
 
     Args:
         argument: "file" to read, which may be only a part of the shard, the shard's "name" for
