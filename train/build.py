@@ -48,6 +48,7 @@ from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run
 from train.run.summary import describe
+from train.samples import check_prompts
 
 _log = logging.getLogger(__name__)
 
@@ -143,6 +144,8 @@ def build_run(options: RunOptions) -> BuiltRun:
     if has_other_sizes or run.config.train.num_steps != config.train.num_steps:
         run, planner = _assemble(config, fixed, mesh, sizes, options)
     check_tokenizer(run.config, run.model_config, corpus)
+    if not options.is_evaluation:
+        check_prompts(run, corpus)
     Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
     if jax.process_index() == 0 and not options.is_evaluation:

@@ -300,8 +300,9 @@ def test_named_splits_of_a_tfds_set_are_validation_sets(tmp_path):
         sets = {name: sorted(values(rows)) for name, rows in corpus.validation_sets.items()}
         return {"train": sorted(values(corpus.train)), **sets}
 
-    validation, test = [*range(100, 107)], [*range(200, 204)]
     train = [*range(12)]
+    validation = [*range(100, 107)]
+    test = [*range(200, 204)]
     assert read() == {"train": train, "": validation}
     assert read("test") == {"train": train, "": test}
     both = read("test", "validation")
