@@ -275,7 +275,7 @@ def samples(runs: Sequence[RunRecord]) -> list[Samples]:
             texts.setdefault(entry["prompt"], {})[entry["step"]] = entry["text"]
         for prompt, of_step in [*texts.items()][:_MAX_PROMPTS]:
             steps = _evenly([*of_step], _MAX_SAMPLES)
-            rows = [[f"{step:,}", of_step[step][:_MAX_CHARACTERS]] for step in steps]
+            rows = [[f"{step:,}", of_step[step].rstrip()[:_MAX_CHARACTERS]] for step in steps]
             table = Table(columns=["step", "continuation"], rows=rows)
             result.append(Samples(run=run.name, prompt=prompt, table=vars(table)))
     return result
