@@ -6,12 +6,14 @@ the parameters in the compute dtype, and only until the last prompt is continued
 
 import functools
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from data.examples import Corpus
+from distributed.messages import Exchange
 from sharding.memory import HOST_KIND, in_device_memory
 from sharding.mesh import num_replicas, use_mesh
 from train.lifecycle.phases import Phases
@@ -118,7 +120,8 @@ def check_prompts(run: Run, corpus: Corpus) -> None:
 class Samples:
     """Appends the continuations to samples.jsonl, on the first process.
 
-    An error is logged and ends the samples of this start; the run continues.
+    An error, or samples that take very long, are logged and end the samples of this start; the run
+    continues.
 
     Args:
         phases: enters the phase "compile" for the first samples, and "eval" for the others.
@@ -141,23 +144,38 @@ class Samples:
             return
         try:
             is_first = self._sampler is None
-            with self._phases("compile" if is_first else "eval"):
+            with self._phases("compile" if is_first else "eval"):  # the former may take any time
+                start_s = time.monotonic()
                 self._sampler = self._sampler or _Sampler(self._run, self._corpus)
                 texts = self._sampler.continuations(state)
-                self._append(step, texts)
+                took_s = time.monotonic() - start_s
+                # All processes go on or stop together.
+                is_slow = Exchange().on_first(lambda: self._append(step, texts, took_s))
+            if is_slow:
+                self._stop()
         except Exception:
-            self._is_active = False
-            self._sampler = None
+            self._stop()
             _log.warning(
                 "eval.prompts could not be continued at step %d; the run continues without samples",
                 step,
                 exc_info=True,
             )
 
-    def _append(self, step: int, texts: list[str]) -> None:
-        if jax.process_index() > 0:
-            return
+    def _stop(self) -> None:
+        self._is_active = False
+        self._sampler = None
+
+    def _append(self, step: int, texts: list[str], took_s: float) -> bool:
+        """Write the lines of a step, and return whether the watchdog might end the next samples."""
         file = JsonLines(self._path, is_patient=True)
         for prompt, text in zip(self._run.config.eval.prompts, texts, strict=True):
             file.append({"step": step, "prompt": prompt, "text": text})
         file.close()
+        is_slow = took_s > self._run.config.train.failure_timeout_s / 2
+        if is_slow:
+            _log.warning(
+                "eval.prompts took %.0f s, more than half of train.failure_timeout_s; the run "
+                "continues without samples",
+                took_s,
+            )
+        return is_slow

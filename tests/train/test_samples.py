@@ -104,6 +104,19 @@ def test_samples_fail_once_and_the_run_goes_on(corpus_overrides, tmp_path, monke
     assert "RuntimeError: out of memory" in log and not (tmp_path / "samples.jsonl").exists()
 
 
+def test_samples_that_take_longer_than_the_watchdog_allows_are_the_last(
+    corpus_overrides, tmp_path, caplog
+):
+    changes = with_prompts(corpus_overrides, "train.failure_timeout_s=1.0", "eval.max_new_tokens=3")
+    run, corpus = make_run(changes)
+    writer = Samples(run, corpus, tmp_path, Phases())
+    state = run.state_layout.initial()
+    for step in (1, 2):
+        writer.write(step, state)
+    assert {line["step"] for line in lines_of(tmp_path)} == {1}
+    assert caplog.text.count("more than half of train.failure_timeout_s; the run continues") == 1
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
