@@ -24,6 +24,8 @@ OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
 # Values of `name` other than TFDS data sets and import paths of functions, for text and for images.
 _TEXT_NAMES = ("python_stdlib", "text", "megatron", "mixture")
 _IMAGE_NAMES = ("digits", "image_folder")
+#: Values of `name` with a meaning of their own.
+NOT_TFDS = ("text", "megatron", "mixture", "image_folder")
 # Fields that are read only for text. TFDS data sets of images have labels too.
 _TEXT_FIELDS = (
     "mixture",
@@ -112,7 +114,8 @@ class DataConfig(Section, section="data"):
         remedy="write for example ('my_texts/*.txt',)",
     )
     split: str = _name(
-        "train", "Split to train on if an entry of `paths` is a `DatasetDict` that was saved."
+        "train",
+        "Split to train on, of a TFDS set or of an entry of `paths` that is a saved `DatasetDict`.",
     )
     validation_paths: tuple[str, ...] = field(
         (),
@@ -125,8 +128,8 @@ class DataConfig(Section, section="data"):
     )
     validation_splits: tuple[str, ...] = field(
         (),
-        "Splits of such an entry of `paths` to evaluate on. Several have metrics of their own, "
-        "such as `eval_test_loss`. Empty: `validation`, if it has one.",
+        "Splits of them to evaluate on. Several have metrics of their own, such as "
+        "`eval_test_loss`. Empty: `validation`, if there is one.",
         nonempty=True,
         remedy="write for example ('validation', 'test')",
     )
@@ -463,7 +466,12 @@ class DataConfig(Section, section="data"):
     @property
     def held_out_fraction(self) -> float:
         """Fraction of the training data to hold out; 0 if there is other data to evaluate on."""
-        return 0.0 if self.validation_paths else self.validation_fraction
+        return 0.0 if self.names_validation else self.validation_fraction
+
+    @property
+    def names_validation(self) -> bool:
+        """Whether the config names the data to evaluate on, files or splits."""
+        return bool(self.validation_paths or self.validation_splits)
 
     @property
     def has_labels(self) -> bool:

@@ -39,7 +39,7 @@ def load_corpus(config: DataConfig, images: ImageConfig | None = None) -> Corpus
 
 
 def load_validation(config: DataConfig, images: ImageConfig, labels: tuple[Label, ...]) -> Corpus:
-    """Load only the sets of `data.validation_paths`; training data need not exist.
+    """Load only the validation sets that the config names; training data need not exist.
 
     Args:
         config: config section `data`; its tokenizer does not need to be trained.

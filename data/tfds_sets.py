@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from data.config import DataConfig
 from data.sequences import LazySequence
 from fields.paths import check_local
 from untrusted.cached import locked, read_cached, write_cached
@@ -84,18 +85,22 @@ def builder_key(builder: Any) -> str:
     return f"{builder.info.full_name} {' '.join(sorted(sizes))}"
 
 
-def splits_of(builder: Any) -> list[str]:
-    """Return the names of the splits of a prepared data set, which include 'train'.
+def splits_of(builder: Any, config: DataConfig) -> list[str]:
+    """Return the names of the splits of a prepared data set.
 
     Raises:
-        ValueError: There is no train split.
+        ValueError: A split that `data.split` or `data.validation_splits` names does not exist.
     """
     splits = sorted(builder.info.splits)
-    if "train" not in splits:
-        raise ValueError(
-            f"data.name: the TFDS set {builder.info.full_name!r} has the splits {splits}, but no "
-            "'train'; choose a set that has one"
-        )
+    # First the splits to evaluate on: one of them may be `data.split` of the config of its set.
+    wanted = {"validation_splits": config.validation_splits, "split": (config.split,)}
+    for key, names in wanted.items():
+        for name in names:
+            if name not in splits:
+                raise ValueError(
+                    f"data.{key}: the TFDS set {builder.info.full_name!r} has no split {name!r}; "
+                    f"choose from {', '.join(splits)}"
+                )
     return splits
 
 

@@ -4,7 +4,10 @@
     data.validation_paths=wiki=w.txt,code=c.txt    {"wiki": config with paths=w.txt, "code": …}
 
 Nothing is held out of the training data then. A saved `DatasetDict`, or a dataset of the Hugging
-Face hub, is replaced by its splits first.
+Face hub, is replaced by its splits first. The splits of a TFDS set have no paths:
+
+    data.name=imdb_reviews  data.validation_splits=test,unsupervised
+                                                   {"test": config with split=test, …}
 """
 
 import contextlib
@@ -12,11 +15,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from data.config import DataConfig
+from data.config import NOT_TFDS, DataConfig
 from data.formats import format_of
 from data.hub_files import hub_splits
 from data.named_paths import named_paths, split_name
 from data.saved_sets import saved_splits
+from untrusted.imports import is_import_path
 
 _DEFAULT_SPLIT = "validation"
 
@@ -84,15 +88,22 @@ def _splits_of(path: str, config: DataConfig) -> dict[str, tuple[str, ...]]:
     return saved or hub_splits(path, reads_images=config.reads_images)
 
 
+def is_tfds(config: DataConfig) -> bool:
+    """Return whether the data is a TFDS set, which has splits with names."""
+    return config.name not in NOT_TFDS and not is_import_path(config.name)
+
+
 def _check_no_splits_named(config: DataConfig) -> None:
+    if is_tfds(config):  # its splits are known when it is prepared
+        return
     for key in ("split", "validation_splits"):
         value = getattr(config, key)
         if value != getattr(DataConfig, key):
             raise ValueError(
-                f"data.{key}={value!r} names splits of a DatasetDict, but no entry of "
-                f"data.paths={config.paths!r} is the folder of one that datasets has saved, or a "
-                f"folder with splits on the hub; leave data.{key} out, or set data.paths to such a "
-                "folder"
+                f"data.{key}={value!r} names splits of a DatasetDict or a TFDS set, but no entry "
+                f"of data.paths={config.paths!r} is the folder of one that datasets has saved, or "
+                f"a folder with splits on the hub; leave data.{key} out, or set data.paths to such "
+                "a folder"
             )
 
 
@@ -128,11 +139,16 @@ def _entries(
 def validation_sources(config: DataConfig) -> dict[str, DataConfig]:
     """Return the config of each set of `data.validation_paths`, by its name.
 
-    Its `paths` are the set; all of its documents are in the train split.
+    Its `paths` are the set; all of its documents are in the train split. For the splits of a TFDS
+    set, its `split` is the set.
 
     Raises:
         ValueError: A set contradicts the other fields of the config.
     """
+    if config.validation_splits:
+        names = config.validation_names
+        sources = [dataclasses.replace(config, split=split) for split in config.validation_splits]
+        return dict(zip(names, sources, strict=True))
     return {
         name: dataclasses.replace(
             config, name=_kind(config, paths), paths=paths, mixture=(), streaming=False

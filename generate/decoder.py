@@ -14,7 +14,7 @@ token, and its cross-attention reads the prompt; only the decoder has caches.
 B batch, T prompt seq, or the next tokens, V vocab.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,11 @@ from models.layers.kv_cache import KVCache
 Tree = Any
 Batch = dict[str, jax.Array]
 Caches = tuple[KVCache, ...]
+
+
+def unchanged(params: Tree) -> Tree:
+    """Return `params`."""
+    return params
 
 
 def decoder_of(model: Any, start_token: int | None = None) -> "Decoder":
@@ -67,6 +72,7 @@ class Decoder:
 
     def __init__(self, model: Any):
         self._functions = functions_of(model, remat=None)
+        self._separate = jax.jit(self._separate_prepared, static_argnums=0)
         skipped = getattr(model, "loss_stacks", ())
         self._stack_names = [name for name in self._functions.num_layers if name not in skipped]
         objectives = getattr(model, "objectives", ())
@@ -85,8 +91,22 @@ class Decoder:
             )
 
     def params_of(self, model: Any) -> dict[str, Tree]:
-        """Return the parameters of the model, as both passes take them."""
-        return jax.jit(self.separate)(nnx.to_pure_dict(nnx.split(model)[1]))
+        """Return copies of the parameters of the model, as both passes take them."""
+        return self.separated(nnx.to_pure_dict(nnx.split(model)[1]))
+
+    def separated(
+        self, params: Tree, prepare: Callable[[Tree], Tree] = unchanged
+    ) -> dict[str, Tree]:
+        """Return copies of parameters, as both passes take them.
+
+        Args:
+            params: arrays that `prepare` turns into the parameters of the model.
+            prepare: function of them; a program is compiled for each function.
+        """
+        return self._separate(prepare, params)
+
+    def _separate_prepared(self, prepare: Callable[[Tree], Tree], params: Tree) -> dict[str, Tree]:
+        return self.separate(prepare(params))
 
     def separate(self, params: dict[str, Tree]) -> dict[str, Tree]:
         """Split the stacked parameters into separate arrays for each layer."""

@@ -12,15 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from generate.batches import batches_of, check_batch_size, pad_rows
 from generate.beam_search import Beams, BeamSearch
-from generate.decoder import Caches, decoder_of
+from generate.decoder import Caches, decoder_of, unchanged
 from generate.drafts import Drafts, drafter_of
 from generate.prompts import TextCodec, as_prompt
 from generate.rows import NONE, Rows
 from generate.sampling import Sampling
-from sharding.logical import axis_rules
+from sharding.logical import Rules, axis_rules
 from sharding.rules import rules_on
 
 Tree = Any
@@ -42,7 +44,7 @@ class Generator:
 
     Args:
         model: language model, as from `convert.from_hf.load`. Use the generator on the
-            mesh that it was loaded on.
+            mesh that it was loaded on. If the model is abstract, call `set_params` first.
         stop: ids of tokens that end a text.
         start: id of the token that the decoder of a sequence-to-sequence model begins with; not
             part of a continuation.
@@ -51,6 +53,7 @@ class Generator:
         drafts: where drafts of the next tokens come from; None: there are none. They change the
             speed of `generate` and `stream`, but not their tokens.
         codec: turns texts into tokens, and back; only `generate_texts` needs it.
+        rules: sharding rules of activations; by default those of the mesh.
 
     Attributes:
         follows_prompt: whether a continuation follows its prompt, and is not an answer to it.
@@ -71,8 +74,10 @@ class Generator:
         batch_size: int = 32,
         drafts: Drafts | None = None,
         codec: TextCodec | None = None,
+        rules: Rules | None = None,
     ):
         mesh = jax.sharding.get_mesh()
+        self._mesh = mesh
         self._num_replicas = check_batch_size(mesh, batch_size)
         self._config = model.config
         self._decoder = decoder_of(model, start)
@@ -81,15 +86,32 @@ class Generator:
         self._batch_size = batch_size
         self._codec = codec
         self._drafter = drafter_of(drafts, model, self._decoder, start)
-        self._params = self._decoder.params_of(model), self._drafter.params
+        params = nnx.to_pure_dict(nnx.split(model)[1])
+        is_abstract = isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct)
+        self._params: tuple[Tree, Tree] = None, self._drafter.params
+        if not is_abstract:
+            self.set_params(params)
         self.num_passes = 0
         # Within these functions, activations follow the rules of the mesh.
-        on_mesh = axis_rules(rules_on(mesh))
+        on_mesh = axis_rules(rules_on(mesh) if rules is None else rules)
         self._begin = jax.jit(on_mesh(self._first), static_argnums=(0, 1))
         self._advance = jax.jit(on_mesh(self._further), static_argnums=0, donate_argnames="state")
         search = BeamSearch(self._decoder, self._stop)
         self._first_beams = jax.jit(on_mesh(search.first), static_argnums=(0, 1))
         self._other_beams = jax.jit(on_mesh(search.rest), static_argnums=0, donate_argnames="state")
+
+    def set_params(self, params: Tree, prepare: Callable[[Tree], Tree] = unchanged) -> None:
+        """Copy the parameters of the model, which the next continuations are made with.
+
+        Args:
+            params: parameters of the model, or others that `prepare` makes them from.
+            prepare: applied to them while they are copied; the same function each time.
+        """
+        self._params = self._decoder.separated(params, prepare), self._params[1]
+
+    def clear_params(self) -> None:
+        """Free the memory of the parameters."""
+        self._params = None, self._params[1]
 
     def generate(
         self,
@@ -113,7 +135,7 @@ class Generator:
             ValueError: a prompt is empty, has an unknown token, or is too long for the model.
         """
         sampling = sampling or Sampling()
-        self._check(prompts, max_new_tokens)
+        self.check(prompts, max_new_tokens)
         sampling.check_vocab(self._config.vocab_size)
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} must be at least 1")
@@ -123,8 +145,8 @@ class Generator:
             batch = {number: rows[number] for number in numbers}
             state = self._started(batch, max_new_tokens, sampling)
             state = self._advance(sampling, self._params, max_new_tokens, state=state)
-            self.num_passes += int(np.sum(state.passes_B))
-            for number, new_M in zip(numbers, np.asarray(state.rows.new_BM), strict=False):
+            self.num_passes += int(np.sum(self._fetched(state.passes_B)))
+            for number, new_M in zip(numbers, self._fetched(state.rows.new_BM), strict=False):
                 continuations[number] = new_M[new_M != NONE].tolist()
             if on_batch is not None:
                 on_batch(len(numbers))
@@ -176,7 +198,7 @@ class Generator:
         Raises:
             ValueError: see `generate`.
         """
-        self._check(prompts, max_new_tokens)
+        self.check(prompts, max_new_tokens)
         continuations: list[list[int]] = [[] for _ in prompts]
         for numbers in batches_of(prompts, self._batch_size):
             tokens_BT, lengths_B = self._padded([prompts[number] for number in numbers])
@@ -201,7 +223,7 @@ class Generator:
         Takes the same arguments as `generate`, raises the same errors, and yields the same tokens.
         """
         sampling = sampling or Sampling()
-        self._check([prompt], max_new_tokens)
+        self.check([prompt], max_new_tokens)
         sampling.check_vocab(self._config.vocab_size)
         state = self._started({0: prompt}, max_new_tokens, sampling)
         count = 0
@@ -215,7 +237,12 @@ class Generator:
                 self.num_passes += int(state.passes_B[0])
                 return
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Check prompts; see `generate`.
+
+        Raises:
+            ValueError: a prompt is empty, has an unknown token, or is too long for the model.
+        """
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         limits = {"model": self._decoder, "draft model": self._drafter}
@@ -236,6 +263,12 @@ class Generator:
                         f"{max_new_tokens}, they are more than the {owner}'s {max_positions} "
                         "positions; shorten one of them"
                     )
+
+    def _fetched(self, array: jax.Array) -> np.ndarray:
+        """Return an array on this host; its parts may be on the devices of several processes."""
+        if not array.is_fully_addressable:
+            array = jax.device_put(array, NamedSharding(self._mesh, PartitionSpec()))
+        return np.asarray(array)
 
     def _started(
         self, rows: Mapping[int, Sequence[int]], max_new_tokens: int, sampling: Sampling

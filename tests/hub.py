@@ -185,7 +185,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             content = files[rest[1]]
             headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": commit}
+            self._send_span(content, headers)
+
+    def _send_span(self, content: bytes, headers: dict[str, str]) -> None:
+        """Send a file, or the part of it that a Range header asks for."""
+        match = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("range", ""))
+        if match is None:
             self._send(200, content, headers=headers)
+        elif match[1]:
+            self._send(206, content[int(match[1]) : int(match[2]) + 1], headers=headers)
+        else:
+            self._send(206, content[-int(match[2]) :], headers=headers)
 
     def _send_json(self, value: Any) -> None:
         self._send(200, json.dumps(value).encode(), headers={"Content-Type": "application/json"})

@@ -48,8 +48,8 @@ MAY_IMPORT = {
         "untrusted",
     ),
     "convert": ("models", "data", "checkpoint", "sharding", "fields", "untrusted"),
-    "train": _BELOW_TRAIN,
-    "generate": ("train.reporting", *_BELOW_TRAIN),
+    "generate": _BELOW_TRAIN,
+    "train": ("generate.generator", "generate.prompts", "generate.sampling", *_BELOW_TRAIN),
     "configs": ("train.config.defaults",),
     "launch": (
         "train.lifecycle.exit_codes",

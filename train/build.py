@@ -48,6 +48,7 @@ from train.run.assemble import assemble_run
 from train.run.compatibility import check_tokenizer
 from train.run.run import Run
 from train.run.summary import describe
+from train.samples import check_prompts
 
 _log = logging.getLogger(__name__)
 
@@ -143,12 +144,23 @@ def build_run(options: RunOptions) -> BuiltRun:
     if has_other_sizes or run.config.train.num_steps != config.train.num_steps:
         run, planner = _assemble(config, fixed, mesh, sizes, options)
     check_tokenizer(run.config, run.model_config, corpus)
+    if not options.is_evaluation:
+        check_prompts(run, corpus)
     Exchange(LONGEST_START_S).on_all(lambda: workdir.check(options.workdir, run))
     _log.info("%s", "\n".join([describe(run, corpus), planner.report]).strip())
-    problem = export_problem(run.config.model.name, run.model_config, source)
-    if problem is not None and jax.process_index() == 0 and not options.is_evaluation:
-        _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
+    if jax.process_index() == 0 and not options.is_evaluation:
+        _warn(run, source, options)
     return BuiltRun(run=run, corpus=corpus, source=source, planner=planner, options=options)
+
+
+def _warn(run: Run, source: Source | None, options: RunOptions) -> None:
+    """Log problems that do not keep a run from training."""
+    problem = export_problem(run.config.model.name, run.model_config, source)
+    if problem is not None:
+        _log.warning("python -m convert.to_hf will not be able to export this run: %s", problem)
+    if not options.is_fast_dev_run:  # it is shorter than any warmup
+        for warning in run.config.optimizer.length_warnings(run.config.train.num_steps):
+            _log.warning("%s", warning)
 
 
 def _check_observers(config: RunConfig, directory: Path) -> None:

@@ -34,6 +34,7 @@ from train.reporting.step_profile import StepProfile
 from train.reporting.throughput import HostTimes, ThroughputMeter, mfu
 from train.reporting.trackers import Trackers, find_trackers
 from train.run.run import Run
+from train.samples import Samples
 from train.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ class _TrainingLoop:
         self._save_timer = Timer(run.config.checkpoint.every_minutes)
         self._nonfinite_monitor = NonfiniteMonitor(run.config.train, workdir)
         self._decisions = Decisions(run.config, workdir, self._write)
+        self._samples = Samples(run, corpus, workdir, phases)
         self._host_times = HostTimes()
         self._profile = StepProfile(run.config.log.profile_steps, workdir, run.mesh)
         self._local_batch: dict[str, np.ndarray] = {}  # rows of this process, of the newest step
@@ -269,6 +271,7 @@ class _TrainingLoop:
                 return None
             self._write(self.step, scores)
             self._progress.evaluation(self.step, scores)
+            self._samples.write(self.step, self._state)
             with self._phases("eval"):
                 is_save_due = self._decisions.after_evaluation(self.step, scores)
         self._is_save_due |= is_save_due and self.step > self._last_saved_step

@@ -15,11 +15,14 @@ Strangers wrote these files. Only formats that cannot contain code are fetched, 
 import contextlib
 import dataclasses
 import glob
+import io
 import re
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from untrusted.files import open_regular
 from untrusted.messages import LastingError, shortened
 
 #: Prefix of the files of a dataset.
@@ -220,6 +223,46 @@ def download(repository: Repository, file: str, directory: Path) -> Path:
         return Path(
             hf_hub_download(repository.name, file, local_dir=directory, tqdm_class=NoBar, **where)
         )
+
+
+def read_part(repository: Repository, file: str, num_bytes: int, *, from_end: bool) -> bytes | None:
+    """Return the first or the last bytes of a file of a pinned repository, or all of a shorter one.
+
+    Args:
+        file: path from `file_sizes`.
+
+    Returns:
+        None if the server only sends whole files, and the last bytes are wanted.
+
+    Raises:
+        ValueError: See `pin`.
+        ConnectionError: The hub cannot be reached, and the cache lacks the file.
+    """
+    from huggingface_hub import get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    folder = _cached_folder(repository, [file])
+    if folder is not None:
+        with open_regular(folder / file) as stream:
+            stream.seek(max(stream.seek(0, io.SEEK_END) - num_bytes, 0) if from_end else 0)
+            return stream.read(num_bytes)
+    where: dict[str, Any] = {"repo_type": repository.kind, "revision": repository.revision}
+    url = hf_hub_url(repository.name, file, **where)
+    span = f"bytes=-{num_bytes}" if from_end else f"bytes=0-{num_bytes - 1}"
+    headers = {**build_hf_headers(), "Range": span, "Accept-Encoding": "identity"}
+    content = bytearray()
+    with (
+        _explaining(repository),
+        get_session().stream("GET", url, headers=headers, follow_redirects=True) as response,
+    ):
+        hf_raise_for_status(response)
+        if from_end and response.status_code != HTTPStatus.PARTIAL_CONTENT:
+            return None
+        for piece in response.iter_bytes():
+            content += piece
+            if len(content) >= num_bytes:
+                break
+    return bytes(content[:num_bytes])
 
 
 def cached_files(repository: Repository) -> list[str]:

@@ -157,6 +157,30 @@ class Store:
         except FileNotFoundError:
             return None
 
+    def read_part(self, name: str, num_bytes: int, *, from_end: bool) -> bytes | None:
+        """Return the first or the last bytes of a file, or all of a shorter one.
+
+        Returns:
+            None if the server only sends whole files, and the last bytes are wanted.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+
+        def read() -> bytes | None:
+            with self._files.open(self._path(name), "rb", block_size=num_bytes) as file:
+                if not from_end:
+                    return file.read(num_bytes)
+                if file.size is None:
+                    return None
+                file.seek(max(file.size - num_bytes, 0))
+                try:
+                    return file.read(num_bytes)
+                except ValueError:  # fsspec's, for a web server without range requests
+                    return None
+
+        return self._do(read)
+
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
         self._do(lambda: self._files.pipe_file(self._path(name), content))

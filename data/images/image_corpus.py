@@ -30,7 +30,7 @@ from data.examples import (
 )
 from data.image_config import ImageConfig
 from data.images.folder import find_validation_folders
-from data.images.sources import ImageDataset, ImageSource, hold_out
+from data.images.sources import ImageDataset, ImageSource, Split, hold_out
 from data.images.transforms.augment import augment, central
 from data.images.transforms.mixing import draw_mix
 from data.images.workers import Workers
@@ -252,7 +252,7 @@ def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
     """
     make_cache(config)
     dataset = hold_out(_find(config, images), config, images)
-    named = find_validation_folders(dataset.classes, config, images)
+    named = _find_validation(dataset.classes, config, images)
     dataset = replace(dataset, named_validation=named)
     train, sets = open_splits(
         dataset, config, images, lambda source: Images(source, config, images)
@@ -270,7 +270,7 @@ def load_images(config: DataConfig, images: ImageConfig) -> Corpus:
 def load_validation_images(
     config: DataConfig, images: ImageConfig, labels: tuple[Label, ...]
 ) -> Corpus:
-    """Load the images of `data.validation_paths` alone, without training data.
+    """Load the images of the validation sets that the config names, without training data.
 
     Args:
         labels: labels that the model has learned.
@@ -282,7 +282,7 @@ def load_validation_images(
     make_cache(config)
     sets = {
         name: Images(split.source, config, images)
-        for name, split in find_validation_folders(labels, config, images).items()
+        for name, split in _find_validation(labels, config, images).items()
     }
     _read_in_workers(sets, images)
     corpus = Corpus(train=NoExamples(), validation=NoExamples(), fingerprint="", labels=labels)
@@ -346,3 +346,14 @@ def _find(config: DataConfig, images: ImageConfig) -> ImageDataset:
     from data.images.tfds_images import find_tfds_images
 
     return find_tfds_images(config, images)
+
+
+def _find_validation(
+    labels: Sequence[Label], config: DataConfig, images: ImageConfig
+) -> dict[str, Split]:
+    """Find the images of each validation set that the config names, by its name."""
+    if not config.validation_splits:
+        return find_validation_folders(labels, config, images)
+    from data.images.tfds_images import find_tfds_validation
+
+    return find_tfds_validation(labels, config, images)

@@ -108,7 +108,7 @@ class ImageDataset:
 
     Attributes:
         validation: validation images; None if the data set has no validation split.
-        named_validation: name -> images, for the sets of `data.validation_paths`; "" has no name.
+        named_validation: name -> images, for the sets that the config names; "" has no name.
         classes: classes in the order of their numbers; empty if the objective needs no labels.
         key: string that identifies the content of the data set.
         contents: string that also covers the contents of files if `key` covers only their sizes

@@ -10,12 +10,15 @@ import numpy as np
 from PIL import Image
 
 from data.cache import read_array, write_array
+from data.checks import first_names
 from data.config import DataConfig
+from data.examples import Label
 from data.image_config import ImageConfig
 from data.images.readability import find_problems, problem_of, report
 from data.images.sources import ImageDataset, ImageSource, Split, numbered_names
 from data.images.transforms.crops import open_image
 from data.tfds_sets import builder_key, open_builder, open_split, splits_of
+from data.validation import validation_sources
 from untrusted.cached import locked
 
 # Stored in place of the label of an image that cannot be read.
@@ -71,40 +74,81 @@ class TfdsImages(ImageSource):
 def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
     """Find the images of the TFDS data set `data.name`, without those that cannot be used.
 
-    The validation split is the data set's own 'validation' split or, if there is none, its 'test'
-    split.
+    Without `data.validation_splits`, the validation split is the data set's own 'validation' split
+    or, if there is none, its 'test' split.
 
     Raises:
-        ValueError: There is no such data set, or it has no images, no labels or no train split; or
-            `images.on_broken` is 'refuse', and there are broken images or invalid labels.
+        ValueError: There is no such data set, or it has no images, no labels or no split of a given
+            name; or `images.on_broken` is 'refuse', and there are broken images or invalid labels.
     """
-    has_labels = config.objective == "image_classification"
-
-    def features_of(builder: Any) -> tuple[str, str | None]:
-        return _image_feature(builder), _label_feature(builder, config) if has_labels else None
-
-    builder = open_builder(config.name, config.cache_path, features_of)
-    features = features_of(builder)
-    splits = splits_of(builder)
-    label = features[1]
-    classes = tuple(builder.info.features[label].names) if label is not None else ()
-    held_out = next((name for name in ("validation", "test") if name in splits), None)
-    if config.validation_paths:
+    found = _FoundSet(config, images)
+    held_out = next((name for name in ("validation", "test") if name in found.splits), None)
+    if config.names_validation:
         held_out = None
-
-    def split(name: str) -> Split:
-        source = TfdsImages(Path(os.fspath(builder.data_path)), name, features)
-        labels = _read_labels(source, config, f"{builder_key(builder)} {name} {features}")
-        all_images = Split(source=source, names=numbered_names(len(source)), labels=labels)
-        positions = _usable(source, labels, len(classes) if label is not None else 1, images)
-        return all_images.chosen(positions)
-
     return ImageDataset(
-        train=split("train"),
-        validation=None if held_out is None else split(held_out),
-        classes=classes,
-        key=f"tfds {builder_key(builder)} {features}",
+        train=found.split(config.split),
+        validation=None if held_out is None else found.split(held_out),
+        classes=found.classes,
+        key=f"tfds {found.key}" + (f" {config.split}" if config.split != "train" else ""),
     )
+
+
+def find_tfds_validation(
+    labels: Sequence[Label], config: DataConfig, images: ImageConfig
+) -> dict[str, Split]:
+    """Find the images of each split of `data.validation_splits`, by its name.
+
+    Args:
+        labels: labels that the model has learned; empty if it has none.
+
+    Raises:
+        ValueError: As for `find_tfds_images`; or the labels are not the classes of the data set.
+    """
+    found = _FoundSet(config, images)
+    if tuple(map(str, labels)) != found.classes:
+        raise ValueError(
+            f"data.validation_splits: data.name={config.name!r} has the classes "
+            f"{first_names([*map(repr, found.classes)])}, but the model has learned "
+            f"{first_names([*map(repr, labels)])}; choose the data set that it was trained on"
+        )
+    sources = validation_sources(config)
+    return {name: found.split(source.split) for name, source in sources.items()}
+
+
+class _FoundSet:
+    """A prepared data set with images.
+
+    Attributes:
+        splits: names of its splits.
+        classes: names of its classes; empty if the objective needs no labels.
+        key: string that identifies its content.
+    """
+
+    def __init__(self, config: DataConfig, images: ImageConfig):
+        has_labels = config.objective == "image_classification"
+
+        def features_of(builder: Any) -> tuple[str, str | None]:
+            return _image_feature(builder), _label_feature(builder, config) if has_labels else None
+
+        self._config = config
+        self._images = images
+        self._builder = open_builder(config.name, config.cache_path, features_of)
+        self._features = features_of(self._builder)
+        self.splits = splits_of(self._builder, config)
+        label = self._features[1]
+        names = () if label is None else self._builder.info.features[label].names
+        self.classes = tuple(names)
+        self.key = f"{builder_key(self._builder)} {self._features}"
+
+    def split(self, name: str) -> Split:
+        """Return the images of a split that can be used."""
+        directory = Path(os.fspath(self._builder.data_path))
+        source = TfdsImages(directory, name, self._features)
+        key = f"{builder_key(self._builder)} {name} {self._features}"
+        labels = _read_labels(source, self._config, key)
+        all_images = Split(source=source, names=numbered_names(len(source)), labels=labels)
+        positions = _usable(source, labels, max(len(self.classes), 1), self._images)
+        return all_images.chosen(positions)
 
 
 def _read_labels(source: TfdsImages, config: DataConfig, key: str) -> np.ndarray:

@@ -113,12 +113,15 @@ def _find_tfds(config: DataConfig) -> Documents:
         return tfds_text.find_text_feature(builder, config.text_field)
 
     builder = tfds_sets.open_builder(config.name, config.cache_path, feature_of)
-    # None: all of the split `train`, and nothing else.
-    fraction = None if config.validation_paths else config.validation_fraction
-    keyed = "" if fraction is not None and "validation" in builder.info.splits else fraction
+    splits = tfds_sets.splits_of(builder, config)
+    split = config.split
+    # None: all of the split, and nothing else.
+    fraction = None if config.names_validation else config.validation_fraction
+    keyed = "" if fraction is not None and "validation" in splits else fraction
+    of_split = "" if split == "train" else f"{split} "
     return Documents(
-        key=f"tfds {config.text_field} {keyed} {tfds_sets.builder_key(builder)}",
-        open=lambda: tfds_text.open_tfds_documents(builder, feature_of(builder), fraction),
+        key=f"tfds {config.text_field} {keyed} {of_split}{tfds_sets.builder_key(builder)}",
+        open=lambda: tfds_text.open_tfds_documents(builder, feature_of(builder), split, fraction),
     )
 
 

@@ -265,7 +265,7 @@ def _check_header(names: Sequence[str], where: str) -> None:
 def _records(file: Path, budget: Budget) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file, without columns that JSON cannot express, such as images."""
     with open_table(file, budget) as (schema, batches):
-        kinds = {each.name: each.type for each in schema if _is_plain(each.type)}
+        kinds = {each.name: each.type for each in schema if is_plain(each.type)}
         for batch in batches([*kinds]):
             for row in batch.to_pylist():
                 yield {name: _plain(value, kinds[name]) for name, value in row.items()}
@@ -286,7 +286,7 @@ def _plain(value: Any, kind: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each, kind.value_type) for each in value]
     if isinstance(value, dict):
-        fields = [field for field in kind if _is_plain(field.type)]
+        fields = [field for field in kind if is_plain(field.type)]
         return {
             field.name: _plain(value[field.name], field.type)
             for field in fields
@@ -295,16 +295,19 @@ def _plain(value: Any, kind: Any) -> Any:
     return value
 
 
-def _is_plain(kind: Any) -> bool:
-    """Return whether JSON can express the values of a type of pyarrow, or fields of them."""
+def is_plain(kind: Any) -> bool:
+    """Return whether JSON can express the values of a type of pyarrow, or fields of them.
+
+    Columns of other types, such as images, are left out of the lines.
+    """
     from pyarrow import types
 
     if types.is_dictionary(kind):  # columns with few different values, such as pandas categories
-        return _is_plain(kind.value_type)
+        return is_plain(kind.value_type)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _is_plain(kind.value_type)
+        return is_plain(kind.value_type)
     if types.is_struct(kind):
-        return any(_is_plain(field.type) for field in kind)
+        return any(is_plain(field.type) for field in kind)
     is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
     return is_text or is_number or types.is_null(kind)

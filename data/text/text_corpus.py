@@ -92,7 +92,7 @@ def load_text(config: DataConfig) -> TextCorpus:
 
 
 def load_validation_text(config: DataConfig, labels: tuple[Label, ...]) -> TextCorpus:
-    """Load only the sets of `data.validation_paths`, without training data.
+    """Load only the validation sets that the config names, without training data.
 
     Args:
         config: config section `data`; its tokenizer does not need to be trained.
@@ -184,7 +184,7 @@ def _load_stores(config: DataConfig) -> TextCorpus:
 
 
 def _find_validation(config: DataConfig) -> dict[str, Documents]:
-    """Find the documents of each set of `data.validation_paths`, which has at least one."""
+    """Find the documents of each validation set that the config names, which has at least one."""
     with naming_validation_paths():
         corpora = {}
         for name, source in validation_sources(config).items():
@@ -214,8 +214,9 @@ def _with_rows(sets: dict[str, Examples], config: DataConfig) -> dict[str, Examp
     for name, rows in sets.items():
         if not len(rows):
             which = f"the set {name!r}" if name else "the set"
+            key = "validation_splits" if config.validation_splits else "validation_paths"
             raise ValueError(
-                f"data.validation_paths={config.validation_paths!r}: {which} is too short for one "
+                f"data.{key}={getattr(config, key)!r}: {which} is too short for one "
                 f"row of data.objective={config.objective!r} with data.sequence_length="
                 f"{config.sequence_length}; add data, or leave it out"
             )

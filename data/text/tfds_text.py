@@ -8,24 +8,23 @@ from data.sequences import LazySequence, hold_out_last
 
 
 def open_tfds_documents(
-    builder: Any, feature: str, validation_fraction: float | None
+    builder: Any, feature: str, split: str, validation_fraction: float | None
 ) -> dict[str, Sequence[str]]:
-    """Return the train and validation documents of a prepared data set, read on access.
+    """Return the documents of a split of a prepared data set, and those to evaluate on.
 
-    If the data set has no validation split, the last part of its train split is held out. This is
-    a random sample, because TFDS shuffles a data set by hash when it builds it.
+    They are read on access. If the data set has no validation split, the last part of the split is
+    held out. This is a random sample, because TFDS shuffles a data set by hash when it builds it.
 
     Args:
         validation_fraction: fraction to hold out; None: the validation split is empty.
 
     Raises:
-        ValueError: The data set has no train split or no random access.
+        ValueError: The data set has no random access.
     """
-    splits = tfds_sets.splits_of(builder)
-    train = _texts(builder, "train", feature)
+    train = _texts(builder, split, feature)
     if validation_fraction is None:
         return {"train": train, "validation": ()}
-    if "validation" not in splits:
+    if "validation" not in builder.info.splits:
         return hold_out_last([train], validation_fraction)
     return {"train": train, "validation": _texts(builder, "validation", feature)}
 

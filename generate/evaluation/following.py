@@ -21,11 +21,11 @@ from checkpoint.checksums import CHECKSUMS_FILE, find_damage
 from checkpoint.layout import CHECKPOINTS, STATE, steps_in
 from checkpoint.run_copies import is_copy
 from convert.runs import CONFIG_FILE
-from train.reporting.appender import JsonLines
-from train.reporting.tensorboard_file import TensorBoardFile
+from untrusted.appender import JsonLines
 from untrusted.documents import read_json, read_json_lines, read_yaml
 from untrusted.files import check_links, check_tree, digest_of
 from untrusted.schema import check_fields
+from untrusted.tensorboard_file import TensorBoardFile
 
 
 def add_follow(parser: argparse.ArgumentParser) -> None:

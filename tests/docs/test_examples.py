@@ -8,9 +8,11 @@ import sys
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from convert.from_hf import load
 from docs.examples import shard_a_tensor
+from docs.examples.attention_block import ParallelBlock, ParallelConfig
 from tests.hugging_face import OPT, save_model
 from tests.runs import ROOT, TINY, arguments, losses, make_run
 from train.main import main
@@ -51,6 +53,40 @@ def test_own_model_and_corpus_have_equal_losses_on_2x2x2_and_one_device(tmp_path
 
 
 @pytest.mark.thorough
+def test_own_block_with_attention_has_equal_losses_on_any_mesh(tmp_path):
+    short = (
+        *SHORT,
+        f"data.cache_dir={tmp_path}",
+        "optimizer.learning_rate=0.01",
+        "model.name=docs.examples.attention_block:ParallelModel",
+        "model.num_heads=4",
+    )
+    one = (*short, "mesh.pipeline=1", "mesh.data=1", "mesh.model=1")
+    expected = losses(*make_run(one, EXAMPLE), 10)
+    split = (*short, "mesh.pipeline=1", "mesh.context=2")
+    for changes in (short, split):
+        run, corpus = make_run(changes, EXAMPLE)
+        assert run.mesh.size == 8
+        np.testing.assert_allclose(losses(run, corpus, 10), expected, rtol=1e-4)  # float32
+    assert expected[-1] < expected[0] - 0.3
+
+
+def test_own_block_sees_only_earlier_tokens_and_their_distance():
+    config = ParallelConfig(vocab_size=8, num_layers=2, embed_dim=16, dropout=0.0, num_heads=2)
+    x = jax.random.normal(jax.random.key(0), (1, 6, 16))
+    block = ParallelBlock(config, rngs=nnx.Rngs(1))
+
+    def outputs(x, first: int) -> np.ndarray:
+        positions = first + jax.numpy.arange(6, dtype=jax.numpy.int32)[None]
+        batch = {"tokens": positions, "positions": positions}
+        return np.asarray(block(x, batch, None))
+
+    np.testing.assert_allclose(outputs(x, 0), outputs(x, 5), rtol=1e-4, atol=1e-5)  # float32
+    changed = outputs(x.at[:, 3, 0].add(1.0), 0) != outputs(x, 0)
+    assert changed.any(axis=2)[0].tolist() == [False] * 3 + [True] * 3
+
+
+@pytest.mark.thorough
 def test_own_loss_and_optimizer_change_the_training(tmp_path):
     base = (
         *SHORT,
@@ -75,7 +111,12 @@ def test_shard_a_tensor_splits_both_dims():
 
 
 @pytest.mark.parametrize(
-    "example, page", [("gated_mean", "own_parts"), ("train_on_two_meshes", "python")]
+    "example, page",
+    [
+        ("gated_mean", "own_parts"),
+        ("attention_block", "own_parts"),
+        ("train_on_two_meshes", "python"),
+    ],
 )
 def test_printed_code_equals_the_executed_example(example, page):
     code = (ROOT / "docs" / "examples" / f"{example}.py").read_text().replace("  # noqa: E402", "")

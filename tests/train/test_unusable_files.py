@@ -133,7 +133,7 @@ def test_metrics_file_without_write_permission_is_refused(overrides, tmp_path, c
     def refuse(path, _):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("train.reporting.appender.open_in_place", refuse)
+    monkeypatch.setattr("untrusted.appender.open_in_place", refuse)
     error = refusal(tmp_path, overrides, capsys)
     assert f"{tmp_path}/metrics.jsonl cannot be used: you have no permission" in error
     assert "choose another path" in error

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
+import logging
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,10 @@ from untrusted.imports import (
     record_received,
 )
 
+_PROJECT_CONFIGS = Path(__file__).parents[2] / "configs"
+
+_log = logging.getLogger(__name__)
+
 
 def load(
     path: str, overrides: Overrides | Sequence[str] = (), *, allow_import: Sequence[str] = ()
@@ -35,7 +40,8 @@ def load(
 
     Args:
         path: `file.py`, `file.py:argument` (the argument is passed to its `get_config`), or
-            `config.yaml`.
+            `config.yaml`. A config of the project, such as `configs/gpt2.py` or `gpt2`, is found
+            from any folder that has no such file.
         overrides: parsed, or strings `section.key=value`.
         allow_import: import paths, packages and modules that a `config.yaml` may import from.
             Import paths in overrides need no permission.
@@ -51,7 +57,12 @@ def load(
     check_local("--config", path)
     file, argument = _split(path)
     if not Path(file).is_file():
-        raise FileNotFoundError(f"--config={path}: file {file} does not exist")
+        raise FileNotFoundError(
+            f"--config={path}: file {file} does not exist; correct the path, or choose a config of "
+            f"the project: {', '.join(_project_configs())}"
+        )
+    if Path(file).parent == _PROJECT_CONFIGS and not path.startswith(str(_PROJECT_CONFIGS)):
+        _log.info("config  %s", file)
     is_data = is_data_file(path)
     allow_imports(allow_import)
     if is_data:
@@ -77,14 +88,25 @@ def is_data_file(path: str) -> bool:
 def _split(path: str) -> tuple[str, str]:
     """Split `file.py:argument` into the file and the argument, which is "" if there is none.
 
-    Only a `.py` file has an argument. The name of any file or folder may contain colons, such as a
+    A config of the project is only taken if there is no such file. Only a `.py` file has an
+    argument. The name of any file or folder may contain colons, such as a
     time: `runs/2026-11-28T10:00:00/config.yaml`.
     """
     if Path(path).is_file():
         return path, ""
     splits = [(path[: end.start() + 3], path[end.end() :]) for end in re.finditer(r"\.py:", path)]
     existing = [split for split in splits if Path(split[0]).is_file()]
+    name, _, argument = path.removeprefix(f"{_PROJECT_CONFIGS.name}/").partition(":")
+    name = name.removesuffix(".py")
+    if not existing and name in _project_configs():
+        return str(_PROJECT_CONFIGS / f"{name}.py"), argument
     return next(iter(existing or splits), (path, ""))
+
+
+def _project_configs() -> list[str]:
+    """Return the names of the project's configs, such as `gpt2`."""
+    files = sorted(_PROJECT_CONFIGS.glob("*.py"))
+    return [file.stem for file in files if "def get_config(" in file.read_text(encoding="utf-8")]
 
 
 def complete(tree: Mapping[str, Any]) -> ConfigDict:

@@ -7,6 +7,8 @@ from fields.section import Section
 from train.config.remat import Remat
 from train.optim import ema
 
+_MAX_PROMPTS = 16
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section, section="train"):
@@ -171,6 +173,28 @@ class EvalConfig(Section, section="eval"):
         remedy="None evaluates the whole split",
         required=True,
     )
+    prompts: tuple[str, ...] = field(
+        (),
+        "Texts that a language model continues after each evaluation, at most 16, such as "
+        "`def main(,import`. The continuations are in `samples.jsonl` and in the report; see "
+        "docs/watch.md.",
+        nonempty=True,
+        remedy="write for example ('Once upon a time',)",
+    )
+    max_new_tokens: int = field(
+        32,
+        "For `prompts`: most tokens of a continuation, which takes the most probable ones.",
+        ge=1,
+        le=256,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if len(self.prompts) > _MAX_PROMPTS:
+            raise ValueError(
+                f"eval.prompts has {len(self.prompts)} texts, which would slow down the run; "
+                f"choose at most {_MAX_PROMPTS}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -206,6 +206,38 @@ class OptimizerConfig(Section, section="optimizer"):
                 "the run; choose fewer steps of decay"
             )
 
+    def length_warnings(self, num_steps: int) -> list[str]:
+        """Return a sentence for each part of the schedule that a run of so many steps lacks."""
+        run = f"train.num_steps={num_steps}"
+        warmup = self.warmup_steps
+        if self.schedule not in RATE_SCHEDULES:
+            return []
+        if warmup >= max(num_steps, 2):  # a warmup of one step has no step below the peak
+            peak = "only at its last step" if warmup == num_steps else "at no step"
+            return [
+                f"optimizer.warmup_steps={warmup} takes all of {run}, so the learning rate has its "
+                f"peak {peak}; reduce the warmup, or train for more steps"
+            ]
+        if self.schedule == "wsd" and warmup + self.decay_steps > num_steps:
+            return [
+                f"optimizer.warmup_steps={warmup} and optimizer.decay_steps={self.decay_steps} "
+                f"overlap in {run}, so the learning rate has its peak at no step; reduce one of "
+                "them, or train for more steps"
+            ]
+        if self.schedule == "cosine_restarts" and warmup + self.cycle_steps > num_steps:
+            return [
+                f"optimizer.cycle_steps={self.cycle_steps} after optimizer.warmup_steps={warmup} "
+                f"is longer than {run}, so the first cycle does not end; reduce it, or train for "
+                "more steps"
+            ]
+        late = [step for step in self.milestones if step >= num_steps]
+        if self.schedule == "piecewise" and late:
+            return [
+                f"optimizer.milestones={self.milestones}: {run} ends before {late[0]}; choose "
+                "earlier milestones, or train for more steps"
+            ]
+        return []
+
     @property
     def is_built_in(self) -> bool:
         """Whether the optimizer is one of OPTIMIZERS, not one of your own."""

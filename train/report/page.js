@@ -15,6 +15,7 @@ function sections() {
     result.push([name, [element("div", { class: "charts" }, ...figures)]]);
   }
   result.push(
+    ["Samples", data.samples.map(sample)],
     ["Memory", memory()],
     ["Time", time()],
     ["Schedule", data.schedules.map(schedule)],
@@ -22,6 +23,11 @@ function sections() {
     ["Environment", hasRows(data.environment) ? [card(table(data.environment))] : []],
   );
   return result.filter(([, contents]) => contents.length);
+}
+
+function sample({ run, prompt, table: texts }) {
+  const title = data.runs.length > 1 ? `${prompt} (${run})` : prompt;
+  return element("div", { class: "card samples" }, element("h3", {}, title), table(texts));
 }
 
 function memory() {

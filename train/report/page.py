@@ -63,6 +63,7 @@ def page_data(runs: Sequence[RunRecord], title: str) -> dict[str, Any]:
             for chart in charts
         ],
         "summary": vars(sections.summary(runs, axes)),
+        "samples": [vars(each) for each in sections.samples(runs)],
         "memory": {
             "kinds": sections.MEMORY_KINDS,
             "lanes": [dataclasses.asdict(lane) for lane in sections.memory_lanes(runs)],

@@ -16,8 +16,9 @@ from train.goodput import GOODPUT_DIRECTORY, Goodput, summarize
 from train.lifecycle.config_history import CONFIGS
 from train.reporting.metrics import METRICS_FILE, read_metrics
 from train.run.run_facts import RUN_FILE
+from train.samples import SAMPLES_FILE
 from untrusted import schema
-from untrusted.documents import read_json
+from untrusted.documents import each_json_line, read_json
 from untrusted.messages import sentence_of
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class RunRecord:
     configs: Sequence[tuple[str, Mapping[str, Any]]]  # (file, flat config), the newest one last
     goodput: Goodput | None
     facts: Mapping[str, Any] | None  # contents of run.json
+    samples: Sequence[Mapping[str, Any]]  # lines of samples.jsonl, in the order of their steps
     problems: list[str] = field(default_factory=list)  # sentences
 
     @property
@@ -85,6 +87,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _read_run(workdir: Path, name: str) -> RunRecord:
     metrics = workdir / METRICS_FILE
     config = workdir / CONFIG_FILE
+    samples = workdir / SAMPLES_FILE
     if not metrics.is_file() and not config.is_file():
         raise ValueError(
             f"{workdir} has neither {METRICS_FILE} nor {CONFIG_FILE}; give the --workdir of a run"
@@ -99,6 +102,7 @@ def _read_run(workdir: Path, name: str) -> RunRecord:
             workdir / GOODPUT_DIRECTORY, lambda: summarize(workdir, reader.problems.append)
         ),
         facts=reader.read(workdir / RUN_FILE, lambda: _read_facts(workdir / RUN_FILE)),
+        samples=reader.read(samples, lambda: _read_samples(samples, reader.problems)) or [],
         problems=reader.problems,
     )
 
@@ -137,10 +141,7 @@ def _read_entries(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl, ordered by step, and name those that are damaged."""
     damaged: list[int] = []
     entries = read_metrics(path, on_damaged=damaged.append)
-    if damaged:
-        numbers = ", ".join(map(str, damaged[:5]))
-        more = f" and {len(damaged) - 5:,} more" if len(damaged) > 5 else ""
-        problems.append(f"{path} has damaged lines, which are left out: {numbers}{more}")
+    _report_damaged(path, damaged, problems)
     possible = [entry for entry in entries if 0 <= entry["step"] < _LIMIT]
     if len(possible) < len(entries):
         problems.append(
@@ -148,6 +149,29 @@ def _read_entries(path: Path, problems: list[str]) -> list[dict[str, Any]]:
             "are left out"
         )
     return sorted(possible, key=lambda entry: entry["step"])
+
+
+def _report_damaged(path: Path, lines: Sequence[int], problems: list[str]) -> None:
+    if lines:
+        numbers = ", ".join(map(str, lines[:5]))
+        more = f" and {len(lines) - 5:,} more" if len(lines) > 5 else ""
+        problems.append(f"{path} has damaged lines, which are left out: {numbers}{more}")
+
+
+def _read_samples(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Return the lines of samples.jsonl, ordered by step, and name those that are damaged."""
+    damaged: list[int] = []
+    samples = []
+    for line, entry in each_json_line(path):
+        entry = entry or {}
+        step = entry.get("step")
+        has_step = type(step) is int and 0 <= step < _LIMIT
+        if has_step and all(isinstance(entry.get(key), str) for key in ("prompt", "text")):
+            samples.append(entry)
+        else:
+            damaged.append(line)
+    _report_damaged(path, damaged, problems)
+    return sorted(samples, key=lambda entry: entry["step"])
 
 
 def _read_facts(path: Path) -> dict[str, Any]:

@@ -35,6 +35,10 @@ _SCHEDULE_KEYS = (
 )
 #: A schedule with more operations is too small to read in a picture.
 _MAX_OPERATIONS = 1500
+#: Most prompts of a run, continuations of a prompt, and characters of a continuation.
+_MAX_PROMPTS = 16
+_MAX_SAMPLES = 24
+_MAX_CHARACTERS = 4000
 #: How many validation sets the summary shows.
 _MAX_SETS = 4
 
@@ -250,6 +254,39 @@ def _draw(name: str, num_stages: int, num_microbatches: int, num_chunks: int) ->
         )
     schedule = make_schedule(name, num_stages, num_microbatches, num_chunks)
     return picture_as_svg(schedule, OperationTimes(), "synchronous")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """The continuations of a prompt of a run, with a row for each step."""
+
+    run: str
+    prompt: str
+    table: Mapping[str, Any]  # fields of a Table
+
+
+def samples(runs: Sequence[RunRecord]) -> list[Samples]:
+    """Return the continuations of each prompt of each run, at most _MAX_SAMPLES per prompt."""
+    result = []
+    for run in runs:
+        # A run that is killed and resumed repeats steps; the last line of a step counts.
+        texts: dict[str, dict[int, str]] = {}
+        for entry in run.samples:
+            texts.setdefault(entry["prompt"], {})[entry["step"]] = entry["text"]
+        for prompt, of_step in [*texts.items()][:_MAX_PROMPTS]:
+            steps = _evenly([*of_step], _MAX_SAMPLES)
+            rows = [[f"{step:,}", of_step[step].rstrip()[:_MAX_CHARACTERS]] for step in steps]
+            table = Table(columns=["step", "continuation"], rows=rows)
+            result.append(Samples(run=run.name, prompt=prompt, table=vars(table)))
+    return result
+
+
+def _evenly(steps: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of these steps, at about equal distances, the first and last always."""
+    if len(steps) <= most:
+        return [*steps]
+    last = len(steps) - 1
+    return [steps[i * last // (most - 1)] for i in range(most)]
 
 
 def config_differences(runs: Sequence[RunRecord]) -> Table:

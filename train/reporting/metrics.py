@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from train.reporting.appender import JsonLines, line_of
-from train.reporting.tensorboard_file import TensorBoardFile
+from untrusted.appender import JsonLines, line_of
 from untrusted.documents import each_json_line, number_from_json
 from untrusted.files import write_text
+from untrusted.tensorboard_file import TensorBoardFile
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIRECTORY = "tensorboard"

@@ -144,6 +144,12 @@ class StateLayout:
 
         return jax.tree.map(convert, state, self._layout_of, self.portable)
 
+    def layers_of(self, params: Tree) -> Tree:
+        """Return parameters of the step in the form of a checkpoint; for compiled functions."""
+        return jax.tree.map(
+            lambda leaf, layout: layout.to_layers(leaf), params, self._layout_of.params
+        )
+
     def from_portable(self, state: TrainState) -> TrainState:
         """Convert a state of a checkpoint to the form of the step.
 

@@ -30,6 +30,7 @@ import numpy as np
 
 from data.config import DataConfig
 from data.examples import BrokenExample
+from data.text.streaming.first_row import check_text_field
 from data.text.streaming.shards import Shard
 from data.text.streaming.tokenizing import TOO_LARGE, open_tokens, tokenize
 from data.text.text_files import REVISION, TEXT_PART_BYTES
@@ -63,7 +64,8 @@ class ShardCache:
         tokenizer: encodes the documents.
 
     Raises:
-        ValueError: A shard is larger than its part of `data.cache_gb`.
+        ValueError: A shard is larger than its part of `data.cache_gb`, or its rows have no
+            `data.text_field`.
     """
 
     def __init__(self, shards: Sequence[Shard], config: DataConfig, tokenizer: Tokenizer):
@@ -88,6 +90,7 @@ class ShardCache:
             memory_bytes=_MIN_MEMORY_BYTES + _MEMORY_PER_BYTE * largest,
             file_bytes=self._shard_bytes,
         )
+        check_text_field(shards, config, limits)
         self._processes = LimitedProcesses(tokenize, limits, num_processes=config.num_workers)
         self._is_closed = threading.Event()
         # By number in the order of reading: the file of the tokens, and the tokens.

@@ -19,7 +19,7 @@ from data.hub_files import files_of_entry
 from data.store_files import matching_objects
 from data.text.text_files import find_files
 from untrusted.files import version_of
-from untrusted.hub import Repository, dataset_of, download, file_sizes, pin
+from untrusted.hub import Repository, dataset_of, download, file_sizes, pin, read_part
 from untrusted.stores import RemoteFile, Store, is_url
 
 # Seconds for which a request is repeated during a run, while its store cannot be reached.
@@ -53,6 +53,18 @@ class Shard(abc.ABC):
             OSError: The file has vanished, or cannot be fetched.
             ValueError: The store refuses access.
         """
+
+    def read_part(self, num_bytes: int, *, from_end: bool) -> bytes | None:
+        """Return the first or the last bytes of a file that is not on this machine.
+
+        Returns:
+            None if its server only sends whole files.
+
+        Raises:
+            OSError: The file has vanished, or cannot be fetched.
+            ValueError: The store refuses access.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def current_version(self) -> str | None:
@@ -102,6 +114,9 @@ class _StoredShard(Shard):
         self.store.download(self.key, target, self.file)
         return target
 
+    def read_part(self, num_bytes: int, *, from_end: bool) -> bytes | None:
+        return self.store.read_part(self.key, num_bytes, from_end=from_end)
+
     def current_version(self) -> str | None:
         file = self.store.describe(self.key)
         return None if file is None else file.version
@@ -114,6 +129,9 @@ class _HubShard(Shard):
 
     def fetch(self, directory: Path) -> Path:
         return download(self.repository, self.path, directory)
+
+    def read_part(self, num_bytes: int, *, from_end: bool) -> bytes | None:
+        return read_part(self.repository, self.path, num_bytes, from_end=from_end)
 
     def current_version(self) -> str | None:
         return self.version  # The content of a commit does not change.

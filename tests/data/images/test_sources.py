@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from data.batches import train_batches
+from data.corpus import load_validation
 from data.image_config import ImageConfig
 from tests.data.corpora import SEED
 from tests.data.images.pictures import (
@@ -285,6 +286,39 @@ def test_tfds_set_is_built_from_arrays_and_evaluated_on_its_test_split(tmp_path)
         load(tmp_path, name="tiny_pictures", label_field="breed")
 
 
+def test_named_splits_of_a_tfds_set_are_validation_sets(tmp_path):
+    import tensorflow_datasets as tfds
+
+    features = {
+        "image": tfds.features.Image(shape=(None, None, 1)),
+        "label": tfds.features.ClassLabel(names=["cat", "dog"]),
+    }
+    make_builder("TinySplits", features, {"train": 12, "validation": 7, "test": 4})
+
+    def read(*splits: str, **changes) -> dict[str, list[int]]:
+        corpus = load(tmp_path, name="tiny_splits", validation_splits=splits, **changes)
+        sets = {name: sorted(values(rows)) for name, rows in corpus.validation_sets.items()}
+        return {"train": sorted(values(corpus.train)), **sets}
+
+    train = [*range(12)]
+    validation = [*range(100, 107)]
+    test = [*range(200, 204)]
+    assert read() == {"train": train, "": validation}
+    assert read("test") == {"train": train, "": test}
+    both = read("test", "validation")
+    assert both == {"train": train, "test": test, "validation": validation}
+    assert read("test", split="validation") == {"train": validation, "": test}
+    with pytest.raises(
+        ValueError, match=r"validation_splits: the TFDS set 'tiny_splits/1.0.0' has"
+    ):
+        read("tset")
+    config = image_config(tmp_path, name="tiny_splits", validation_splits=("test", "validation"))
+    unseen = load_validation(config, ImageConfig(channels=1), ("cat", "dog"))
+    assert sorted(values(unseen.named_validation["validation"])) == validation
+    with pytest.raises(ValueError, match="has the classes 'cat', 'dog', but the model has learned"):
+        load_validation(config, ImageConfig(channels=1), ("a", "b"))
+
+
 def test_tfds_set_without_a_test_split_holds_out_a_part_of_each_class(tmp_path):
     import tensorflow_datasets as tfds
 
@@ -312,7 +346,9 @@ def test_unsuitable_tfds_set_is_rejected(tmp_path):
     assert len(load(tmp_path, name="tiny_unlabelled", objective="image_contrast").train) == 12
     with pytest.raises(ValueError, match=r"tiny_words.* the features \['text'\], and none of them"):
         load(tmp_path, name="tiny_words")
-    with pytest.raises(ValueError, match=r"has the splits \['test'\], but no 'train'"):
+    with pytest.raises(
+        ValueError, match=r"tiny_test/1.0.0' has no split 'train'; choose from test"
+    ):
         load(tmp_path, name="tiny_test")
     with pytest.raises(ValueError, match=r"'cifar' is not a TFDS set; .*'cifar10'.*'image_folder'"):
         load(tmp_path, name="cifar")

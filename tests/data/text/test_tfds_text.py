@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from data.config import DataConfig
+from data.corpus import load_corpus, load_validation
+from data.image_config import ImageConfig
 from data.text.documents import find_corpus, open_documents
 from data.tfds_sets import open_split
-from tests.data.corpora import user_config
+from tests.data.corpora import tokens_of, user_config
 
 
 @pytest.fixture(scope="session")
@@ -87,25 +90,70 @@ def test_damaged_example_of_another_tfds_set_names_its_directory(stdlib_config, 
         list(examples)
 
 
-def test_tfds_set_without_validation_holds_out_the_end_of_train(tmp_path):
+def make_builder(name: str, splits: dict[str, range]) -> None:
+    """Register a TFDS set of texts with numbers."""
     import tensorflow_datasets as tfds
 
-    class TinyProse(tfds.core.GeneratorBasedBuilder):
-        VERSION = tfds.core.Version("1.0.0")
-        code_path = tfds.core.Path(__file__)
+    def info(self):
+        features = {"prose": tfds.features.Text(), "year": tfds.features.Scalar(np.int32)}
+        return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
-        def _info(self):
-            features = {"prose": tfds.features.Text(), "year": tfds.features.Scalar(np.int32)}
-            return tfds.core.DatasetInfo(
-                builder=self, features=tfds.features.FeaturesDict(features)
-            )
+    def generate(self, _):
+        return {
+            split: ((i, {"prose": f"prosa {i} é", "year": i}) for i in numbers)
+            for split, numbers in splits.items()
+        }
 
-        def _split_generators(self, dl_manager):
-            return {"train": ((i, {"prose": f"prosa {i} é", "year": i}) for i in range(40))}
+    fields = {
+        "VERSION": tfds.core.Version("1.0.0"),
+        "code_path": tfds.core.Path(__file__),
+        "_info": info,
+        "_split_generators": generate,
+        "_generate_examples": lambda self: iter(()),
+    }
+    type(name, (tfds.core.GeneratorBasedBuilder,), fields)
 
-        def _generate_examples(self):
-            raise NotImplementedError
 
+def test_named_splits_of_a_tfds_set_are_validation_sets(tmp_path):
+    splits = {"train": range(40), "validation": range(40, 50), "dev_2": range(50, 70)}
+    make_builder("TinyChapters", splits)
+    config = dataclasses.replace(
+        user_config("tiny_chapters", tmp_path),
+        tokenizer="bytes",
+        validation_splits=("dev_2", "validation"),
+    )
+
+    def texts(examples) -> set[int]:
+        text = bytes(token for token in tokens_of(examples) if token < 256).decode(errors="ignore")
+        return {int(number) for number in re.findall(r"prosa (\d+) é", text)}
+
+    corpus = load_corpus(config)
+    assert corpus.validation_sets.keys() == {"dev_2", "validation"}
+    # A row may cut a text in two, and the last tokens of the training split fill no row.
+    assert texts(corpus.train) <= {*range(40)} and len(texts(corpus.train)) > 30
+    assert texts(corpus.validation_sets["dev_2"]) == {*range(50, 70)}
+    assert texts(corpus.validation_sets["validation"]) == {*range(40, 50)}
+    alone = load_validation(config, ImageConfig(), ()).validation_sets
+    assert texts(alone["dev_2"]) == {*range(50, 70)}
+    other = dataclasses.replace(config, split="dev_2", validation_splits=("validation",))
+    documents = open_documents(other)
+    assert len(documents["train"]) == 20 and len(documents["validation"]) == 0
+    assert find_corpus(other).key != find_corpus(dataclasses.replace(other, split="train")).key
+    for changes, key in (
+        ({"validation_splits": ("dev",)}, "validation_splits"),
+        (
+            {"split": "dev", "validation_splits": ()},
+            "split",
+        ),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"data\.{key}: .*'dev'; choose from dev_2, train, va"
+        ):
+            load_corpus(dataclasses.replace(config, **changes))
+
+
+def test_tfds_set_without_validation_holds_out_the_end_of_train(tmp_path):
+    make_builder("TinyProse", {"train": range(40)})
     config = user_config("tiny_prose", tmp_path)
     config = dataclasses.replace(config, validation_fraction=0.1)
     documents = open_documents(config)

@@ -32,6 +32,29 @@ def test_colons_in_the_names_of_folders_begin_no_argument(folder, tmp_path):
     assert load(f"{tmp_path}/{folder}/own.py:medium").model.num_layers == 24
 
 
+@pytest.mark.parametrize("name", ["configs/gpt2.py", "gpt2.py", "gpt2"])
+def test_config_of_the_project_is_found_from_any_folder(name, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO")
+    assert load(f"{name}:medium").model.num_layers == 24
+    assert str(default_workdir(f"{name}:medium")) == "runs/gpt2_medium"
+    assert caplog.messages == [f"config  {CONFIG}"]
+    own = tmp_path / name
+    own.parent.mkdir(exist_ok=True)
+    own.write_text("def get_config(size): return {'train': {'num_steps': 7}}")
+    if own.suffix == ".py":  # it comes first, and nothing is logged
+        assert load(f"{name}:medium").train.num_steps == 7
+        assert len(caplog.messages) == 1
+
+
+def test_missing_config_file_lists_the_configs_of_the_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt3", "configs/gpt3.py:small", "other/gpt2.py"):
+        message = f"--config={name}: file .* does not exist; .*: bert, .*, gpt2, gpt2_3d, .*vit_pro"
+        with pytest.raises(FileNotFoundError, match=message):
+            load(name)
+
+
 @pytest.mark.parametrize(
     "name, text, message",
     [

@@ -167,3 +167,34 @@ def test_schedule_that_cannot_be_made_is_rejected(settings, message):
 
 def test_warmup_may_be_longer_than_the_run():
     assert rate(2, num_steps=3) == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        ({"warmup_steps": 25}, "optimizer.warmup_steps=25 takes all of train.num_steps=24, so the"),
+        ({"warmup_steps": 24}, "optimizer.warmup_steps=24 takes all of train.num_steps=24, so the"),
+        ({"warmup_steps": 23}, None),
+        ({"warmup_steps": 25, "schedule": f"{__name__}:thirds"}, None),
+        (
+            {"schedule": "wsd", "decay_steps": 21},
+            "optimizer.warmup_steps=4 and optimizer.decay_steps=21 overlap in train.num_steps=24",
+        ),
+        ({"schedule": "wsd", "decay_steps": 20}, None),
+        ({"schedule": "cosine_restarts", "cycle_steps": 21}, "optimizer.cycle_steps=21 after opt"),
+        ({"schedule": "cosine_restarts", "cycle_steps": 20}, None),
+        (
+            {"schedule": "piecewise", "milestones": (8, 24)},
+            "optimizer.milestones=(8, 24): train.num_steps=24 ends before 24; choose earlier",
+        ),
+        ({"schedule": "piecewise", "milestones": (8, 23)}, None),
+    ],
+)
+def test_warning_names_the_part_of_a_schedule_that_the_run_lacks(settings, start):
+    config = dataclasses.replace(BASE, **settings)
+    warnings = config.length_warnings(24)
+    assert len(warnings) == (start is not None)
+    assert all(warning.startswith(start) for warning in warnings)
+    if settings.get("schedule") == "wsd":
+        rates = [rate(step, **settings) for step in range(24)]
+        assert bool(warnings) == (max(rates) < 0.02 * (1 - 1e-6))

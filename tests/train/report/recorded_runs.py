@@ -55,6 +55,10 @@ def write_run(workdir: Path, *, rate: float = 1.0, **changes: object) -> Path:
     writer.close()
     (workdir / "config.yaml").write_text(as_yaml(config))
     (workdir / "run.json").write_text(json.dumps(FACTS))
+    lines = [
+        {"step": step, "prompt": "def f(", "text": f"x):\n    return {step}"} for step in (50, 100)
+    ]
+    (workdir / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_starts(workdir)
     return workdir
 

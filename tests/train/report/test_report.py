@@ -96,6 +96,23 @@ def test_bars_show_all_time_of_a_run_and_the_planned_memory(tmp_path):
     assert compiled["boxes"][0]["length"] == 7 * 2**30 and compiled["mark"] == 9 * 2**30
 
 
+def test_samples_are_shown_by_prompt_and_step(tmp_path):
+    workdir = write_run(tmp_path / "a")
+    with open(workdir / "samples.jsonl", "a") as file:
+        for step in range(150, 5000, 50):
+            for prompt in ("def f(", "import "):
+                file.write(
+                    json.dumps({"step": step, "prompt": prompt, "text": f"of {step}"}) + "\n"
+                )
+        # A run that is killed and resumed repeats an evaluation.
+        file.write(json.dumps({"step": 50, "prompt": "def f(", "text": "again"}) + "\n")
+    first, second = data_of(workdir)["samples"]
+    assert (first["prompt"], second["prompt"]) == ("def f(", "import ")
+    rows = first["table"]["rows"]
+    assert rows[0] == ["50", "again"] and rows[-1] == ["4,950", "of 4950"] and len(rows) == 24
+    assert second["table"]["rows"][0] == ["150", "of 150"]
+
+
 def test_configs_are_compared_between_runs_and_between_starts(tmp_path):
     first = write_run(tmp_path / "a", optimizer__learning_rate=0.1)
     (first / "configs").mkdir()
@@ -136,8 +153,9 @@ def test_parts_that_are_missing_are_left_out(tmp_path, capsys):
         ("config.yaml", "model: [", "config.yaml is left out: "),
         ("goodput/0001.json", '{"started_at": 1}', "is not a record of a start"),
         ("run.json", '{"software": {}}', "run.json is left out: "),
+        ("samples.jsonl", '{"step": 1, "prompt": "a"}\n{"step": "x"}\n3\n', "left out: 1, 2, 3"),
     ],
-    ids=["torn", "no-steps", "huge-step", "yaml", "goodput", "run"],
+    ids=["torn", "no-steps", "huge-step", "yaml", "goodput", "run", "samples"],
 )
 def test_damaged_files_are_named_in_a_sentence(file, text, sentence, tmp_path, capsys):
     workdir = write_run(tmp_path / "a", mesh__pipeline=1)

@@ -1,15 +1,25 @@
 """Shards at URLs and on the Hugging Face hub: rows as of local files, and errors that name them."""
 
+import gzip
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from data.config import DataConfig
 from data.corpus import load_corpus
 from data.examples import BrokenExample
+from data.text.streaming import first_row
 from tests.data.corpora import assert_rows, take
 from tests.data.test_store_files import web_server
-from tests.data.text.streaming.shard_files import batches, config_of, refused, write_shards
+from tests.data.text.streaming.shard_files import (
+    as_lines,
+    batches,
+    config_of,
+    refused,
+    write_shards,
+)
 from tests.data.text.streaming.watching import size_of
 
 
@@ -90,3 +100,44 @@ def test_object_larger_than_its_part_of_the_cache_is_refused_at_the_start(
     memory_store.pipe("/texts/a.bin", b"")
     with pytest.raises(ValueError, match="data.paths matches 'memory://texts/a.bin', but only"):
         load_corpus(streamed(tmp_path, "memory://texts"))
+
+
+@pytest.fixture
+def long_files(tmp_path) -> dict[str, bytes]:
+    """Return name -> content of shards that are longer than the part that the check reads."""
+    texts = [f"{number} " * 100 for number in range(30_000)]
+    lines = as_lines(texts).encode()
+    table = pyarrow.table({"text": texts, "id": range(len(texts))})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    content = (tmp_path / "a.parquet").read_bytes()
+    return {"a.jsonl": lines, "a.parquet": content, "a.jsonl.gz": gzip.compress(lines)}
+
+
+@pytest.mark.thorough(but=["store-a.jsonl", "hub-a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz"])
+@pytest.mark.parametrize("kind", ["store", "web", "hub"])
+def test_part_of_a_remote_shard_shows_that_the_field_is_missing(
+    kind, name, long_files, memory_store, hub, tmp_path, monkeypatch
+):
+    content = long_files[name]
+    monkeypatch.setattr(first_row, "_PART_BYTES", 2**15)
+    assert len(content) > 2**15
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / name).write_bytes(content)
+    put(memory_store, {name: content})
+    commit = hub.commit("me/texts", {name: content}, kind="datasets")
+    with web_server(tmp_path / "web") as server:
+        url = {
+            "store": f"memory://texts/{name}",
+            "web": f"{server}/{name}",
+            "hub": f"hf://datasets/me/texts@{commit}/{name}",
+        }[kind]
+        load_corpus(streamed(tmp_path, url))
+        if (kind, name) == ("web", "a.parquet"):  # It sends no parts, so the run finds it later.
+            load_corpus(streamed(tmp_path, url, text_field="body"))
+            return
+        with pytest.raises(ValueError) as error:
+            load_corpus(streamed(tmp_path, url, text_field="body"))
+    fields = "has the columns ['id', 'text']" if "parquet" in name else "has the fields ['text']"
+    assert name in str(error.value) and fields in str(error.value)
+    assert "set data.text_field to the" in str(error.value)

@@ -262,3 +262,28 @@ def test_fingerprint_depends_on_names_and_sizes_of_shards(tmp_path):
     assert fingerprints[0] == fingerprints[1]
     (tmp_path / "b" / "1.jsonl").write_text('{"text": "more"}')
     assert load_corpus(config_of(tmp_path / "b")).fingerprint != fingerprints[0]
+
+
+@pytest.mark.parametrize("number", [0, 3, 6])  # .jsonl, .parquet, .csv
+def test_field_that_the_first_row_lacks_is_refused_before_any_batch(number, tmp_path):
+    write_shards(tmp_path)
+    (file,) = tmp_path.glob(f"{number}.*")
+    where, fields = {
+        0: (f"{file} line 1 has the fields ['text']", "field"),
+        3: (f"{file} has the columns ['id', 'text']", "column"),
+        6: (f"{file} line 2 has the fields ['id', 'text']", "field"),
+    }[number]
+    with pytest.raises(ValueError) as error:
+        load_corpus(config_of(tmp_path, paths=(str(file),), text_field="body"))
+    assert str(error.value).startswith(f"data.paths: {where}, but no ")
+    assert "data.text_field='body'; set data.text_field to the " + fields in str(error.value)
+
+
+def test_first_row_is_checked_in_the_first_shard_that_has_one(tmp_path):
+    (tmp_path / "0.jsonl").write_text("")
+    (tmp_path / "1.txt").write_text("A text has no fields.\n")
+    (tmp_path / "2.jsonl").write_text('\n{"body": "a"}\n{"text": "a"}\n')
+    (tmp_path / "3.jsonl").write_text('{"content": "a"}\n')
+    with pytest.raises(ValueError, match=r"2\.jsonl line 2 has the fields \['body'\]"):
+        load_corpus(config_of(tmp_path))
+    load_corpus(config_of(tmp_path, text_field="body"))

@@ -7,9 +7,9 @@ import resource
 
 import pytest
 
-from train.reporting.appender import Appender, JsonLines
-from train.reporting.tensorboard_file import TensorBoardFile
+from untrusted.appender import Appender, JsonLines
 from untrusted.files import NamedFile
+from untrusted.tensorboard_file import TensorBoardFile
 
 
 def test_a_torn_line_is_ended_and_numbers_in_mappings_are_json(tmp_path):
@@ -59,8 +59,8 @@ def test_an_error_of_the_disk_names_the_file(kind, tmp_path):
 @pytest.mark.parametrize("kind", [JsonLines, TensorBoardFile])
 def test_links_are_not_followed(kind, tmp_path, monkeypatch):
     (tmp_path / "target").write_text("kept")
-    monkeypatch.setattr("train.reporting.tensorboard_file.time.time", lambda: 1.0)
-    monkeypatch.setattr("train.reporting.tensorboard_file.socket.gethostname", lambda: "host")
+    monkeypatch.setattr("untrusted.tensorboard_file.time.time", lambda: 1.0)
+    monkeypatch.setattr("untrusted.tensorboard_file.socket.gethostname", lambda: "host")
     name = f"events.out.tfevents.0000000001.000000.host.{os.getpid()}"
     (tmp_path / name).symlink_to("target")
     with pytest.raises(ValueError, match="is a symbolic link, which is not followed"):

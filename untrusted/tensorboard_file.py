@@ -21,7 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from train.reporting.appender import Appender
+from untrusted.appender import Appender
 
 
 class TensorBoardFile:
