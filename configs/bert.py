@@ -33,7 +33,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("bert", size, SIZES)
+    sizes.choose("bert", size, ("tiny", *SIZES))
     config = common.get_config()
     config.data.objective = "masked_lm_pairs"
     config.model = ConfigDict()

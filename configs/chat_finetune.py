@@ -29,7 +29,7 @@ TASKS = {"full": 2e-5, "lora": 2e-4, "dpo": 1e-6, "dpo_lora": 5e-6}
 
 def get_config(task: str = "full") -> ConfigDict:
     """Return the config for a key of TASKS."""
-    sizes.choose_task("chat_finetune", task, TASKS)
+    sizes.choose("chat_finetune", task, TASKS)
     config = common.get_config()
     tuning = "lora" if task.endswith("lora") else "full"
     sizes.from_published(config, tuning, TASKS[task])

@@ -29,7 +29,7 @@ _TINY = ((2, 4, 64, 256, 8), (2, 4, 64, 256), 64)
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("clip", size, SIZES)
+    sizes.choose("clip", size, ("tiny", *SIZES))
     config = sizes.of_images("clip", "image_text")
     images, texts, projection_dim = SIZES.get(size, _TINY)
     is_siglip = size.startswith("siglip")

@@ -30,7 +30,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("gpt2", size, SIZES)
+    sizes.choose("gpt2", size, ("tiny", *SIZES))
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "gpt2"  # or package.module:Class for a model of your own

@@ -185,7 +185,7 @@ SIZES: dict[str, tuple[int, int, int, int, int, int, float, dict[str, Any]]] = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("llama", size, SIZES)
+    sizes.choose("llama", size, ("tiny", *SIZES))
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "llama"

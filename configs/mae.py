@@ -22,7 +22,7 @@ SIZES = {name: VIT_SIZES[name] for name in ("base16", "large16", "huge14")}
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("mae", size, SIZES)
+    sizes.choose("mae", size, ("tiny", *SIZES))
     config = sizes.of_images("mae", "image_reconstruction")
     config.model.patch_size = 2
     config.model.num_layers = 4  # encoder layers; the next three keys are the encoder's, too

@@ -31,7 +31,7 @@ FROZEN = ("patch_embedding.*", "position_embedding")
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("moco", size, SIZES)
+    sizes.choose("moco", size, ("tiny", *SIZES))
     config = sizes.of_images("moco", "image_contrast")
     config.model.patch_size = 2
     config.model.num_layers = 4

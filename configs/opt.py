@@ -29,7 +29,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("opt", size, SIZES)
+    sizes.choose("opt", size, ("tiny", *SIZES))
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "opt"

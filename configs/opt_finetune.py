@@ -19,7 +19,7 @@ _RATES = {"full": 2e-5, "lora": 2e-4}
 
 def get_config(tuning: str = "full") -> ConfigDict:
     """Return the config; `tuning` is one of `configs.sizes.TUNINGS`."""
-    sizes.choose_task("opt_finetune", tuning, sizes.TUNINGS)
+    sizes.choose("opt_finetune", tuning, sizes.TUNINGS)
     config = common.get_config()
     sizes.from_published(config, tuning, _RATES[tuning])
     config.model.head = "lm"  # a checkpoint of a base model has no head

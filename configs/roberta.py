@@ -19,7 +19,7 @@ SIZES = {"base": ("base", 6e-4), "large": ("large", 4e-4)}
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("roberta", size, SIZES)
+    sizes.choose("roberta", size, ("tiny", *SIZES))
     of_bert, learning_rate = SIZES.get(size, ("tiny", None))
     config = bert.get_config(of_bert)
     config.data.objective = "masked_lm"

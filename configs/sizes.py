@@ -156,21 +156,11 @@ def imagenet(config: ConfigDict) -> None:
     config.checkpoint.every_steps = 1251
 
 
-def choose(model: str, size: str, sizes: Iterable[str]) -> None:
-    """Check that `size` is "tiny" or one of a model's published sizes.
-
-    Raises:
-        ValueError: `size` is neither.
-    """
-    if size != "tiny" and size not in sizes:
-        raise ValueError(f"{model} has no size {size!r}; choose from {', '.join(['tiny', *sizes])}")
-
-
-def choose_task(config: str, task: str, tasks: Iterable[str]) -> None:
-    """Check that `task`, the text after the colon of `--config`, is one that a config has.
+def choose(config: str, name: str, names: Iterable[str]) -> None:
+    """Check that `name`, the text after the colon of `--config`, is one that a config file has.
 
     Raises:
         ValueError: it is another.
     """
-    if task not in tasks:
-        raise ValueError(f"configs/{config}.py:{task} does not exist; choose {', '.join(tasks)}")
+    if name not in names:
+        raise ValueError(f"configs/{config}.py:{name} does not exist; choose {', '.join(names)}")

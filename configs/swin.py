@@ -32,7 +32,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("swin", size, SIZES)
+    sizes.choose("swin", size, ("tiny", *SIZES))
     config = sizes.of_images("swin", "image_classification")
     config.model.patch_size = 1
     config.model.embed_dim = 32

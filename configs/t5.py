@@ -47,7 +47,7 @@ SIZES = (
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("t5", size, SIZES)
+    sizes.choose("t5", size, ("tiny", *SIZES))
     config = common.get_config()
     config.data.objective = "span_corruption"
     config.model = ConfigDict()

@@ -29,7 +29,7 @@ SIZES = {
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("vit", size, SIZES)
+    sizes.choose("vit", size, ("tiny", *SIZES))
     config = sizes.of_images("vit", "image_classification")
     config.model.patch_size = 2
     config.model.num_layers = 4

@@ -30,7 +30,7 @@ _STEPS_PER_EPOCH = 1251
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("vit_finetune", size, SIZES)
+    sizes.choose("vit_finetune", size, ("tiny", *SIZES))
     config = vit.get_config(size)
     config.model.pool = "mean"
     config.model.positions = "sincos"

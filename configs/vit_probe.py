@@ -27,7 +27,7 @@ FROZEN = ("patch_embedding.*", "class_token", "position_embedding", "encoder.*",
 
 def get_config(size: str = "tiny") -> ConfigDict:
     """Return the config for a size: "tiny" or a key of SIZES."""
-    sizes.choose("vit_probe", size, SIZES)
+    sizes.choose("vit_probe", size, ("tiny", *SIZES))
     config = vit.get_config()
     config.model.positions = "sincos"
     config.model.drop_path = 0.0

@@ -19,7 +19,7 @@ from train.main import main
 def test_load_passes_the_argument_after_the_colon():
     assert load(CONFIG).model.num_layers == 4
     assert load(f"{CONFIG}:medium").model.num_layers == 24
-    with pytest.raises(ValueError, match="no size 'huge'; choose from tiny, small, medium"):
+    with pytest.raises(ValueError, match=r"configs/gpt2\.py:huge does not exist; choose tiny, sm"):
         load(f"{CONFIG}:huge")
 
 
