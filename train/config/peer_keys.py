@@ -47,6 +47,8 @@ _NAMES = {
         sequence_length max_target_length encoder_seq_length context_length""",
     "data.global_batch_size": """batch_size global_batch_size train_batch_size total_batch_size
         global_batch""",
+    "data.rampup_batch_size": """rampup_batch_size batch_size_rampup global_rampup_samples
+        per_device_batch_size_start enable_rampup_batch_size""",
     "data.num_threads": "num_workers dataloader_num_workers num_threads",
     "optimizer.name": "optim optimizer optimizer_type opt_type optimizer_name",
     "optimizer.learning_rate": "lr learning_rate base_lr max_lr peak_lr",
