@@ -31,7 +31,7 @@ MESHES = {
     "data=4": ("mesh.data=4",),
     "fsdp=2, ZeRO 3": ("mesh.fsdp=2", "mesh.data=2", "memory.zero_stage=3"),
     "2x2x2": (*CUBE, "memory.zero_stage=2"),
-    "zbv": ("mesh.pipeline=2", "pipeline.schedule=zbv", "pipeline.chunks=2"),
+    "zero_bubble": ("mesh.pipeline=2", "pipeline.schedule=zero_bubble"),
     "one microbatch": ("mesh.data=4", "train.num_microbatches=1"),
 }
 

@@ -17,6 +17,7 @@ from flax import nnx
 from models.adapters import add_adapters
 from models.functions import ModelFunctions, functions_of
 from models.preference import with_preference
+from models.scaling import param_scales
 from pipeline.config import BALANCED
 from pipeline.schedule import make_schedule
 from pipeline.schedules.table import Schedule
@@ -252,6 +253,7 @@ def _optimizer(
         matrices=matrices,
         compute_dtype=config.precision.compute_dtype,
         depths=traces.depths if config.optimizer.layer_decay != 1 else None,
+        scales=param_scales(getattr(model, "config", None), traces.params, functions.num_layers),
         average=average,
     )
     return optimizer, frozen
