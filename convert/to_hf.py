@@ -173,6 +173,7 @@ def describe(model: str, config: Any, source: Source | None) -> tuple[Architectu
         ValueError: There is no such architecture; the message names the fields that the closest
             one cannot express.
     """
+    config = getattr(config, "explicit", config)  # config.json has factors, no scaling rule
     original = None if source is None else source.hf_config
     candidates = _candidates(model)
     # Prefer the architecture that the run was imported from. It may belong to another model, if the

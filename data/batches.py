@@ -1,8 +1,9 @@
 """Batches that do not depend on the number of processes that read them.
 
 The train split is one endless shuffled stream of elements. Row r of step k is element
-k * global_batch_size + r, no matter which process supplies it. For example, with a global batch of
-4 read by two processes:
+k * global_batch_size + r, no matter which process supplies it. (In a run whose batches grow, the
+elements of earlier steps are counted by data/batch_sizes.py.) For example, with a global batch of 4
+read by two processes:
 
     step            0         |  1         |  2
     element         0  1  2  3|  4  5  6  7|  8  9 10 11 ...
@@ -19,6 +20,7 @@ from typing import cast
 import grain
 import numpy as np
 
+from data.batch_sizes import BatchSizes, rows_of_size
 from data.config import DataConfig
 from data.examples import Batch, ConcatExamples, Corpus, Examples
 from data.image_config import ImageConfig
@@ -37,14 +39,15 @@ def train_batches(
 ) -> grain.DatasetIterator[Batch]:
     """Return an endless iterator over this process's rows of the shuffled train batches.
 
-    Row r of step k is element k * global_batch_size + r of one endless stream that is reshuffled
-    each epoch, for any number of processes. The state of the iterator is the number of steps and
+    A step continues one endless stream, which is reshuffled each epoch, after the elements of
+    earlier steps, for any number of processes. The state of the iterator is the number of steps and
     nothing else, so a state saved by one process can be restored by any number of processes. The
     state for a streamed corpus has a position in its shards, too (data/stream_batches.py).
 
     Args:
-        rows: rows of the global batch that this process supplies, each from 0 to
-            global_batch_size - 1, in the order in which they are returned.
+        rows: rows of a full global batch that this process supplies, each from 0 to
+            global_batch_size - 1, in the order in which they are returned. While the batch size
+            grows, the process supplies the same share of each batch (`rows_of_size`).
         seed: seed of shuffling, masking and image transforms, from 0 to 2**32 - 1.
 
     Returns:
@@ -58,7 +61,7 @@ def train_batches(
     check_rows(rows, config.global_batch_size)
     if corpus.stream is not None:
         order = _shuffled(corpus.stream.num_shards, seed)
-        batches = StreamBatches(corpus.stream, order, rows, config.global_batch_size, seed)
+        batches = StreamBatches(corpus.stream, order, rows, config.batch_sizes, seed)
         return ReadAhead(batches, batches_ahead(0))
     examples = corpus.train
     order = _order(corpus.train, config, seed)
@@ -68,7 +71,7 @@ def train_batches(
         return examples.train_batch(elements, order, seed)
 
     num_batches = sys.maxsize // config.global_batch_size
-    return _iterate(read, config, rows, num_batches, examples.row_bytes)
+    return _iterate(read, config, config.batch_sizes, rows, num_batches, examples.row_bytes)
 
 
 def validation_batches(
@@ -109,13 +112,14 @@ def validation_batches(
 
     all_batches = -(-len(examples) // size)
     num_batches = all_batches if num_batches is None else min(num_batches, all_batches)
-    return _iterate(read, config, rows, num_batches, examples.row_bytes)
+    sizes = BatchSizes.of(size)
+    return _iterate(read, config, sizes, rows, num_batches, examples.row_bytes)
 
 
-def epoch_steps(corpus: Corpus, config: DataConfig, images: ImageConfig) -> Fraction:
-    """Return the number of steps after which every example of the train split was read once.
+def epoch_elements(corpus: Corpus, config: DataConfig, images: ImageConfig) -> Fraction:
+    """Return the number of elements after which every example of the train split was read once.
 
-    The examples of a mixture count together: after this many steps, small sources were read more
+    The examples of a mixture count together: after this many elements, small sources were read more
     often than large ones.
 
     Args:
@@ -123,7 +127,8 @@ def epoch_steps(corpus: Corpus, config: DataConfig, images: ImageConfig) -> Frac
     """
     # As in `Images`, which draws the images of a batch once for all of their repeats.
     repeats = images.repeats if config.reads_images else 1
-    return Fraction(len(corpus.train), -(-config.global_batch_size // repeats))
+    size = config.global_batch_size
+    return Fraction(len(corpus.train) * size, -(-size // repeats))
 
 
 def batches_ahead(batch_bytes: int) -> int:
@@ -179,6 +184,7 @@ def _shuffled(length: int, seed: int) -> Callable[[int], int]:
 def _iterate(
     read: Callable[[Sequence[int]], Batch],
     config: DataConfig,
+    sizes: BatchSizes,
     rows: Sequence[int],
     num_batches: int,
     row_bytes: int,
@@ -186,11 +192,11 @@ def _iterate(
     """Return an iterator over this process's rows of batches; its state is a step count.
 
     Args:
-        read: returns the rows of the given elements; row r of batch k is element
-            k * global_batch_size + r.
+        read: returns the rows of the given elements.
+        sizes: global batch sizes, the last of which `rows` refers to.
     """
     num_ahead = batches_ahead(len(rows) * row_bytes)
-    batches = _Batches(read, config.global_batch_size, rows, num_batches)
+    batches = _Batches(read, sizes, rows, num_batches)
     options = grain.ReadOptions(
         num_threads=min(config.num_threads, num_ahead), prefetch_buffer_size=num_ahead
     )
@@ -203,20 +209,23 @@ class _Batches(Sequence[Batch]):
     def __init__(
         self,
         read: Callable[[Sequence[int]], Batch],
-        global_batch_size: int,
+        sizes: BatchSizes,
         rows: Sequence[int],
         num_batches: int,
     ):
         self._read = read
         self._rows = tuple(int(row) for row in rows)
-        self._global_batch_size = global_batch_size
+        self._sizes = sizes
         self._num_batches = num_batches
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __getitem__(self, index):  # pyright: ignore[reportIncompatibleMethodOverride]
-        elements = [index * self._global_batch_size + row for row in self._rows]
+        first = self._sizes.first_element(index)
+        size = self._sizes.of_step(index)
+        rows = rows_of_size(self._rows, self._sizes.full.size, size)
+        elements = [first + row for row in rows]
         batch = self._read(elements)
         batch["index"] = np.array([element % 2**32 for element in elements], np.uint32)
         return batch

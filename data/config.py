@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data.batch_sizes import BatchSizes, check_rampup
 from data.blend import parse_mixture, weighted_token_files
 from data.checks import require
 from data.named_paths import check_entry, named_paths
@@ -246,6 +247,17 @@ class DataConfig(Section, section="data"):
         ge=1,
         required=True,
     )
+    rampup_batch_size: tuple[int, ...] = field(
+        (),
+        "Batch-size ramp-up, `START,INCREMENT,EXAMPLES`: steps begin with START examples, and the "
+        "size grows by INCREMENT, evenly over the first EXAMPLES examples of the run, until it is "
+        "`global_batch_size`. A smaller batch has as few microbatches as it can without larger "
+        "ones. `()`: all batches have the same size.",
+        length=3,
+        ge=1,
+        also=((),),
+        remedy="write for example 16,16,100000, or () for batches of the same size",
+    )
     validation_fraction: float = field(
         0.05,
         "Fraction of documents or images held out for validation if the corpus has no validation "
@@ -312,6 +324,7 @@ class DataConfig(Section, section="data"):
         self._check_lengths()
         if self.streaming:
             self._check_streaming()
+        check_rampup(self.global_batch_size, self.rampup_batch_size)
 
     def _check_sources(self) -> None:
         require(
@@ -445,6 +458,11 @@ class DataConfig(Section, section="data"):
             "data.streaming=True, which never has all texts at once; set data.validation_paths, or "
             "data.validation_fraction=0 to evaluate on nothing",
         )
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """The global batch sizes of all steps."""
+        return BatchSizes.of(self.global_batch_size, self.rampup_batch_size)
 
     @property
     def reads_images(self) -> bool:

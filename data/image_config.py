@@ -201,6 +201,18 @@ def check_images(data: DataConfig, images: ImageConfig) -> None:
         f"in pairs, but data.global_batch_size={size} is odd; choose an even size such as "
         f"{size + 1}",
     )
+    rampup = data.rampup_batch_size
+    require(
+        not images.mixes or not any(number % 2 for number in rampup[:2]),
+        f"images.mixup={images.mixup} and images.cutmix={images.cutmix} mix the images of a batch "
+        f"in pairs, but data.rampup_batch_size={rampup!r} leads to odd sizes; choose an even START "
+        "and INCREMENT",
+    )
+    require(
+        images.repeats == 1 or not rampup,
+        f"images.repeats={images.repeats} counts the images of batches of the same size, but "
+        f"data.rampup_batch_size={rampup!r}; set images.repeats=1, or data.rampup_batch_size=()",
+    )
     require(
         images.repeats == 1 or 2 * images.repeats <= size,
         f"images.repeats={images.repeats} leaves fewer than two different images in a batch of "

@@ -20,6 +20,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from data.batch_sizes import BatchSizes, rows_of_size
 from data.examples import (
     BLOCK,
     TRAIN,
@@ -59,7 +60,8 @@ class StreamBatches(grain.DatasetIterator[Batch]):
 
     Args:
         order: maps a number in the endless order of shards to the number of a shard.
-        rows: rows of the global batch that this process supplies.
+        rows: rows of a full global batch that this process supplies.
+        sizes: global batch sizes.
         seed: seed of everything random in a row, and of the order in a block.
     """
 
@@ -68,14 +70,14 @@ class StreamBatches(grain.DatasetIterator[Batch]):
         stream: ExampleStream,
         order: Callable[[int], int],
         rows: Sequence[int],
-        global_batch_size: int,
+        sizes: BatchSizes,
         seed: int,
     ):
         super().__init__()
         self.stream = stream
         self._order = order
         self._rows = tuple(int(row) for row in rows)
-        self._global_batch_size = global_batch_size
+        self._sizes = sizes
         self._seed = seed
         self.set_state({"element": 0, "block": 0, "shard": 0, "offset": 0})
 
@@ -85,10 +87,12 @@ class StreamBatches(grain.DatasetIterator[Batch]):
         Raises:
             BrokenExample: A shard cannot be read.
         """
-        stop = self._element + self._global_batch_size
+        size = self._sizes.of_element(self._element)
+        stop = self._element + size
         while self._next_first < stop:
             self._read_block()
-        elements = [self._element + row for row in self._rows]
+        rows = rows_of_size(self._rows, self._sizes.full.size, size)
+        elements = [self._element + row for row in rows]
         batch = stack([self._example(element) for element in elements])
         batch["index"] = np.array([element % 2**32 for element in elements], np.uint32)
         self._element = stop

@@ -144,7 +144,7 @@ def evaluate_images(
             )
         return jnp.argmax(logits, axis=1), label_rank(logits, targets)
 
-    data = dataclasses.replace(data, global_batch_size=batch_size)
+    data = dataclasses.replace(data, global_batch_size=batch_size, rampup_batch_size=())
     confusion = np.zeros((len(known), len(known)), np.int64)
     num_in_top = 0
     for batch in validation_batches(corpus, data, range(batch_size)):
@@ -195,6 +195,7 @@ def sections_of(source: Source, path: Path, images: Path | None) -> tuple[DataCo
     elif "name" not in data:
         raise ValueError(f"{path} is not a run, so it has no images; pass --images=FOLDER")
     data["global_batch_size"] = 1  # training would need as many images as a batch
+    data["rampup_batch_size"] = ()
     check_keys(DataConfig, data, "data")
     return DataConfig(**data), preprocessing
 

@@ -14,7 +14,7 @@ from checkpoint.paths import check_path
 from convert.options import ReadOptions
 from convert.source import Source
 from convert.to_hf import export_problem
-from data.batches import epoch_steps
+from data.batches import epoch_elements
 from data.corpus import expected_vocab_size, load_corpus
 from data.examples import Corpus
 from distributed import startup
@@ -139,7 +139,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         )
     sizes = _DataSizes(vocab_size=corpus.vocab_size, num_labels=len(corpus.labels) or None)
     if len(corpus.train):
-        config = with_num_steps(config, epoch_steps(corpus, config.data, config.images))
+        config = with_num_steps(config, epoch_elements(corpus, config.data, config.images))
     has_other_sizes = run.config.model_config(**dataclasses.asdict(sizes)) != run.model_config
     if has_other_sizes or run.config.train.num_steps != config.train.num_steps:
         run, planner = _assemble(config, fixed, mesh, sizes, options)

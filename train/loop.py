@@ -33,6 +33,7 @@ from train.reporting.progress import Progress
 from train.reporting.step_profile import StepProfile
 from train.reporting.throughput import HostTimes, ThroughputMeter, mfu
 from train.reporting.trackers import Trackers, find_trackers
+from train.run.assemble import with_batch_size
 from train.run.run import Run
 from train.samples import Samples
 from train.state.train_state import TrainState
@@ -166,6 +167,7 @@ class _TrainingLoop:
         self._signals = signals
         self._num_steps = run.config.train.num_steps
         self._state = restored.state
+        self._step_run = run  # `run`, with the batch size of the newest step
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
         self._writer = logs.metrics
@@ -204,13 +206,24 @@ class _TrainingLoop:
     def next_batch(self) -> dict[str, jax.Array]:
         """Begin the next step: read this process's rows of its batch, place them on the mesh."""
         self.step += 1
+        self._follow_batch_size()
         if self._profile.begins_at(self.step):
             with self._meter.paused():
                 self._profile.begin()
         self._host_times.begin_step()
         with self._phases("data", self.step), self._meter.waiting():
             self._local_batch = next(self._batches)
-            return self._run.place_batch(self._local_batch)
+            return self._step_run.place_batch(self._local_batch)
+
+    def _follow_batch_size(self) -> None:
+        """Compile the step again if the batch size grows with this step."""
+        size = self._run.config.data.batch_sizes.of_step(self.step - 1)
+        if size == self._step_run.config.data.global_batch_size:
+            return
+        with self._phases("compile"), self._meter.paused():
+            self._step_run = with_batch_size(self._run, size)
+            self._compiled_step = self._step_run.compile_train_step()
+        self._meter.units_per_step = self._step_run.units_per_step
 
     def run_step(self, batch: dict[str, jax.Array]) -> int | None:
         """Start the step on the devices, and log it if that is due.
@@ -227,6 +240,8 @@ class _TrainingLoop:
             every_steps = self._run.config.log.every_steps
             if self.step % every_steps == 0 or self.step in (1, self._num_steps):
                 logged = _values_to_log(metrics, self._meter, self._run) | self._host_times.lap()
+                if self._run.config.data.rampup_batch_size:
+                    logged["global_batch_size"] = self._step_run.config.data.global_batch_size
                 self._write(self.step, logged)
                 self._progress.update(self.step, logged)
                 self._record.write(self.step)

@@ -129,16 +129,23 @@ class FusedQKVAttention(nnx.Module):
         self.qkv = Linear(embed, {"_qkv": 3, **heads}, stddev=stddevs[0], rngs=rngs)
         self.out = Linear(heads, embed, stddev=stddevs[1], rngs=rngs)
 
-    def __call__(self, x_BTD: jax.Array, segments: Segments | None) -> jax.Array:
-        """Apply attention, naming activations as `Attention` does; returns `[B, T, D]`."""
+    def __call__(
+        self, x_BTD: jax.Array, segments: Segments | None, scale: float | None = None
+    ) -> jax.Array:
+        """Apply attention, naming activations as `Attention` does; returns `[B, T, D]`.
+
+        Args:
+            x_BTD: activations.
+            segments: as for `models.layers.attention.attend`.
+            scale: factor of queries · keys; 1 / √H by default.
+        """
         qkv = self.qkv(gather_tokens(x_BTD), x_BTD)
         qkv = checkpoint_name(constrain(qkv, "batch", "seq", None, "heads", "head_dim"), "qkv")
         q_BTNH = qkv[:, :, 0]
         k_BTNH = qkv[:, :, 1]
         v_BTNH = qkv[:, :, 2]
-        return projected(
-            self.out, attend(q_BTNH, k_BTNH, v_BTNH, is_causal=True, segments=segments)
-        )
+        options = {"is_causal": True, "segments": segments, "scale": scale}
+        return projected(self.out, attend(q_BTNH, k_BTNH, v_BTNH, **options))
 
 
 def projected(out: Linear, y_BTNH: jax.Array) -> jax.Array:

@@ -14,11 +14,12 @@ from flax import nnx
 
 from models.field_checks import check_choices
 from models.layers.basic import lookup, param
-from models.layers.block import Block, mlp_of, norm_of
+from models.layers.block import Block, mlp_of, norm_of, scaled
 from models.layers.dropout import dropout
 from models.layers.masks import segments
 from models.layers.transformer import FusedQKVAttention
 from models.losses import VocabLogits
+from models.scaling import ScalingConfig
 from models.stack import Stack
 from models.text.causal import CausalModel
 from models.text.common import (
@@ -31,7 +32,7 @@ from models.text.common import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GPT2Config(BlockConfig, VocabConfig):
+class GPT2Config(BlockConfig, ScalingConfig, VocabConfig):
     """Sizes and regularization of a GPT-2."""
 
     max_positions: int  # longest sequence
@@ -43,13 +44,16 @@ class GPT2Config(BlockConfig, VocabConfig):
     def __post_init__(self):
         super().__post_init__()
         self.check_blocks()
+        self.check_scaling()
         check_choices(self, head=CAUSAL_HEADS)
 
 
 class _Block(Block):
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        # Smaller for layers that write to the residual stream.
-        stddevs = config.init_stddev, config.init_stddev / math.sqrt(2 * config.num_layers)
+        # Smaller for layers that write to the residual stream. `branch_scale` makes a deeper
+        # model's contributions as small as they need to be, so these are the base model's.
+        stddev = config.hidden_stddev
+        stddevs = stddev, stddev / math.sqrt(2 * (config.base_num_layers or config.num_layers))
         heads = config.num_heads, config.embed_dim // config.num_heads
         super().__init__(
             attention_norm=norm_of(config, rngs=rngs),
@@ -57,10 +61,12 @@ class _Block(Block):
             mlp_norm=norm_of(config, rngs=rngs),
             mlp=mlp_of(config, stddevs=stddevs, rngs=rngs),
             dropout=config.dropout,
+            scale=config.branch_scale,
         )
+        self.score_scale = config.scaled_scores(heads[1])
 
     def attend(self, x_BTD: jax.Array, batch: dict) -> jax.Array:
-        return self.attention(x_BTD, segments(batch))
+        return self.attention(x_BTD, segments(batch), self.score_scale)
 
 
 class GPT2(CausalModel):
@@ -87,4 +93,5 @@ class GPT2(CausalModel):
     def outputs(self, x_BTD: jax.Array) -> VocabLogits:
         """Return the logits for the activations after the last block."""
         table_VD = self.token_embedding[...]
-        return VocabLogits(self.final_norm(x_BTD), table_VD, vocab_size=self.config.vocab_size)
+        normal_BTD = scaled(self.final_norm(x_BTD), self.config.readout_scale)
+        return VocabLogits(normal_BTD, table_VD, vocab_size=self.config.vocab_size)

@@ -11,9 +11,8 @@ Jiang et al. 2023 (arXiv:2310.06825); Yang et al. 2024 (arXiv:2407.10671), secti
 """
 
 import dataclasses
-import math
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -26,6 +25,7 @@ from models.layers.experts import ExpertsConfig
 from models.layers.latent_attention import LatentAttention, LatentConfig
 from models.layers.transformer import Attention
 from models.losses import VocabLogits
+from models.scaling import ScalingConfig
 from models.stack import Stack
 from models.text.common import CAUSAL_HEADS
 from models.text.layer_types import LayerTypesConfig, stacks_of
@@ -34,7 +34,7 @@ from models.text.multi_token import MultiTokenBlock, MultiTokenConfig, MultiToke
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfig):
+class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfig, ScalingConfig):
     """Sizes and variants of a model of the LLaMA family."""
 
     num_heads: int
@@ -99,6 +99,22 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
                 f"model.num_layers={self.num_layers}"
             )
         self.check_experts("dense_layers")
+        self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        self.check_scaling()
+        for name in ("num_experts", "latent_dim", "mtp_depths"):
+            value = getattr(self, name)
+            if self.scaling != "none" and value:
+                raise ValueError(
+                    f"model.scaling={self.scaling!r} has no rule for model.{name}={value}; leave "
+                    "one of them out"
+                )
+        if self.attention_scale is not None and self.base_head_dim is not None:
+            raise ValueError(
+                f"model.attention_scale={self.attention_scale} and model.base_head_dim="
+                f"{self.base_head_dim} both set the scale of scores; leave one of them out"
+            )
 
     @property
     def are_dense(self) -> tuple[bool, ...]:
@@ -122,7 +138,23 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
         if self.attention_scale is not None:
             return self.attention_scale
         rotary_dim = 0 if self.latent_dim is None else self.rotary_dim
-        return 1 / math.sqrt(self.head_dim + rotary_dim)
+        return self.scaled_scores(self.head_dim + rotary_dim)
+
+    @property
+    def explicit(self) -> Self:
+        """The config of the same model without `scaling`: with the factors as fields."""
+        if self.scaling == "none":
+            return self
+        return dataclasses.replace(
+            self,
+            scaling="none",
+            base_embed_dim=None,
+            base_num_layers=None,
+            base_head_dim=None,
+            attention_scale=self.score_scale,
+            residual_scale=self.residual_scale * self.branch_scale,
+            logit_scale=self.logit_scale * self.readout_scale,
+        )
 
     def make_norm(self, features: int, rngs: nnx.Rngs) -> nnx.Module:
         """Return a norm of activations with so many features."""
@@ -131,7 +163,7 @@ class LlamaConfig(ExpertsConfig, LatentConfig, LayerTypesConfig, MultiTokenConfi
 
 def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
     embed = config.embed_dim
-    stddev = config.init_stddev
+    stddev = config.hidden_stddev
     size = config.head_dim
     if config.latent_dim is not None:
         return LatentAttention(config, rngs=rngs)
@@ -173,7 +205,7 @@ class _Block(MixtureBlock):
             norms=config.norms,
             attention_norm_2=norm_if("after", "around"),
             mlp_norm_2=norm_if("after", "around"),
-            scale=config.residual_scale,
+            scale=config.residual_scale * config.branch_scale,
         )
         self.config = config
 
@@ -232,4 +264,5 @@ class Llama(MultiTokenModel):
         config = self.config
         table = self.token_embedding if self.output_embedding is None else self.output_embedding
         options = {"vocab_size": config.vocab_size, "softcap": config.logit_softcap}
-        return VocabLogits(scaled(x_BTD, config.logit_scale), table[...], **options)
+        scale = config.logit_scale * config.readout_scale
+        return VocabLogits(scaled(x_BTD, scale), table[...], **options)

@@ -122,7 +122,7 @@ class MixtureBlock(Block):
 def feed_forward(config: Any, is_dense: bool, rngs: nnx.Rngs) -> nnx.Module:
     """Return the second branch of a block: experts, or an MLP."""
     sizes: dict[str, Any] = {"activation": config.activation, "is_gated": config.is_gated}
-    stddev = config.init_stddev
+    stddev = config.hidden_stddev
     if is_dense:
         stddevs = (stddev, stddev)
         options = {"use_bias": config.mlp_bias, "stddevs": stddevs, "rngs": rngs}

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from data.batches import epoch_steps, train_batches
+from data.batches import epoch_elements, train_batches
 from tests.data.images.pictures import NUM_PLAIN
 from tests.runs import CONFIG, TINY, arguments, make_run
 from tests.train.config.loading import load
@@ -55,9 +55,9 @@ def test_every_example_is_read_once_an_epoch(tmp_path):
     """Conversations are packed, so there are fewer rows than lines."""
     run, corpus = make_run(chats(tmp_path, 150))
     size = run.config.data.global_batch_size
-    steps = epoch_steps(corpus, run.config.data, run.config.images)
     num_rows = len(corpus.train)
-    assert steps.denominator > 1 and num_rows < 150 and steps == num_rows / size
+    assert epoch_elements(corpus, run.config.data, run.config.images) == num_rows
+    assert num_rows % size > 0 and num_rows < 150
     order = corpus.train
     seen: Counter[bytes] = Counter()
     batches = train_batches(corpus, run.config.data, range(size), seed=0)
@@ -75,7 +75,8 @@ def test_images_that_are_repeated_count_once():
     )
     run, corpus = make_run(overrides, CONFIG.replace("gpt2", "vit"))
     # 9 rows show 5 images.
-    assert epoch_steps(corpus, run.config.data, run.config.images) == NUM_PLAIN / 5
+    num_elements = epoch_elements(corpus, run.config.data, run.config.images)
+    assert num_elements / 9 == Fraction(NUM_PLAIN, 5)
 
 
 @pytest.mark.thorough
@@ -119,9 +120,10 @@ def test_decay_must_fit_into_the_length_when_it_is_known():
     decay = ("optimizer.schedule=wsd", "optimizer.decay_steps=200")
     config = validate_config(load(CONFIG, ["train.num_epochs=2", *decay]))
     check_optimizer(config)  # the data, and so the length, is not known yet
-    assert with_num_steps(config, Fraction(150)).train.num_steps == 300
+    size = config.data.global_batch_size
+    assert with_num_steps(config, Fraction(150 * size)).train.num_steps == 300
     with pytest.raises(ValueError, match="decay_steps=200 is more than the 100 steps of the run"):
-        with_num_steps(config, Fraction(50))
+        with_num_steps(config, Fraction(50 * size))
     with pytest.raises(ValueError, match="decay_steps=200 is more than the 120 steps of the run"):
         check_optimizer(validate_config(load(CONFIG, ["train.num_steps=120", *decay])))
     config = load(CONFIG, [*decay])

@@ -47,6 +47,8 @@ _NAMES = {
         sequence_length max_target_length encoder_seq_length context_length""",
     "data.global_batch_size": """batch_size global_batch_size train_batch_size total_batch_size
         global_batch""",
+    "data.rampup_batch_size": """rampup_batch_size batch_size_rampup global_rampup_samples
+        per_device_batch_size_start enable_rampup_batch_size""",
     "data.num_threads": "num_workers dataloader_num_workers num_threads",
     "optimizer.name": "optim optimizer optimizer_type opt_type optimizer_name",
     "optimizer.learning_rate": "lr learning_rate base_lr max_lr peak_lr",
@@ -100,6 +102,9 @@ _NAMES = {
     "model.num_kv_heads": "num_key_value_heads n_kv_heads num_query_groups base_num_kv_heads",
     "model.embed_dim": "hidden_size n_embd d_model emb_dim base_emb_dim hidden_dim",
     "model.mlp_dim": "ffn_hidden_size intermediate_size ffn_dim base_mlp_dim n_inner d_ff",
+    "model.scaling": "mup use_mup mup_enabled completep parametrization",
+    "model.base_embed_dim": "mup_base_width base_width dim_model_base mup_base_hidden_size",
+    "model.base_num_layers": "mup_base_depth base_depth completep_base_depth",
     "model.num_experts": "num_local_experts n_routed_experts moe_num_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk num_experts_per_token",
     "--workdir": """output_dir run_dir save_dir dump_folder base_output_directory checkpoint_dir

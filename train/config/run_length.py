@@ -49,11 +49,11 @@ def choose_length(config: Any, overridden: Collection[str] = (), *, is_saved: bo
         )
 
 
-def with_num_steps(config: RunConfig, epoch_steps: Fraction) -> RunConfig:
+def with_num_steps(config: RunConfig, epoch_elements: Fraction) -> RunConfig:
     """Return the config with the number of steps of its epochs, if it counts epochs.
 
     Args:
-        epoch_steps: exact length of an epoch, maybe a fraction.
+        epoch_elements: exact length of an epoch in elements of the train stream, maybe a fraction.
 
     Raises:
         ValueError: the config is the one of a run that had another number of steps, or its
@@ -63,7 +63,8 @@ def with_num_steps(config: RunConfig, epoch_steps: Fraction) -> RunConfig:
     if train.num_epochs is None:
         return config
     # Rounded up, so that no example is left out.
-    num_steps = math.ceil(Fraction(str(train.num_epochs)) * epoch_steps)
+    num_elements = Fraction(str(train.num_epochs)) * epoch_elements
+    num_steps = math.ceil(config.data.batch_sizes.num_steps(num_elements))
     if train.num_steps not in (_DEFAULT_STEPS, num_steps):
         raise ValueError(
             f"{_STEPS}={train.num_steps}, but {_EPOCHS}={train.num_epochs} of this data are "

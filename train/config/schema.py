@@ -7,7 +7,7 @@ from the data if the config does not set them.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from ml_collections import ConfigDict
 
@@ -126,6 +126,7 @@ class RunConfig:
                 f"{of_experts} must divide data.global_batch_size={batch}; the next batch size "
                 f"that fits is {-(-batch // divisor) * divisor}"
             )
+        self._check_rampup()
         memory = self.memory
         if memory.shard_parameters_fraction != 1 and memory.zero_stage != 3 and mesh.fsdp == 1:
             raise ValueError(
@@ -140,6 +141,27 @@ class RunConfig:
                 f"mesh.context={mesh.context} must divide "
                 f"data.sequence_length={self.data.sequence_length}"
             )
+
+    def _check_rampup(self) -> None:
+        replicas = self.mesh.num_replicas
+        count = self.train.num_microbatches
+        unit = replicas if count == 1 else self.data.global_batch_size // count
+        sizes = self.data.batch_sizes
+        size = sizes.undivided_size(count, replicas)
+        if size is not None:
+            raise ValueError(
+                f"data.rampup_batch_size={self.data.rampup_batch_size!r}: a batch of {size} cannot "
+                f"be divided into {sizes.num_microbatches(size, count)} microbatch(es) × "
+                f"{replicas} replica(s) (mesh.data × mesh.fsdp × mesh.expert); choose START and "
+                f"INCREMENT that are multiples of {unit}, or another train.num_microbatches"
+            )
+
+    def with_batch_size(self, size: int) -> Self:
+        """Return the config of the steps of a ramp-up that have this global batch size."""
+        data = dataclasses.replace(self.data, global_batch_size=size, rampup_batch_size=())
+        count = self.data.batch_sizes.num_microbatches(size, self.train.num_microbatches)
+        train = dataclasses.replace(self.train, num_microbatches=count)
+        return dataclasses.replace(self, data=data, train=train)
 
     def _check_best(self) -> None:
         checkpoint = self.checkpoint

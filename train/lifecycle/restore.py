@@ -191,7 +191,7 @@ def roll_back(
         )
     saved_step, portable, _ = restored
     state = run.state_layout.from_portable(portable)
-    size = run.config.data.global_batch_size
+    sizes = run.config.data.batch_sizes
     _log.warning(
         "continuing after step %d with the parameters of step %d; steps %d to %d are skipped, "
         "which are examples %d to %d of the run",
@@ -199,8 +199,8 @@ def roll_back(
         saved_step,
         saved_step + 1,
         step,
-        saved_step * size,
-        step * size - 1,
+        sizes.first_element(saved_step),
+        sizes.first_element(step) - 1,
     )
     num_skipped = int(state.num_skipped) + step - saved_step
     return dataclasses.replace(

@@ -1,6 +1,6 @@
 """Optimizers, built from optax transformations."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,9 +9,10 @@ import numpy as np
 import optax
 
 from models.adapters import is_adapter
+from models.scaling import ParamScales
 from train.optim.config import OPTIMIZERS, OptimizerConfig
 from train.optim.layer_decay import Depths, scaled_by_depth
-from train.optim.muon import Matrices, for_matrices, scale_by_muon
+from train.optim.muon import Matrices, for_matrices, path_names, scale_by_muon
 from train.optim.per_layer import check_independent, per_layer
 from train.optim.schedule_free import schedule_free
 from untrusted.imports import import_object
@@ -65,6 +66,7 @@ def make_optimizer(
     matrices: Matrices | None = None,
     compute_dtype: Any = "float32",
     depths: Depths | None = None,
+    scales: ParamScales | None = None,
     average: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
     """Build a run's optimizer and the parameter average, without clipping.
@@ -83,6 +85,7 @@ def make_optimizer(
         matrices: matrices of the stacks, for Muon.
         compute_dtype: dtype of the products of matrices, for Muon.
         depths: depths of the parameters; required if `layer_decay` is not 1.
+        scales: factors of AdamW's hyperparameters; None: all are 1. See models/scaling.py.
         average: transformation that averages the parameters; see train/optim/ema.py.
 
     Raises:
@@ -92,6 +95,9 @@ def make_optimizer(
     mask = partial(decay_mask, not_decayed=not_decayed)
     if config.name == "muon":
         optimizer = _make_muon(config, learning_rate_schedule, mask, matrices or {}, compute_dtype)
+    elif scales is not None:
+        assert config.name == "adamw"
+        optimizer = _make_scaled_adamw(config, learning_rate_schedule, mask, scales)
     elif config.is_built_in:
         optimizer = _make_named(config, learning_rate_schedule, mask)
     else:
@@ -151,6 +157,34 @@ def _make_adamw(
         eps=config.epsilon,
         weight_decay=config.weight_decay,
         mask=mask,
+    )
+
+
+def _make_scaled_adamw(
+    config: OptimizerConfig,
+    learning_rate: optax.Schedule,
+    mask: Callable[[Tree], Tree],
+    scales: ParamScales,
+) -> optax.GradientTransformation:
+    """Return AdamW whose learning rate and epsilon are multiplied by factors of each parameter."""
+
+    def multiplied(factors: Mapping[tuple[str, ...], float]) -> optax.GradientTransformation:
+        def update(updates: Tree, params: Tree) -> Tree:
+            def scaled(path: tuple, x: Any) -> Any:
+                return x * factors[path_names(path)]
+
+            return jax.tree_util.tree_map_with_path(scaled, updates)
+
+        return optax.stateless(update)
+
+    return optax.chain(
+        # g / (|g| + c ε) equals (g / c) / (|g / c| + ε).
+        multiplied({path: 1 / scale.epsilon for path, scale in scales.items()}),
+        optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.epsilon),
+        multiplied({path: scale.rate for path, scale in scales.items()}),
+        # After the factor: the decay of a kernel does not depend on its size.
+        optax.add_decayed_weights(config.weight_decay, mask=mask),
+        optax.scale_by_learning_rate(learning_rate),
     )
 
 

@@ -122,6 +122,7 @@ class CompiledReplica:
             "memory.placement": "device",
             "memory.offload_parameters_fraction": 0.0,
             "data.global_batch_size": part.batch * part.expert,
+            "data.rampup_batch_size": (),
             "train.num_microbatches": 1,
             "train.remat": part.remat,
             "pipeline.schedule": "1f1b",

@@ -251,10 +251,12 @@ class PlanSpace:
     def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
         configured_count = self.config.train.num_microbatches
         counts = _divisors(self.config.data.global_batch_size // mesh.num_replicas)
+        sizes = self.config.data.batch_sizes
+        counts = [n for n in counts if sizes.undivided_size(n, mesh.num_replicas) is None]
         if "train.num_microbatches" in self.fixed:
             return [configured_count] if configured_count in counts else []
         if self.sees_whole_batch:
-            return [1]
+            return [count for count in counts if count == 1]
         max_count = self.max_microbatches
         return [count for count in counts if max_count is None or count <= max_count]
 

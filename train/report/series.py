@@ -11,12 +11,15 @@ The x axis of all charts shows steps, tokens (or images), or hours. `Axis` has t
 step of a run that logged something; a curve refers to them by index.
 """
 
+import contextlib
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from data.batch_sizes import BatchSizes
+from data.config import DataConfig
 from data.named_paths import split_name
 from train.report.run_records import RunRecord
 
@@ -143,6 +146,7 @@ def axis_of(run: RunRecord) -> Axis:
     """
     steps = sorted({entry["step"] for entry in run.entries})
     per_step = _units_per_step(run)
+    sizes = _batch_sizes(run)
     seconds: dict[int, float] = {}
     total_s = 0.0
     last = 0
@@ -154,7 +158,11 @@ def axis_of(run: RunRecord) -> Axis:
         seconds[entry["step"]] = total_s
     return Axis(
         steps=steps,
-        units=None if per_step is None else [per_step * step for step in steps],
+        units=(
+            None
+            if per_step is None
+            else [per_step * sizes.first_element(step) // sizes.full.size for step in steps]
+        ),
         hours=[seconds[step] / 3600 for step in steps] if 0 < total_s < math.inf else None,
     )
 
@@ -174,7 +182,7 @@ def evaluated_losses(run: RunRecord) -> set[str]:
 
 
 def _units_per_step(run: RunRecord) -> int | None:
-    """Return the tokens or images of a batch, from run.json or from the throughput."""
+    """Return the tokens or images of a full batch, from run.json or from the throughput."""
     if run.facts is not None:
         return run.facts["units_per_step"]
     products = [
@@ -185,6 +193,17 @@ def _units_per_step(run: RunRecord) -> int | None:
         and (step_time_s := number_of(entry.get("step_time_s"))) is not None
     ]
     return round(statistics.median(products)) if products else None
+
+
+def _batch_sizes(run: RunRecord) -> BatchSizes:
+    """Return the batch sizes of a run's steps; without a usable config, they are the same."""
+    size = run.config.get("data.global_batch_size")
+    rampup = run.config.get("data.rampup_batch_size")
+    if isinstance(size, int) and isinstance(rampup, list | tuple):
+        with contextlib.suppress(ValueError):
+            config = DataConfig(global_batch_size=size, rampup_batch_size=tuple(rampup))
+            return config.batch_sizes
+    return BatchSizes.of(1)
 
 
 def charts_of(runs: Sequence[RunRecord], axes: Sequence[Axis]) -> list[Chart]:

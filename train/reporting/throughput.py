@@ -28,10 +28,13 @@ class ThroughputMeter:
     Args:
         units_per_step: tokens or images per global batch.
         unit: "token" or "image".
+
+    Attributes:
+        units_per_step: tokens or images of the steps that are counted from now on.
     """
 
     def __init__(self, units_per_step: int, unit: str = "token"):
-        self._units_per_step = units_per_step
+        self.units_per_step = units_per_step
         self._name = f"{unit}s_per_s"
         self._result: Any = None
         self._first_step_time_s: float | None = None
@@ -50,6 +53,7 @@ class ThroughputMeter:
             self._start_lap()
         else:
             self._num_steps += 1
+            self._num_units += self.units_per_step
 
     def lap(self) -> dict[str, float | None]:
         """Wait for the steps so far and return the rates since the previous lap.
@@ -66,13 +70,15 @@ class ThroughputMeter:
                 "data_wait_s": None,
                 self._name: None,
             }
-        step_time_s = (time.perf_counter() - self._start_s - self._paused_s) / self._num_steps
+        lap_s = time.perf_counter() - self._start_s - self._paused_s
+        step_time_s = lap_s / self._num_steps
+        units_per_s = self._num_units / lap_s
         data_wait_s = self._waited_s / self._num_steps
         self._start_lap()
         return {
             "step_time_s": step_time_s,
             "data_wait_s": data_wait_s,
-            self._name: self._units_per_step / step_time_s,
+            self._name: units_per_s,
         }
 
     @contextlib.contextmanager
@@ -96,6 +102,7 @@ class ThroughputMeter:
 
     def _start_lap(self) -> None:
         self._num_steps = 0
+        self._num_units = 0
         self._paused_s = self._waited_s = 0.0
         self._start_s = time.perf_counter()
 

@@ -17,6 +17,7 @@ from flax import nnx
 from models.adapters import add_adapters
 from models.functions import ModelFunctions, functions_of
 from models.preference import with_preference
+from models.scaling import param_scales
 from pipeline.config import BALANCED
 from pipeline.schedule import make_schedule
 from pipeline.schedules.table import Schedule
@@ -108,6 +109,20 @@ def assemble_run(
     )
 
 
+def with_batch_size(run: Run, size: int) -> Run:
+    """Return a run with the same state whose steps have another global batch size.
+
+    Args:
+        size: global batch size of a phase of the ramp-up.
+    """
+    if size == run.config.data.global_batch_size:
+        return run
+    config = run.config.with_batch_size(size)
+    schedule = _schedule(config, run.mesh)
+    assert schedule.placement == run.schedule.placement  # or the layers would have to move
+    return dataclasses.replace(run, config=config, schedule=schedule)
+
+
 def _trace_mesh(config: RunConfig, mesh: jax.sharding.Mesh, target: Target | None) -> AnyMesh:
     # Devices that are only described have no memory kinds, so shardings over them would lose
     # theirs. An abstract mesh keeps them.
@@ -153,7 +168,18 @@ def _abstract_model(
 
 
 def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
-    """Return the pipeline schedule."""
+    """Return the pipeline schedule, after a check that smaller batches of a ramp-up have one."""
+    smallest = config.data.batch_sizes.phases[0].size
+    if smallest < config.data.global_batch_size:
+        # If the schedule exists for the fewest microbatches, it does for all numbers of them.
+        try:
+            _schedule(config.with_batch_size(smallest), mesh)
+        except ValueError as error:
+            raise ValueError(
+                f"data.rampup_batch_size={config.data.rampup_batch_size!r} begins with batches of "
+                f"{smallest}, which the pipeline schedule does not fit: {error}; or choose a "
+                "schedule by its name"
+            ) from error
     pipeline = config.pipeline
     num_microbatches = config.train.num_microbatches
     schedule = make_schedule(
@@ -227,6 +253,7 @@ def _optimizer(
         matrices=matrices,
         compute_dtype=config.precision.compute_dtype,
         depths=traces.depths if config.optimizer.layer_decay != 1 else None,
+        scales=param_scales(getattr(model, "config", None), traces.params, functions.num_layers),
         average=average,
     )
     return optimizer, frozen

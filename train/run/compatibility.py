@@ -153,6 +153,12 @@ def check_optimizer(config: RunConfig) -> None:
     """Reject an optimizer that does not fit the memory, precision, average or length of the run."""
     if config.optimizer.name == "schedule_free":
         _check_schedule_free(config)
+    scaling = config.model_fields.get("scaling", "none")
+    if scaling != "none" and config.optimizer.name != "adamw":
+        raise ValueError(
+            f"model.scaling={scaling!r} scales the learning rates of AdamW, but optimizer.name="
+            f"{config.optimizer.name!r}; set optimizer.name=adamw, or model.scaling=none"
+        )
     if config.train.num_epochs is None:  # otherwise the length is known after reading the data
         config.optimizer.check_length(config.train.num_steps)
     if config.memory.placement == "host" and not config.optimizer.can_be_sliced:

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import jax
 
-from data.batches import epoch_steps
+from data.batches import epoch_elements
 from data.examples import Corpus
 from models.functions import can_share_vocab
 from train.run.run import Run
@@ -26,6 +26,7 @@ def describe(run: Run, corpus: Corpus) -> str:
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
         f"data    {run.config.data.name}: {_describe_training(corpus)} and "
         f"{_describe_validation(corpus)} {_describe_rows(run, corpus)}",
+        *_describe_rampup(run),
         *_describe_epochs(run, corpus),
     ]
     return "\n".join(lines)
@@ -44,10 +45,26 @@ def _describe_epochs(run: Run, corpus: Corpus) -> list[str]:
         return [f"epochs  unknown, because the data is streamed; the run has {num_steps:,} steps"]
     if not len(corpus.train):
         return []
-    per_epoch = epoch_steps(corpus, run.config.data, run.config.images)
+    data = run.config.data
+    per_epoch = epoch_elements(corpus, data, run.config.images)
+    num_epochs = data.batch_sizes.first_element(num_steps) / per_epoch
+    full = " of the full batch size" if data.rampup_batch_size else ""
     return [
-        f"epochs  {_rounded(num_steps / per_epoch)} in {num_steps:,} steps; an epoch has "
-        f"{_rounded(per_epoch)} steps"
+        f"epochs  {_rounded(num_epochs)} in {num_steps:,} steps; an epoch has "
+        f"{_rounded(per_epoch / data.global_batch_size)} steps{full}"
+    ]
+
+
+def _describe_rampup(run: Run) -> list[str]:
+    """Describe how the batch size grows, if it does."""
+    phases = run.config.data.batch_sizes.phases
+    if len(phases) == 1:
+        return []
+    count = run.config.with_batch_size(phases[0].size).train.num_microbatches
+    return [
+        f"batches of {phases[0].size} in {count} microbatch(es) at first, and of "
+        f"{phases[-1].size} in {run.config.train.num_microbatches} from step "
+        f"{phases[-1].first_step + 1:,} on; {len(phases)} sizes, each with a compiled step"
     ]
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[3]
     [
         ("optimizer.lr", "optimizer.learning_rate"),
         ("batch_size", "data.global_batch_size"),
+        ("train.rampup_batch_size", "data.rampup_batch_size"),
         ("train.gradient_accumulation_steps", "train.num_microbatches"),
         ("micro_batch_size", r"data.global_batch_size / \(train.num_microbatches × replicas\), .*"),
         ("tp", "mesh.model"),

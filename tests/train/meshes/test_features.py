@@ -21,6 +21,13 @@ FEATURES = {
     "lion": ("optimizer.name=lion", "optimizer.learning_rate=0.001", *ALL),
     "adafactor": ("optimizer.name=adafactor", *ALL),
     "own": ("optimizer.name=tests.runs:factored", *ALL),
+    "scaled": (
+        "model.scaling=completep",
+        "model.base_embed_dim=8",
+        "model.base_num_layers=2",
+        "model.base_head_dim=2",
+        *ALL,
+    ),
     "schedule_free": ("optimizer.name=schedule_free", ALL[2]),  # the others do not go with it
     "sgd": ("optimizer.name=sgd", "optimizer.learning_rate=0.1", *ALL),
 }
@@ -56,6 +63,7 @@ CHOSEN = {
     ("muon", "2x2x2, ZeRO 1"),
     ("lion", "2x2x2, ZeRO 2"),
     ("own", "2x2x2, uneven, ZeRO 3"),
+    ("scaled", "host, 2x2x2, uneven, ZeRO 3"),
     ("schedule_free", "2x2x2, uneven, ZeRO 3"),
     ("sgd", "host, 2x2x2, uneven, ZeRO 3"),
 }
@@ -64,7 +72,7 @@ CHOSEN = {
 def combinations():
     for name in FEATURES:
         for mesh in MESHES:
-            if name in SLICED or "host" not in mesh:
+            if name in (*SLICED, "scaled") or "host" not in mesh:
                 marks = [pytest.mark.slow] * ((name, mesh) not in CHOSEN)
                 yield pytest.param(name, mesh, marks=marks)
 

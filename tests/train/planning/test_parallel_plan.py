@@ -36,6 +36,17 @@ def space(num_devices: int = 8, *overrides: str, most_model: int = 4, **values) 
     )
 
 
+def test_plans_divide_the_small_batches_of_a_ramp_up():
+    sizes = ("data.global_batch_size=32", "data.rampup_batch_size=12,4,100")
+    config = config_of(*sizes)
+    plans = [*space(2, *sizes)]
+    for plan in plans:
+        assert plan.applied(config).train.num_microbatches == plan.num_microbatches
+    counts = {plan.num_microbatches for plan in plans}
+    assert counts == {1, 2, 8, 16, 32}  # with 4, a batch of 20 would have 3 microbatches
+    assert 4 in {plan.num_microbatches for plan in space(2, *sizes[:1])}
+
+
 def test_meshes_divide_all_devices_over_pipeline_data_and_model():
     found = {(mesh.pipeline, mesh.data, mesh.model) for mesh in space().meshes()}
     # pipeline=8 has more stages than layers, and the model cannot be split into 8.

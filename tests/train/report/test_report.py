@@ -59,6 +59,15 @@ def test_axes_are_in_tokens_and_hours(tmp_path):
     assert data_of(tmp_path / "a")["runs"][0]["axis"]["units"] == axis["units"]
 
 
+def test_axis_counts_the_tokens_of_smaller_batches_of_a_ramp_up(tmp_path):
+    run = write_run(tmp_path / "a", data__rampup_batch_size=[4, 4, 24])  # 4, 4, 8, 12, then 16
+    axis = data_of(run)["runs"][0]["axis"]
+    examples = [4, *(28 + 16 * (step - 4) for step in STEPS[1:])]
+    assert axis["units"] == [UNITS_PER_STEP // 16 * count for count in examples]
+    damaged = write_run(tmp_path / "b", data__rampup_batch_size=[0, "a", -1])
+    assert data_of(damaged)["runs"][0]["axis"]["units"][0] == UNITS_PER_STEP
+
+
 def test_metrics_without_a_chart_get_one_and_numbers_that_are_not_finite_are_gaps(tmp_path):
     writer = MetricsWriter(tmp_path / "a", resume_step=0)
     for step, value in enumerate((1.5, math.nan, math.inf, 2.5)):

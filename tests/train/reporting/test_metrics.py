@@ -240,6 +240,17 @@ def test_throughput_leaves_the_first_step_out_of_a_lap_of_several(clock):
     assert meter.lap() == {"step_time_s": 1, "data_wait_s": 1, "tokens_per_s": 1000}
 
 
+def test_throughput_counts_steps_of_several_sizes(clock):
+    meter = ThroughputMeter(units_per_step=100)
+    meter.step(None)
+    clock.now += 1
+    meter.step(None)
+    meter.units_per_step = 500
+    clock.now += 2
+    meter.step(None)
+    assert meter.lap() == {"step_time_s": 1.5, "data_wait_s": 0, "tokens_per_s": 200}
+
+
 def test_throughput_waits_for_the_steps_it_counts():
     class Slow:
         def block_until_ready(self):
