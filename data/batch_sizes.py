@@ -97,7 +97,7 @@ class BatchSizes:
     def num_microbatches(self, size: int, most: int) -> int:
         """Return into how many microbatches a batch of this size is split.
 
-        They are as few as they can be without being larger than those of a full batch.
+        There are as few as possible; none is larger than a microbatch of a full batch.
 
         Args:
             size: global batch size.

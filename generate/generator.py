@@ -53,7 +53,7 @@ class Generator:
         drafts: where drafts of the next tokens come from; None: there are none. They change the
             speed of `generate` and `stream`, but not their tokens.
         codec: turns texts into tokens, and back; only `generate_texts` needs it.
-        rules: sharding rules of activations; by default those of the mesh.
+        rules: sharding rules of activations; by default the mesh's.
 
     Attributes:
         follows_prompt: whether a continuation follows its prompt, and is not an answer to it.

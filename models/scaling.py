@@ -110,8 +110,8 @@ class ScalingConfig:
 class ParamScale:
     """Factors of hyperparameters of AdamW for one parameter."""
 
-    rate: float  # of the learning rate
-    epsilon: float
+    rate: float  # factor of the learning rate
+    epsilon: float  # factor of epsilon
 
 
 #: Path of a parameter, as strings -> its factors.

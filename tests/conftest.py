@@ -163,7 +163,7 @@ def pytest_runtest_logstart() -> None:
 
 
 #: Files whose tests send signals at a moment, or limit seconds, of processes that share the cores
-#: with those of other tests. A failed test of these runs again, up to twice; the output tells.
+#: with other tests. A failed test of these runs again, up to twice; the output tells.
 _TIMED = {
     "test_campaign",
     "test_chat",

@@ -85,7 +85,7 @@ class _Sampler:
 
     @functools.cached_property
     def _layers_of(self) -> Any:
-        """The function from the parameters of the step to those of the model."""
+        """Turns parameters as the step has them into parameters as the model has them."""
 
         def layers_of(params: Any) -> Any:
             layers = self._run.state_layout.layers_of(params)
