@@ -7,6 +7,8 @@ from typing import Any
 _ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
 #: The same, but whole blocks are recomputed.
 _ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=full")
+#: Layers one after another instead of in a loop.
+_UNROLLED = "train.unroll=true"
 #: Jobs that are compared in bfloat16 and in float8.
 _LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
 _LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
@@ -68,10 +70,32 @@ JOBS = (
         source="MaxText, 721 ms a step",
     ),
     Job(
+        name="LLaMA-2-7B, 8 H100s, unrolled",
+        config="llama.py:2-7b",
+        target="h100:1x8",
+        overrides=(
+            "mesh.data=8",
+            "data.global_batch_size=16",
+            "data.sequence_length=4096",
+            *_ZERO3,
+            _UNROLLED,
+        ),
+        published=2 * 4096 / 0.721,
+        source="MaxText, 721 ms a step",
+    ),
+    Job(
         name="LLaMA-3-8B, 8 H100s",
         config="llama.py:3-8b",
         target="h100:1x8",
         overrides=_LLAMA_8B,
+        published=6667,
+        source="torchtitan",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s, unrolled",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=(*_LLAMA_8B, _UNROLLED),
         published=6667,
         source="torchtitan",
     ),
@@ -81,8 +105,17 @@ JOBS = (
         target="h100:1x8",
         overrides=_LLAMA_8B,
         compute="float8",
-        published=8532,
-        source="torchtitan",
+        published=14451,
+        source="Megatron-Bridge, batch of 128",
+    ),
+    Job(
+        name="LLaMA-3-8B, 8 H100s, float8, unrolled",
+        config="llama.py:3-8b",
+        target="h100:1x8",
+        overrides=(*_LLAMA_8B, _UNROLLED),
+        compute="float8",
+        published=14451,
+        source="Megatron-Bridge, batch of 128",
     ),
     Job(
         name="LLaMA-3-8B, 8 H100s, 131,072 tokens, float8",
@@ -134,6 +167,8 @@ JOBS = (
         config="llama.py:3-70b",
         target="h100:8x8",
         overrides=_LLAMA_70B,
+        published=867,
+        source="NeMo Automodel",
     ),
     Job(
         name="LLaMA-3-70B, 64 H100s, ZeRO 3, float8",
@@ -141,8 +176,8 @@ JOBS = (
         target="h100:8x8",
         overrides=_LLAMA_70B,
         compute="float8",
-        published=1602,
-        source="Megatron-Bridge",
+        published=1664,
+        source="Megatron-Bridge, batch of 256",
     ),
     Job(
         name="LLaMA-3-70B, 64 H100s, pipeline",
