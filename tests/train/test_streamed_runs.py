@@ -21,6 +21,8 @@ from train.config.schema import validate_config
 from train.lifecycle.exit_codes import FINISHED
 from train.reporting.metrics import read_metrics
 
+pytestmark = pytest.mark.drawn(2, among="thorough")
+
 STREAMED = (
     *TINY,
     "data.streaming=True",

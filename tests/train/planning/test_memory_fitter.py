@@ -24,7 +24,7 @@ from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.run import Run
 
-pytestmark = pytest.mark.usefixtures("shared_steps")
+pytestmark = [pytest.mark.usefixtures("shared_steps"), pytest.mark.drawn(5, among="thorough")]
 
 #: Cases of the benchmark that CI compiles; `-m slow` adds the others.
 CHOSEN = {

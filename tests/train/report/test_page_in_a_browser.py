@@ -111,7 +111,7 @@ def test_page_fits_and_shows_all_points(width, page, browser):
     assert browser.messages() == []
     assert browser.run("return document.documentElement.scrollWidth") <= width
     titles = [each.text for each in browser.driver.find_elements("css selector", "h2")]
-    expected = "Runs Quality Optimization Speed Memory Time Schedule Configs Environment"
+    expected = "Runs Quality Optimization Speed Samples Memory Time Schedule Configs Environment"
     assert titles == expected.split()
     note = browser.driver.find_element("css selector", ".notes").text
     assert "damaged lines" in note
