@@ -25,7 +25,7 @@ OBJECTIVES = (*STREAM_OBJECTIVES, *RECORD_OBJECTIVES, *IMAGE_OBJECTIVES)
 # Values of `name` other than TFDS data sets and import paths of functions, for text and for images.
 _TEXT_NAMES = ("python_stdlib", "text", "megatron", "mixture")
 _IMAGE_NAMES = ("digits", "image_folder")
-#: Values of `name` with a meaning of their own.
+#: Values of `name` that are not a TFDS set; python_stdlib and digits are sets of this project.
 NOT_TFDS = ("text", "megatron", "mixture", "image_folder")
 # Fields that are read only for text. TFDS data sets of images have labels too.
 _TEXT_FIELDS = (

@@ -168,6 +168,7 @@ class _TrainingLoop:
         self._num_steps = run.config.train.num_steps
         self._state = restored.state
         self._step_run = run  # `run`, with the batch size of the newest step
+        self._batch_sizes = run.config.data.batch_sizes
         self._compiled_step = run.compile_train_step()
         self._is_first_process = jax.process_index() == 0
         self._writer = logs.metrics
@@ -217,7 +218,7 @@ class _TrainingLoop:
 
     def _follow_batch_size(self) -> None:
         """Compile the step again if the batch size grows with this step."""
-        size = self._run.config.data.batch_sizes.of_step(self.step - 1)
+        size = self._batch_sizes.of_step(self.step - 1)
         if size == self._step_run.config.data.global_batch_size:
             return
         with self._phases("compile"), self._meter.paused():

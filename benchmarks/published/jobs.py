@@ -7,8 +7,6 @@ from typing import Any
 _ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
 #: The same, but whole blocks are recomputed.
 _ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=full")
-#: Layers one after another instead of in a loop.
-_UNROLLED = "train.unroll=true"
 #: Jobs that are compared in bfloat16 and in float8.
 _LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
 _LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
@@ -55,7 +53,14 @@ class Job:
         return [*self.overrides, f"precision.compute={self.compute}"]
 
 
-JOBS = (
+def _unrolled(job: Job) -> Job:
+    """Return a job whose layers are compiled one after another instead of in a loop."""
+    overrides = (*job.overrides, "train.unroll=true")
+    return dataclasses.replace(job, name=f"{job.name}, unrolled", overrides=overrides)
+
+
+#: Jobs that are compared with layers in a loop and one after another.
+_IN_A_LOOP = (
     Job(
         name="LLaMA-2-7B, 8 H100s",
         config="llama.py:2-7b",
@@ -70,32 +75,10 @@ JOBS = (
         source="MaxText, 721 ms a step",
     ),
     Job(
-        name="LLaMA-2-7B, 8 H100s, unrolled",
-        config="llama.py:2-7b",
-        target="h100:1x8",
-        overrides=(
-            "mesh.data=8",
-            "data.global_batch_size=16",
-            "data.sequence_length=4096",
-            *_ZERO3,
-            _UNROLLED,
-        ),
-        published=2 * 4096 / 0.721,
-        source="MaxText, 721 ms a step",
-    ),
-    Job(
         name="LLaMA-3-8B, 8 H100s",
         config="llama.py:3-8b",
         target="h100:1x8",
         overrides=_LLAMA_8B,
-        published=6667,
-        source="torchtitan",
-    ),
-    Job(
-        name="LLaMA-3-8B, 8 H100s, unrolled",
-        config="llama.py:3-8b",
-        target="h100:1x8",
-        overrides=(*_LLAMA_8B, _UNROLLED),
         published=6667,
         source="torchtitan",
     ),
@@ -108,15 +91,9 @@ JOBS = (
         published=14451,
         source="Megatron-Bridge, batch of 128",
     ),
-    Job(
-        name="LLaMA-3-8B, 8 H100s, float8, unrolled",
-        config="llama.py:3-8b",
-        target="h100:1x8",
-        overrides=(*_LLAMA_8B, _UNROLLED),
-        compute="float8",
-        published=14451,
-        source="Megatron-Bridge, batch of 128",
-    ),
+)
+JOBS = (
+    *(each for job in _IN_A_LOOP for each in (job, _unrolled(job))),
     Job(
         name="LLaMA-3-8B, 8 H100s, 131,072 tokens, float8",
         config="llama.py:3-8b",

@@ -81,15 +81,15 @@ def find_tfds_images(config: DataConfig, images: ImageConfig) -> ImageDataset:
         ValueError: There is no such data set, or it has no images, no labels or no split of a given
             name; or `images.on_broken` is 'refuse', and there are broken images or invalid labels.
     """
-    found = _FoundSet(config, images)
-    held_out = next((name for name in ("validation", "test") if name in found.splits), None)
+    image_set = _ImageSet(config, images)
+    held_out = next((name for name in ("validation", "test") if name in image_set.splits), None)
     if config.names_validation:
         held_out = None
     return ImageDataset(
-        train=found.split(config.split),
-        validation=None if held_out is None else found.split(held_out),
-        classes=found.classes,
-        key=f"tfds {found.key}" + (f" {config.split}" if config.split != "train" else ""),
+        train=image_set.split(config.split),
+        validation=None if held_out is None else image_set.split(held_out),
+        classes=image_set.classes,
+        key=f"tfds {image_set.key}" + (f" {config.split}" if config.split != "train" else ""),
     )
 
 
@@ -104,18 +104,18 @@ def find_tfds_validation(
     Raises:
         ValueError: As for `find_tfds_images`; or the labels are not the classes of the data set.
     """
-    found = _FoundSet(config, images)
-    if tuple(map(str, labels)) != found.classes:
+    image_set = _ImageSet(config, images)
+    if tuple(map(str, labels)) != image_set.classes:
         raise ValueError(
             f"data.validation_splits: data.name={config.name!r} has the classes "
-            f"{first_names([*map(repr, found.classes)])}, but the model has learned "
+            f"{first_names([*map(repr, image_set.classes)])}, but the model has learned "
             f"{first_names([*map(repr, labels)])}; choose the data set that it was trained on"
         )
     sources = validation_sources(config)
-    return {name: found.split(source.split) for name, source in sources.items()}
+    return {name: image_set.split(source.split) for name, source in sources.items()}
 
 
-class _FoundSet:
+class _ImageSet:
     """A prepared data set with images.
 
     Attributes:

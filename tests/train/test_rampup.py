@@ -151,8 +151,8 @@ def test_throughput_counts_the_tokens_of_each_size(corpus_overrides):
 
 
 def test_epochs_count_the_examples_of_small_batches(corpus_overrides):
-    own = [override for override in TINY if "num_steps" not in override]
-    run, corpus = make_run((*own, *corpus_overrides, *RAMPUP, "train.num_epochs=2"))
+    any_length = [override for override in TINY if "num_steps" not in override]
+    run, corpus = make_run((*any_length, *corpus_overrides, *RAMPUP, "train.num_epochs=2"))
     num_elements = epoch_elements(corpus, run.config.data, run.config.images)
     num_steps = with_num_steps(run.config, num_elements).train.num_steps
     sizes = run.config.data.batch_sizes

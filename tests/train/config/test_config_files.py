@@ -39,10 +39,10 @@ def test_config_of_the_project_is_found_from_any_folder(name, tmp_path, monkeypa
     assert load(f"{name}:medium").model.num_layers == 24
     assert str(default_workdir(f"{name}:medium")) == "runs/gpt2_medium"
     assert caplog.messages == [f"config  {CONFIG}"]
-    own = tmp_path / name
-    own.parent.mkdir(exist_ok=True)
-    own.write_text("def get_config(size): return {'train': {'num_steps': 7}}")
-    if own.suffix == ".py":  # it comes first, and nothing is logged
+    users_config = tmp_path / name
+    users_config.parent.mkdir(exist_ok=True)
+    users_config.write_text("def get_config(size): return {'train': {'num_steps': 7}}")
+    if users_config.suffix == ".py":  # it comes first, and nothing is logged
         assert load(f"{name}:medium").train.num_steps == 7
         assert len(caplog.messages) == 1
 

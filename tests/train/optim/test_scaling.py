@@ -121,7 +121,7 @@ def trained(model: Any, rates: jax.Array, num_steps: int, size: int) -> tuple[An
 
 
 def adamw(**values: Any) -> OptimizerConfig:
-    given = {
+    defaults = {
         "name": "adamw",
         "learning_rate": 1.0,
         "warmup_steps": 0,
@@ -133,7 +133,7 @@ def adamw(**values: Any) -> OptimizerConfig:
         "beta2": 0.95,
         "epsilon": 1e-8,
     }
-    return OptimizerConfig(**given | values)
+    return OptimizerConfig(**defaults | values)
 
 
 def stddev_of(params: Any, *path: str) -> float:
@@ -245,9 +245,9 @@ def test_updates_equal_adamw_with_the_scaled_hyperparameters():
         for path, optimizer in theirs.items():
             gradient: Any = at(grads, path)
             wanted, states[path] = optimizer.update(gradient, states[path], at(params, path))
-            found: Any = at(updates, path)
+            update: Any = at(updates, path)
             # Rounding in float32.
-            np.testing.assert_allclose(found, np.asarray(wanted), rtol=2e-5, atol=1e-9)
+            np.testing.assert_allclose(update, np.asarray(wanted), rtol=2e-5, atol=1e-9)
 
 
 def logits_after_training(name: str, width: int, **fields: Any) -> float:
@@ -293,13 +293,13 @@ def test_best_learning_rate_transfers_to_another_width():
     ],
 )
 def test_rule_without_its_sizes_is_refused(overrides, message, corpus_overrides, tmp_path, capsys):
-    given = (f"model.{override}" for override in overrides)
-    assert message in refusal(tmp_path / "run", (*TINY, *corpus_overrides, *given), capsys)
+    fields = (f"model.{override}" for override in overrides)
+    assert message in refusal(tmp_path / "run", (*TINY, *corpus_overrides, *fields), capsys)
 
 
 def test_rule_of_adamw_is_refused_with_other_optimizers(corpus_overrides, tmp_path, capsys):
-    given = ("model.scaling=mup", "model.base_embed_dim=16", "optimizer.name=lion")
-    error = refusal(tmp_path / "run", (*TINY, *corpus_overrides, *given), capsys)
+    with_lion = ("model.scaling=mup", "model.base_embed_dim=16", "optimizer.name=lion")
+    error = refusal(tmp_path / "run", (*TINY, *corpus_overrides, *with_lion), capsys)
     assert "model.scaling='mup' scales the learning rates of AdamW" in error
 
 
