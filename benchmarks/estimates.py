@@ -27,7 +27,6 @@ from benchmarks.harness import docs_page, gpu_estimates, report
 from fields.paths import local_path
 from predict.machines.targets import TARGETS
 from predict.program.memory import memory
-from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.run.assemble import assemble_run
@@ -204,7 +203,7 @@ def make_run(name: str) -> Run:
     """Return the run of a case, on the first simulated devices."""
     config, *overrides = CASES[name]
     validated = validate_config(load(str(_CONFIGS / f"{config}.py"), overrides))
-    return assemble_run(validated, make_mesh(validated.mesh, jax.devices()), vocab_size=VOCAB_SIZE)
+    return assemble_run(validated, validated.make_mesh(jax.devices()), vocab_size=VOCAB_SIZE)
 
 
 def measure(run: Run) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import jax
 
 from data.batches import train_batches
 from data.corpus import load_corpus
-from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.run.assemble import assemble_run
@@ -54,7 +53,7 @@ def _final_loss(path: str, overrides: list[str], num_steps: int) -> float:
     """Train from scratch; return the mean loss of the last steps."""
     config = validate_config(load(path, [*_ONE_DEVICE, *overrides, f"train.num_steps={num_steps}"]))
     corpus = load_corpus(config.data, config.images)
-    mesh = make_mesh(config.mesh, jax.devices())
+    mesh = config.make_mesh(jax.devices())
     run = assemble_run(config, mesh, vocab_size=corpus.vocab_size)
     step = run.compile_train_step()
     state = run.state_layout.initial()

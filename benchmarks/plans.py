@@ -42,7 +42,6 @@ from benchmarks.harness.timing import interleave
 from benchmarks.step import contender_of
 from fields.paths import local_path
 from predict.machines.targets import target_of
-from sharding.mesh import make_mesh
 from train.compile import load_config, sizes_without_data
 from train.config.overrides import Overrides
 from train.config.schema import RunConfig
@@ -293,7 +292,7 @@ def _on(devices: list[Any], config: RunConfig, budget_bytes: float) -> Run:
     sizes = sizes_without_data(config)
     return assemble_run(
         config,
-        make_mesh(config.mesh, devices),
+        config.make_mesh(devices),
         vocab_size=sizes.vocab_size,
         num_labels=sizes.num_labels,
         device_budget=budget_bytes,

@@ -31,7 +31,7 @@ from data.text.chat.template import TEMPLATES
 from data.text.tokenization.file_tokenizer import MAX_FILE_BYTES
 from fields.paths import local_path
 from models.stack import logical_axes
-from sharding.mesh import AXES, MeshConfig, check_automatic
+from sharding.mesh import AXES, MESH_AXES, MeshConfig, check_automatic
 from sharding.rules import partition_specs, rules_on, shardings
 from untrusted.commands import command_parser, run_command
 from untrusted.files import copy_file, new_directory, write_text
@@ -141,7 +141,7 @@ def convert(
         model = source.abstract()
         params = nnx.to_pure_dict(nnx.split(model)[1])
         if mesh is not None:
-            abstract_mesh = jax.sharding.AbstractMesh(tuple(mesh.sizes.values()), AXES)
+            abstract_mesh = jax.sharding.AbstractMesh(tuple(mesh.axis_sizes().values()), MESH_AXES)
             _shardings(model, params, abstract_mesh)
         arrays = source.open(shapes_of(params))
         tree = nnx.traversals.unflatten_mapping({tuple(k.split(".")): v for k, v in arrays.items()})

@@ -28,6 +28,7 @@ from distributed.variables import (
 )
 from fields.numbers import shown
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.tensor import TensorConfig
 from untrusted.messages import shortened
 
 #: Most devices that a CPU simulates for a mesh; each takes memory.
@@ -37,7 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 def start(
-    config: MeshConfig, *, start_timeout_s: float = 60.0, heartbeat_timeout_s: int = 100
+    config: MeshConfig,
+    tensor: TensorConfig | None = None,
+    *,
+    start_timeout_s: float = 60.0,
+    heartbeat_timeout_s: int = 100,
 ) -> jax.sharding.Mesh:
     """Join the other processes, if there are any, and return the mesh.
 
@@ -46,6 +51,7 @@ def start(
 
     Args:
         config: size of every mesh axis.
+        tensor: how the devices of `model` are divided; in one dimension by default.
         start_timeout_s: seconds to wait for the other processes.
         heartbeat_timeout_s: if another process sends jax no heartbeat for this many seconds, this
             process exits. Each sends one every half of it.
@@ -72,7 +78,7 @@ def start(
             if per_process or -1 not in config.sizes.values() or not _are_cpu_devices_counted():
                 jax.config.update("jax_num_cpu_devices", per_process or num_simulated)
     devices = _devices()
-    mesh = make_mesh(config, devices)
+    mesh = make_mesh(config, devices, tensor)
     if devices[0].platform == "cpu" and not distributed and mesh.size > 1:
         _log.info("simulating the mesh's %d devices on this machine's CPU", mesh.size)
     if mesh.size < len(devices):

@@ -1,6 +1,6 @@
 """When the devices gather each parameter and reduce its gradients: once per step or by layer.
 
-Parameters that fsdp or ZeRO split are all-gathered before a device computes with them:
+Parameters that `fsdp`, `row` or ZeRO split are all-gathered before a device computes with them:
 
     GatherMode   forward and backward            gradients
     ONCE         all-gather once per step        summed once, after the last microbatch
@@ -19,7 +19,7 @@ import jax
 
 from sharding.logical import Rules
 from sharding.memory import MemoryConfig, largest
-from sharding.mesh import REPLICA_AXES, AnyMesh
+from sharding.mesh import REPLICA_AXES, SHARD_AXES, AnyMesh
 from sharding.spec import axes_of, is_spec
 
 Tree = Any
@@ -64,9 +64,9 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
 
     With ZeRO stage 3, the largest parameters are gathered one layer at a time, until
     `shard_parameters_fraction` of all bytes is reached. Without it, the same holds for parameters
-    that `fsdp` splits. The largest are read from host memory until `offload_parameters_fraction` is
-    reached, but only parameters that all replica axes split: the gradients of the others are summed
-    for all layers at once, on the device.
+    that `fsdp` or `row` splits. The largest are read from host memory until
+    `offload_parameters_fraction` is reached, but only parameters that all replica axes split: the
+    gradients of the others are summed for all layers at once, on the device.
 
     Args:
         params: arrays or ShapeDtypeStructs of the stack, of all devices together.
@@ -83,7 +83,7 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
     modes = []
     for i, spec in enumerate(jax.tree.leaves(specs, is_leaf=is_spec)):
         axes = axes_of(spec)
-        is_sharded = config.zero_stage == 3 or "fsdp" in axes & replicas
+        is_sharded = config.zero_stage == 3 or bool(axes & replicas & {*SHARD_AXES})
         if from_host[i] and replicas <= axes:
             modes.append(GatherMode.STREAMED)
         else:

@@ -1,4 +1,4 @@
-"""The device mesh: six named axes, outermost to innermost.
+"""The device mesh: named axes, outermost to innermost.
 
 `model` is innermost, so its groups are neighbouring devices on the fastest links. `pipeline` is
 outermost, so only the small sends between stages cross the slowest links. An axis of size 1 costs
@@ -9,6 +9,9 @@ nothing. With 8 devices and pipeline=2, data=2, model=2:
                    2  3             model groups      [0 1], [2 3] in stage 0
     stage 1  data  4  5
                    6  7
+
+The config gives the sizes of six axes. Tensor parallelism in more than one dimension divides the
+devices of `mesh.model` further (sharding/tensor.py), over the axes FACTORS and `model`.
 """
 
 import dataclasses
@@ -21,10 +24,16 @@ import jax
 
 from fields.field import field
 from fields.section import Section
+from sharding.tensor import FACTORS, TensorConfig
 
+#: Axes whose sizes are keys of the config.
 AXES = ("pipeline", "data", "fsdp", "context", "expert", "model")
+#: All axes of a mesh, outermost first.
+MESH_AXES = (*AXES[:-1], *FACTORS)
 #: Axes whose devices have different examples.
-BATCH_AXES = ("data", "fsdp", "expert")
+BATCH_AXES = ("data", "fsdp", "expert", "depth", "row")
+#: Axes of BATCH_AXES over which the rules split parameters that a step gathers.
+SHARD_AXES = ("fsdp", "row")
 #: Axes whose devices have different tokens, and over which parameters may be sharded.
 REPLICA_AXES = (*BATCH_AXES, "context")
 
@@ -60,7 +69,10 @@ class MeshConfig(Section, section="mesh"):
     expert: int = _size(
         "Like `data`, but divides the experts of a mixture of experts (the logical axis `experts`)."
     )
-    model: int = _size("Tensor parallelism: splits attention heads, mlp and vocab.")
+    model: int = _size(
+        "Tensor parallelism: splits attention heads, mlp and vocab. The section `tensor` has modes "
+        "that split more."
+    )
     auto: bool = field(
         False,
         "Choose the sizes of this section, and the settings that depend on them, for the devices "
@@ -100,8 +112,20 @@ class MeshConfig(Section, section="mesh"):
 
     @property
     def num_replicas(self) -> int:
-        """Number of groups of devices that have different examples."""
-        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+        """Number of groups of devices that have different examples, in the mode `1d`."""
+        return math.prod(self.axis_sizes()[axis] for axis in BATCH_AXES)
+
+    def axis_sizes(self, tensor: TensorConfig | None = None) -> dict[str, int]:
+        """Return mesh axis name -> size, outermost first, with the devices of `model` divided.
+
+        Args:
+            tensor: how they are divided; in one dimension by default.
+
+        Raises:
+            ValueError: the mode cannot divide them.
+        """
+        factors = (tensor or TensorConfig()).factors(self.model)
+        return {axis: factors[axis] if axis in factors else self.sizes[axis] for axis in MESH_AXES}
 
     def filled_in(self, num_available: int) -> "MeshConfig":
         """Return this config with -1 replaced by the number of remaining devices.
@@ -130,15 +154,34 @@ class MeshConfig(Section, section="mesh"):
         return " × ".join(shown) or "data=1"
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> jax.sharding.Mesh:
-    """Return the mesh over the first `config.num_devices` of the devices."""
+def make_mesh(
+    config: MeshConfig, devices: Sequence[Any], tensor: TensorConfig | None = None
+) -> jax.sharding.Mesh:
+    """Return the mesh over the first `config.num_devices` of the devices.
+
+    Args:
+        config: sizes of the axes.
+        devices: jax's devices.
+        tensor: how the devices of `model` are divided; in one dimension by default.
+
+    Raises:
+        ValueError: more devices are needed than there are, or `tensor` cannot divide them.
+    """
     config = config.filled_in(len(devices))
+    sizes = config.axis_sizes(tensor)
     return jax.make_mesh(
-        tuple(config.sizes.values()),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+        tuple(sizes.values()),
+        MESH_AXES,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(MESH_AXES),
         devices=devices[: config.num_devices],
     )
+
+
+def describe(mesh: AnyMesh) -> str:
+    """Format the sizes of a mesh; those of FACTORS only if a mode divides `model`."""
+    is_divided = any(mesh.shape.get(axis, 1) > 1 for axis in FACTORS[:-1])
+    shown = (axis for axis in mesh.shape if is_divided or axis not in FACTORS[:-1])
+    return " × ".join(f"{axis}={mesh.shape[axis]}" for axis in shown)
 
 
 def num_replicas(mesh: AnyMesh) -> int:

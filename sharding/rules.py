@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.logical import Rules, to_spec
-from sharding.mesh import AXES, BATCH_AXES, REPLICA_AXES, AnyMesh
+from sharding.mesh import BATCH_AXES, MESH_AXES, REPLICA_AXES, SHARD_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of, without
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
@@ -24,8 +24,8 @@ DEFAULT_RULES: Rules = {
     "batch": BATCH_AXES,  # within a step it is always split over these
     "seq": ("context",),  # and this over this one
     "act_tokens": ("model",),  # the tokens of all sequences, between the branches of a block
-    "embed": ("fsdp",),
-    "act_embed": (),
+    "embed": (*SHARD_AXES, "hidden"),
+    "act_embed": ("hidden",),
     "heads": ("model",),
     "kv_heads": ("model",),
     "head_dim": (),
@@ -51,10 +51,10 @@ def make_rules(overrides: Mapping[str, Any] | None = None, *, shares_vocab: bool
     for name, axes in (overrides or {}).items():
         axes = () if axes is None else tuple(axes) if isinstance(axes, list | tuple) else (axes,)
         for axis in axes:
-            if axis not in AXES:
+            if axis not in MESH_AXES:
                 raise ValueError(
                     f"rules.{name}={axes}: unknown mesh axis {axis!r}; choose from "
-                    f"{', '.join(AXES)}"
+                    f"{', '.join(MESH_AXES)}"
                 )
             if axis == "pipeline" and name != "layers":
                 raise ValueError(

@@ -1,8 +1,8 @@
-"""ZeRO: which parts of the training state are sharded over `data`, `context` and `expert`.
+"""ZeRO: which parts of the training state are sharded over `data`, `context`, `expert` and `depth`.
 
 Apart from dimensions that the rules split (over `fsdp`, for example), all devices along `data`,
-`context` and, except for experts, `expert` would hold the same state: to the optimizer they are
-replicas. With
+`context`, `depth` and, except for experts, `expert` would hold the same state: to the optimizer
+they are replicas. With
 
     stage 1  each replica keeps one part of the master weights and of the optimizer state
     stage 2  gradients are also reduce-scattered once per step: a replica gets only its part
@@ -26,21 +26,21 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.mesh import AnyMesh
+from sharding.mesh import SHARD_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of
 
 Tree = Any
 
 
 #: Mesh axes over which only ZeRO splits parameters.
-ZERO_AXES = ("data", "context", "expert")
+ZERO_AXES = ("data", "context", "expert", "depth")
 
 
 def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
-    """Add `data`, `context` and `expert` to the spec of all parameters that they divide evenly.
+    """Add ZERO_AXES to the spec of all parameters that they divide evenly.
 
-    The dim to split is the one that `fsdp` already splits, or else the largest dim that is not
-    split; for stacks, never the first dim, which counts layers. A parameter without such a dim
+    The dim to split is the one that `fsdp` or `row` already splits, or else the largest dim that is
+    not split; for stacks, never the first dim, which counts layers. A parameter without such a dim
     stays replicated: biases of dims that are split over `model`, and norms of odd sizes.
 
     Args:
@@ -67,12 +67,13 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
             for dim in range(is_layers, len(parts))
         }
         # A dim that XLA splits automatically (over `model`) cannot also be split manually.
-        free = [d for d in sizes if all(a == "fsdp" or mesh.shape[a] == 1 for a in parts[d])]
+        free = [d for d in sizes if all(a in SHARD_AXES or mesh.shape[a] == 1 for a in parts[d])]
         for added in (axes, *((axis,) for axis in axes)):
             count = math.prod(mesh.shape[axis] for axis in added)
             fitting = [dim for dim in free if sizes[dim] % count == 0]
             if fitting:
-                dim = max(fitting, key=lambda dim: ("fsdp" in parts[dim], sizes[dim], -dim))
+                is_sharded = [not {*part}.isdisjoint(SHARD_AXES) for part in parts]
+                dim = max(fitting, key=lambda dim: (is_sharded[dim], sizes[dim], -dim))
                 parts[dim] = (*parts[dim], *added)
                 return spec_of(parts)
         return spec

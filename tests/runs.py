@@ -16,7 +16,6 @@ from data.corpus import load_corpus
 from data.examples import Corpus
 from models.layers.basic import lookup
 from models.text.gpt2 import GPT2
-from sharding.mesh import make_mesh
 from train.config.config_files import load
 from train.config.schema import validate_config
 from train.run.assemble import assemble_run
@@ -81,7 +80,7 @@ def make_run(
     """
     validated = validate_config(load(config, overrides))
     corpus = load_corpus(validated.data, validated.images)
-    mesh = make_mesh(validated.mesh, jax.devices(platform))
+    mesh = validated.make_mesh(jax.devices(platform))
     num_labels = len(corpus.labels) or None
     run = assemble_run(validated, mesh, vocab_size=corpus.vocab_size, num_labels=num_labels)
     return run, corpus

@@ -22,7 +22,7 @@ from distributed.compilation_cache import use_compilation_cache
 from distributed.messages import LONGEST_START_S, Exchange
 from predict.machines.targets import Target, target_of
 from sharding.memory import AUTO
-from sharding.mesh import make_mesh, num_replicas
+from sharding.mesh import num_replicas
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
@@ -223,7 +223,7 @@ def _assemble(
         devices = _plan_devices(config, mesh, budget, assemble)
         saved = Exchange(LONGEST_START_S).on_all(lambda: workdir.saved_config(options.workdir))
         config = plan_config(config, fixed, devices, saved, timeout_s=LONGEST_START_S)
-        mesh = make_mesh(config.mesh, [*mesh.devices.flat])
+        mesh = config.make_mesh([*mesh.devices.flat])
     assemble = partial(assemble, mesh=mesh)
     planner = MemoryFitter(assemble, budget)
     if options.is_evaluation:
@@ -382,6 +382,7 @@ def _start_devices(
         sizes = dataclasses.replace(sizes, **{open_axes[0]: -1})
     mesh = startup.start(
         sizes,
+        config.tensor,
         start_timeout_s=config.train.start_timeout_s,
         heartbeat_timeout_s=jax_heartbeat_timeout_s(config.train.failure_timeout_s),
     )
@@ -412,7 +413,7 @@ def _plan_devices(
     if target is not None:
 
         def run_for(config: RunConfig, target: Target) -> Run:
-            return assemble(config, make_mesh(config.mesh, target.devices()), target=target)
+            return assemble(config, config.make_mesh(target.devices()), target=target)
 
         return described_devices(target, budget, run_for)
     if all_devices[0].platform != "cpu" and jax.process_count() > 1:

@@ -27,7 +27,6 @@ from predict.time.picture import draw
 from predict.time.trace import write_trace
 from sharding.compiler_options import describe_options
 from sharding.memory import AUTO
-from sharding.mesh import make_mesh
 from train.config import config_files
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
@@ -193,9 +192,9 @@ def run_for(config: RunConfig, target: Target) -> Run:
             f"mesh {mesh_config} has {mesh_config.num_devices} devices, but --target={target.name} "
             f"has {target.num_devices}; make them equal, for example with mesh.data=-1"
         )
-    mesh = make_mesh(mesh_config, target.devices())
-    sizes = sizes_without_data(config)
     config = dataclasses.replace(config, mesh=mesh_config)
+    mesh = config.make_mesh(target.devices())
+    sizes = sizes_without_data(config)
     budget = target_budget(config.memory, target)
     assemble = partial(
         assemble_run,

@@ -20,7 +20,7 @@ from sharding.collectives import psum
 from sharding.gather_modes import GatherMode
 from sharding.labels import counted_as
 from sharding.memory import is_on_host, to_device
-from sharding.mesh import REPLICA_AXES, AnyMesh
+from sharding.mesh import REPLICA_AXES, SHARD_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, restrict, spec_of, without
 from sharding.zero import ZERO_AXES
 
@@ -87,10 +87,11 @@ def check_specs(param_sharding: ParamSharding, *, shares_vocab: bool) -> None:
                 f"parameter {name} has the spec {spec}, but layers must be split over 'pipeline'; "
                 "set rules.layers=pipeline"
             )
-        if is_stack and "fsdp" in first and mesh.shape["fsdp"] > 1:
+        sharded = sorted(axis for axis in first & {*SHARD_AXES} if mesh.shape[axis] > 1)
+        if is_stack and sharded:
             raise ValueError(
                 f"parameter {name} has the spec {spec}, but layers can be split only over "
-                "'pipeline'; set rules.layers=pipeline, and split another dim over 'fsdp'"
+                f"'pipeline'; set rules.layers=pipeline, and split another dim over {sharded[0]!r}"
             )
         other_axes = axes_of(spec[1:]) | (first - {"pipeline"} if is_stack else first)
         other_axes -= {"pipeline"} if shares_vocab and not is_stack else set()

@@ -6,9 +6,10 @@ from the data if the config does not set them.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+import jax
 from ml_collections import ConfigDict
 
 from checkpoint.config import CheckpointConfig
@@ -27,7 +28,8 @@ from pipeline.config import PipelineConfig
 from pipeline.schedule import SCHEDULES
 from pipeline.schedules.table import check_size
 from sharding.memory import MemoryConfig
-from sharding.mesh import MeshConfig
+from sharding.mesh import MeshConfig, make_mesh
+from sharding.tensor import TensorConfig
 from train.config.train_config import EvalConfig, LogConfig, TrainConfig
 from train.optim.config import OptimizerConfig
 from train.precision import PrecisionConfig
@@ -63,6 +65,7 @@ class RunConfig:
     lora: LoraConfig
     preference: PreferenceConfig
     mesh: MeshConfig
+    tensor: TensorConfig
     rules: Mapping[str, Any] = field(
         {},
         "Rows to add to, or change in, the table of sharding/rules.py. A row maps a logical axis "
@@ -116,19 +119,24 @@ class RunConfig:
             )
         self._check_experts()
         self._check_best()
+        self._check_tensor()
         if -1 in (mesh.data, mesh.fsdp, mesh.expert):
             return  # checked again once the number of devices is known
-        divisor = parts * mesh.num_replicas
+        divisor = parts * self.num_replicas
         if batch % divisor:
             of_experts = f" × mesh.expert={mesh.expert}" if mesh.expert > 1 else ""
+            in_groups = self.tensor.num_replicas(mesh.model)
+            groups = f" × {in_groups} groups of examples in tensor.mode={self.tensor.mode!r}"
+            of_tensor = groups if in_groups > 1 else ""
             raise ValueError(
                 f"train.num_microbatches={parts} × mesh.data={mesh.data} × mesh.fsdp={mesh.fsdp}"
-                f"{of_experts} must divide data.global_batch_size={batch}; the next batch size "
-                f"that fits is {-(-batch // divisor) * divisor}"
+                f"{of_experts}{of_tensor} must divide data.global_batch_size={batch}; the next "
+                f"batch size that fits is {-(-batch // divisor) * divisor}"
             )
         self._check_rampup()
         memory = self.memory
-        if memory.shard_parameters_fraction != 1 and memory.zero_stage != 3 and mesh.fsdp == 1:
+        shards = mesh.fsdp > 1 or self.tensor.mode != "1d"
+        if memory.shard_parameters_fraction != 1 and memory.zero_stage != 3 and not shards:
             raise ValueError(
                 f"memory.shard_parameters_fraction={memory.shard_parameters_fraction} requires "
                 f"memory.zero_stage=3, not {memory.zero_stage}, or mesh.fsdp of more than 1; "
@@ -142,8 +150,28 @@ class RunConfig:
                 f"data.sequence_length={self.data.sequence_length}"
             )
 
+    def make_mesh(self, devices: Sequence[Any]) -> jax.sharding.Mesh:
+        """Return the mesh of the run on the first of the devices; see sharding/mesh.py."""
+        return make_mesh(self.mesh, devices, self.tensor)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of groups of devices that have different examples."""
+        return self.mesh.num_replicas * self.tensor.num_replicas(self.mesh.model)
+
+    def _check_tensor(self) -> None:
+        mode = self.tensor.mode
+        if mode == "1d":
+            return
+        if self.mesh.auto:
+            raise ValueError(
+                f"mesh.auto=True plans only tensor.mode='1d', but tensor.mode={mode!r}"
+                "; set the sizes of the section mesh, or remove tensor.mode"
+            )
+        self.tensor.factors(self.mesh.model)
+
     def _check_rampup(self) -> None:
-        replicas = self.mesh.num_replicas
+        replicas = self.num_replicas
         count = self.train.num_microbatches
         unit = replicas if count == 1 else self.data.global_batch_size // count
         sizes = self.data.batch_sizes

@@ -13,6 +13,7 @@ from predict.program.memory import Memory, memory
 from predict.time.prediction import Prediction, format_prediction, predict
 from predict.time.ticks import Ticks
 from sharding.compiler_options import as_dict
+from sharding.mesh import describe as describe_mesh
 from train.planning.memory.budget import Budget, needs_of, pressure_of, size
 from train.reporting.throughput import mfu
 from train.run.run import Run
@@ -125,11 +126,10 @@ class CompiledStep:
         run = self.run
         figures = self.to_json()
         memory = figures["memory"]
-        mesh = " × ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items())
         fits = "fits" if memory["fits"] else "does not fit"
         lines = [
             f"target     {figures['target']}: {run.mesh.size} × {run.hardware.device_kind}",
-            f"mesh       {mesh}",
+            f"mesh       {describe_mesh(run.mesh)}",
             f"model      {type(run.model).__name__}, {run.num_params:,} parameters",
             *(f"assumed    {line}" for line in self.assumed),
             *([f"context    {run.sequence}"] if run.sequence.num_devices > 1 else []),

@@ -71,7 +71,7 @@ def pipeline_s(
     last = shares[-1]
     times_s = (forward_s * max_share, backward_s * max_share, forward_s * last, backward_s * last)
     stages_s = ticks.work @ times_s
-    group = [group_over(plan.mesh.sizes, ("pipeline",))]
+    group = [group_over(plan.mesh.axis_sizes(), ("pipeline",))]
     sends_s = _TICK_SENDS * transfer_s(machine, "collective-permute", group, head_input_bytes)
     if plan.share_vocab:
         exchange_s = transfer_s(machine, "all-reduce", group, head_input_bytes)

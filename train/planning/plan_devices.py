@@ -17,7 +17,6 @@ from predict.machines.datasheets import machine_of, machine_of_devices
 from predict.machines.machine import Machine
 from predict.machines.targets import Target
 from sharding.memory import AUTO
-from sharding.mesh import make_mesh
 from train.config.schema import RunConfig
 from train.planning.calibration import use_calibration
 from train.planning.compiled_step import CompiledStep, compile_and_predict
@@ -130,9 +129,7 @@ def present_devices(
     """
 
     def assemble_part(config: RunConfig, num_devices: int) -> Run:
-        return assemble_on(
-            _on_device_if_auto(config), make_mesh(config.mesh, devices[:num_devices])
-        )
+        return assemble_on(_on_device_if_auto(config), config.make_mesh(devices[:num_devices]))
 
     def assemble(config: RunConfig) -> Run:
         return assemble_part(config, len(devices))

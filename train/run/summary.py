@@ -7,20 +7,20 @@ import jax
 from data.batches import epoch_elements
 from data.examples import Corpus
 from models.functions import can_share_vocab
+from sharding.mesh import describe as describe_mesh
 from train.run.run import Run
 
 
 def describe(run: Run, corpus: Corpus) -> str:
     """Format the summary of a run: parameters, mesh, attention kernels, stages and data."""
-    mesh = " × ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
     frozen = f" ({run.num_frozen:,} frozen)" if run.num_frozen else ""
     per_block = run.functions.layers_per_block
     num_layers = sum(per_block[name] * count for name, count in run.functions.num_layers.items())
     lines = [
         f"model   {type(run.model).__name__}, {run.num_params:,} parameters{frozen}, "
         f"{num_layers} layers, {_describe_flops(run)}",
-        f"mesh    {mesh} on {run.mesh.size} {run.hardware.device_kind} device(s), "
-        f"{jax.process_count()} process(es)",
+        f"mesh    {describe_mesh(run.mesh)} on {run.mesh.size} "
+        f"{run.hardware.device_kind} device(s), {jax.process_count()} process(es)",
         *([f"context {run.sequence}"] if run.sequence.num_devices > 1 else []),
         *(f"attention {kernel}" for kernel in run.attention_kernels),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),

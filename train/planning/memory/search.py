@@ -192,7 +192,7 @@ class MemorySearch:
 
     def _microbatches(self) -> list[Setting]:
         config = self._config
-        replicas = config.mesh.num_replicas
+        replicas = config.num_replicas
         settings = []
         count = 2 * config.train.num_microbatches
         while config.data.global_batch_size % (count * replicas) == 0:
@@ -207,7 +207,7 @@ class MemorySearch:
 
     def _zero_stages(self) -> list[Setting]:
         config = self._config
-        if config.mesh.num_replicas * config.mesh.context == 1:
+        if config.num_replicas * config.mesh.context == 1:
             return []
         stages = [stage for stage in (2, 3) if stage > config.memory.zero_stage]
         return [{"memory.zero_stage": stage} for stage in stages]
