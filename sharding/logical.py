@@ -146,7 +146,7 @@ def _over(x_BTD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     split of the same dimension only.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    spec = spec_of([(*automatic_axes("batch"), *axes), ()])
+    spec = spec_of([(*automatic_axes("batch"), *axes), automatic_axes("act_embed")])
     tokens = x_BTD.reshape(-1, x_BTD.shape[-1])
     tokens = jax.lax.with_sharding_constraint(tokens, NamedSharding(mesh, spec))
     return tokens.reshape(x_BTD.shape)

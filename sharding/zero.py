@@ -66,15 +66,18 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
             dim: leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in parts[dim])
             for dim in range(is_layers, len(parts))
         }
-        # A dim that XLA splits automatically (over `model`) cannot also be split manually.
-        free = [d for d in sizes if all(a in SHARD_AXES or mesh.shape[a] == 1 for a in parts[d])]
+        # A dim that XLA splits automatically (over `model`) is not split manually as well, unless
+        # the rules do.
+        shards = [[a for a in part if a in SHARD_AXES and mesh.shape[a] > 1] for part in parts]
+        free = [d for d in sizes if shards[d] or all(mesh.shape[a] == 1 for a in parts[d])]
         for added in (axes, *((axis,) for axis in axes)):
             count = math.prod(mesh.shape[axis] for axis in added)
             fitting = [dim for dim in free if sizes[dim] % count == 0]
             if fitting:
                 is_sharded = [not {*part}.isdisjoint(SHARD_AXES) for part in parts]
                 dim = max(fitting, key=lambda dim: (is_sharded[dim], sizes[dim], -dim))
-                parts[dim] = (*parts[dim], *added)
+                others = [axis for axis in parts[dim] if axis not in SHARD_AXES]
+                parts[dim] = (*(a for a in parts[dim] if a in SHARD_AXES), *added, *others)
                 return spec_of(parts)
         return spec
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from fields.numbers import MAX_INT
 from models.layers import float8
@@ -356,8 +357,25 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
         Embeddings `[*ids, D]`.
     """
     if not manual_axes("vocab"):
-        return table_VD[ids]
+        return rows_of(table_VD, ids)
     here = ids - offset("vocab", table_VD.shape[0])
     is_here = (here >= 0) & (here < table_VD.shape[0])
-    rows = jnp.where(is_here[..., None], table_VD[jnp.where(is_here, here, 0)], 0)
+    rows = jnp.where(is_here[..., None], rows_of(table_VD, jnp.where(is_here, here, 0)), 0)
     return sum_over("vocab", rows)
+
+
+def rows_of(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
+    """Return `table_VD[ids]`, `[*ids, D]`; each device has its part of D.
+
+    XLA's partitioner fails for a table that is split along both dims.
+    """
+    axes = automatic_axes("act_embed")
+    if not axes:
+        return table_VD[ids]
+    return jax.shard_map(
+        lambda table_VD, ids: table_VD[ids],
+        in_specs=(PartitionSpec(None, axes), PartitionSpec()),
+        out_specs=PartitionSpec(*[None] * ids.ndim, axes),
+        axis_names={*axes},
+        check_vma=False,
+    )(table_VD, ids)

@@ -22,7 +22,7 @@ from jax.core import Tracer
 
 from fields.numbers import MAX_LAYERS, number_problem, shown
 from models.layers.activations import check_activation
-from models.layers.basic import param
+from models.layers.basic import param, rows_of
 from models.losses import VocabLogits, make_token_loss
 from sharding.ops import sequence
 
@@ -145,7 +145,7 @@ def learned_positions(table_PD: jax.Array, positions: jax.Array, *, first: int =
             f"a sequence of {length} tokens is longer than the model's {rows} positions; shorten "
             "the sequence"
         )
-    return table_PD[positions + first]
+    return rows_of(table_PD, positions + first)
 
 
 def vocab_loss(logits: VocabLogits, batch: dict, loss: str) -> tuple[jax.Array, jax.Array]:

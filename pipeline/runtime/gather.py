@@ -8,6 +8,7 @@ sharding/gather_modes.py has the table of these modes.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -157,10 +158,13 @@ class ParamGatherer:
         """
 
         def gather_once(x, spec, mode):
-            if mode is GatherMode.STREAMED or mode is GatherMode.BY_LAYER and not is_on_host(x):
+            if mode is GatherMode.STREAMED:
                 return x
+            if mode is GatherMode.BY_LAYER and not is_on_host(x):
+                return self._in_blocks(x, spec)
 
             def gathered(x):
+                x = self._in_blocks(x, spec)
                 return self._gathered(x, spec, 0) if mode is GatherMode.ONCE else x
 
             if not (is_on_host(x) and self._has_slots):
@@ -220,11 +224,12 @@ class ParamGatherer:
             over = {*self._axes, *REPLICA_AXES} - axes_of(spec) - kept
             axes = [a for a in MANUAL_AXES if a in over and self._mesh.shape[a] > 1]
             if not axes and (is_by_layer or not self._dims(spec)):
-                return grad
+                return self._out_of_blocks(grad, spec)
             narrow = self._to_send(grad)
             # Gradients by layer have been scattered already, in `scattered`.
             narrow = narrow if is_by_layer else self._scattered(narrow, spec, 0)
-            return psum(narrow, tuple(axes)).astype(grad.dtype)
+            narrow = psum(narrow, tuple(axes)).astype(grad.dtype)
+            return self._out_of_blocks(narrow, spec)
 
         return self._map(reduced, grads, self._kept_axes)
 
@@ -266,7 +271,7 @@ class ParamGatherer:
     def _with_all_axes_manual(
         self, function: Callable, x: jax.Array, spec: PartitionSpec, skip: int
     ) -> jax.Array:
-        """Run `function(x)` with the axes that split other dims manual as well.
+        """Run `function(x)` with the automatic axes that split x manual as well.
 
         Otherwise XLA would gather x over these axes before it gathers or scatters.
 
@@ -276,18 +281,71 @@ class ParamGatherer:
             spec: PartitionSpec of the parameter, with the slot dim.
             skip: number of leading dims of `spec` that x does not have.
         """
-        dims = {dim for dim, _ in self._dims(spec)}
-        free = {a for a, n in self._mesh.shape.items() if n > 1 and a not in MANUAL_AXES}
+        free = self._free_axes()
         parts = axes_by_dim(restrict(spec, free))
-        if not dims:
+        if not self._dims(spec):
             return x
-        if not any(parts) or any(parts[dim] for dim in dims):
+        if not any(parts):
             return function(x)
         free_spec = spec_of(parts[skip:])
         manual = jax.shard_map(
             function, in_specs=free_spec, out_specs=free_spec, axis_names=free, check_vma=False
         )
         return manual(x)
+
+    def _free_axes(self) -> set[str]:
+        return {a for a, n in self._mesh.shape.items() if n > 1 and a not in MANUAL_AXES}
+
+    def _in_blocks(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Exchange the parts of dims that both manual and automatic axes split.
+
+        A dim that is split over M devices of manual axes and over A of automatic axes has M · A
+        parts, of which the devices (m, a) have part m · A + a, as everywhere in the step. To gather
+        over the manual axes, the devices with the same `a` need parts that are neighbours: they get
+        part a · M + m. This is done once per step, outside all loops.
+
+        Args:
+            x: array with all dims of the spec.
+            spec: PartitionSpec of the parameter.
+        """
+        return self._exchanged(x, spec, lambda m, a, num_m, num_a: (m * num_a + a, a * num_m + m))
+
+    def _out_of_blocks(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Undo `_in_blocks`."""
+        return self._exchanged(x, spec, lambda m, a, num_m, num_a: (a * num_m + m, m * num_a + a))
+
+    def _exchanged(
+        self,
+        x: jax.Array,
+        spec: PartitionSpec,
+        parts_of: Callable[[int, int, int, int], tuple[int, int]],
+    ) -> jax.Array:
+        """Exchange parts between devices.
+
+        Args:
+            x: array with all dims of the spec.
+            spec: PartitionSpec of the parameter.
+            parts_of: (m, a, M, A) -> part that device (m, a) has before, and after.
+        """
+        automatic = axes_by_dim(restrict(spec, self._free_axes()))
+        for dim, manual in self._dims(spec):
+            if not automatic[dim]:
+                continue
+            count_m, count_a = (self._count(axes) for axes in (manual, automatic[dim]))
+            devices = [(m, a) for m in range(count_m) for a in range(count_a)]
+            parts = [parts_of(m, a, count_m, count_a) for m, a in devices]
+            holder = {before: i for i, (before, _) in enumerate(parts)}
+            permutation = [(holder[after], i) for i, (_, after) in enumerate(parts)]
+            axes = (*manual, *automatic[dim])
+
+            def exchange(x, axes=axes, permutation=permutation):
+                return jax.lax.ppermute(x, axes, permutation)
+
+            x = self._with_all_axes_manual(exchange, x, spec, 0)
+        return x
+
+    def _count(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self._mesh.shape[axis] for axis in axes)
 
     def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         """Return the dims that are split over replicas, each with its axes, major first."""
