@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from models.layers.activations import soft_capped
 from models.layers.flops import declare_flops, dense_flops
 from sharding import hardware
-from sharding.logical import constrain, manual_axes, max_over, offset, sum_over
+from sharding.logical import constrain, constrain_branch, manual_axes, max_over, offset, sum_over
 from untrusted.imports import import_object
 
 TokenLoss = Callable[[jax.Array, jax.Array], jax.Array]
@@ -218,7 +218,7 @@ def _logits(x_CD, output):
     logits_CV = jnp.einsum("CD,VD->CV", x_CD, table_VD, preferred_element_type=wide)
     if bias_V is not None:
         logits_CV += bias_V[None]
-    return constrain(logits_CV, None, "vocab")
+    return constrain_branch(logits_CV, None, "vocab")
 
 
 def _without_padding(logits_CV, vocab_size):

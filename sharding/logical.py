@@ -39,6 +39,9 @@ from sharding.spec import axes_of, restrict, spec_of
 
 Rules = Mapping[str, tuple[str, ...]]
 
+#: Logical axes that the first product of a branch adds to activations.
+BRANCH_NAMES = ("heads", "kv_heads", "mlp", "vocab")
+
 _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
 _alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
 
@@ -78,6 +81,30 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if not axes_of(spec):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def constrain_branch(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Constrain the output of a branch's first product, whose heads or mlp are split further.
+
+    If activations are split over the axes of `act_embed`, which the product sums over, each device
+    would otherwise have the same sums. They are split over the axes of `act_branch` instead, along
+    the dim that kernels split. Before the branch's last product, `constrain` gathers them again.
+
+    Args:
+        x: as for `constrain`.
+        *axes: as for `constrain`; one of them is split over axes that XLA partitions.
+    """
+    rules = _active_rules.get()
+    added = automatic_axes("act_branch")
+    if rules is None or not added:
+        return constrain(x, *axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    for name, size in zip(axes, x.shape, strict=True):
+        split = automatic_axes(name) if name in BRANCH_NAMES else ()
+        if split and not size % math.prod(mesh.shape[axis] for axis in (*split, *added)):
+            with axis_rules({**rules, name: (*rules[name], *added)}):
+                return constrain(x, *axes)
+    return constrain(x, *axes)
 
 
 def constrain_residual(x_BTD: jax.Array) -> jax.Array:

@@ -26,6 +26,8 @@ DEFAULT_RULES: Rules = {
     "act_tokens": ("model",),  # the tokens of all sequences, between the branches of a block
     "embed": (*SHARD_AXES, "hidden"),
     "act_embed": ("hidden",),
+    # Heads, mlp and vocab of activations, in addition to the axes of these rows.
+    "act_branch": ("hidden",),
     "heads": ("model",),
     "kv_heads": ("model",),
     "head_dim": (),

@@ -27,7 +27,7 @@ from models.layers import kv_cache
 from models.layers.attention import attend
 from models.layers.basic import Linear, RMSNorm
 from models.layers.transformer import projected
-from sharding.logical import constrain, gather_tokens
+from sharding.logical import constrain_branch, gather_tokens
 
 #: Added to the mean square in the norms of latents, as in the published models.
 _EPSILON = 1e-6
@@ -123,7 +123,7 @@ class LatentAttention(nnx.Module):
             shape = (*k_BSNH.shape[:-1], rotated_BS1P.shape[-1])
             k_BSNH = jnp.concatenate((k_BSNH, jnp.broadcast_to(rotated_BS1P, shape)), axis=-1)
             qkv = (
-                checkpoint_name(constrain(x, "batch", "seq", "heads", "head_dim"), "qkv")
+                checkpoint_name(constrain_branch(x, "batch", "seq", "heads", "head_dim"), "qkv")
                 for x in (q_BTNH, k_BSNH, v_BSNW)
             )
             y_BTNW = attend(*qkv, cached_BSKH=cached_BS1L, **mask_options)

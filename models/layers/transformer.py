@@ -14,7 +14,7 @@ from models.layers.activations import ACTIVATIONS
 from models.layers.attention import attend
 from models.layers.basic import Linear, param, recomputed
 from models.layers.masks import Segments
-from sharding.logical import constrain, gather_tokens, scatter_tokens
+from sharding.logical import constrain, constrain_branch, gather_tokens, scatter_tokens
 
 Norm = Callable[[jax.Array], jax.Array]
 
@@ -105,9 +105,9 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
-        q_BTNH = constrain(rotate(q), "batch", "seq", "heads", "head_dim")
+        q_BTNH = constrain_branch(rotate(q), "batch", "seq", "heads", "head_dim")
         k_BSKH, v_BSKH = (
-            constrain(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
+            constrain_branch(x, "batch", "seq", "kv_heads", "head_dim") for x in (rotate(k), v)
         )
         qkv = (checkpoint_name(x, "qkv") for x in (q_BTNH, k_BSKH, v_BSKH))
         sinks_N = None if self.sinks is None else self.sinks[...]
@@ -140,7 +140,8 @@ class FusedQKVAttention(nnx.Module):
             scale: factor of queries · keys; 1 / √H by default.
         """
         qkv = self.qkv(gather_tokens(x_BTD), x_BTD)
-        qkv = checkpoint_name(constrain(qkv, "batch", "seq", None, "heads", "head_dim"), "qkv")
+        qkv = constrain_branch(qkv, "batch", "seq", None, "heads", "head_dim")
+        qkv = checkpoint_name(qkv, "qkv")
         q_BTNH = qkv[:, :, 0]
         k_BTNH = qkv[:, :, 1]
         v_BTNH = qkv[:, :, 2]
@@ -196,13 +197,17 @@ class MLP(nnx.Module):
         h_BTF = self._project(self.up, whole_BTD, x_BTD)
         if self.gate is None:
             activated_BTF = recomputed(activation, stores_gradient=True)(h_BTF)
-            return scatter_tokens(self.down(activated_BTF))
+            return self._projected(activated_BTF)
         gate_BTF = self._project(self.gate, whole_BTD, x_BTD)
         product_BTF = recomputed(lambda gate, h: activation(gate) * h)(gate_BTF, h_BTF)
-        return scatter_tokens(self.down(product_BTF))
+        return self._projected(product_BTF)
+
+    def _projected(self, h_BTF: jax.Array) -> jax.Array:
+        return scatter_tokens(self.down(constrain(h_BTF, "batch", "seq", "mlp")))
 
     def _project(self, linear: Linear, whole_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        return checkpoint_name(constrain(linear(whole_BTD, x_BTD), "batch", "seq", "mlp"), "mlp")
+        h_BTF = constrain_branch(linear(whole_BTD, x_BTD), "batch", "seq", "mlp")
+        return checkpoint_name(h_BTF, "mlp")
 
 
 def across_tokens(layer: Linear, x_BTD: jax.Array) -> jax.Array:

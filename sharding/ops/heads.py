@@ -56,7 +56,7 @@ def over_heads(
     Returns:
         The attention output of all heads, `[B, T, N, H]`.
     """
-    heads_axes = automatic_axes("heads")
+    heads_axes = (*automatic_axes("heads"), *automatic_axes("act_branch"))
     axes = (*heads_axes, *(a for a in automatic_axes("seq") if a not in heads_axes))
     if not axes:
         return function(q_BTNH, k_BSKH, v_BSKH, bias, segments)

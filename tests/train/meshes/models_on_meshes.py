@@ -166,6 +166,9 @@ MESHES = {
     "pipeline=2, vocab shared": ("mesh.pipeline=2", "pipeline.share_vocab=true"),
     "2×2×2": ("mesh.pipeline=2", "mesh.data=2", "mesh.model=2"),
     "context=4": ("mesh.context=4",),
+    "pipeline=2, 2D": ("mesh.pipeline=2", "mesh.model=4", "tensor.mode=2d"),
+    "2.5D": ("mesh.model=8", "tensor.mode=2.5d", "tensor.depth=2"),
+    "3D": ("mesh.model=8", "tensor.mode=3d"),
 }
 
 
