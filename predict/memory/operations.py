@@ -24,6 +24,11 @@ class Value:
     axes: Axes  # axes that the compiler splits its dims over
     literal: str | None = None  # a text that constants of the program share if they are equal
 
+    @property
+    def size(self) -> int:
+        """Number of elements, per device along manual axes and global along all others."""
+        return math.prod(self.shape)
+
     def local_shape(self, mesh_shape: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the part that one device stores."""
         parts = (math.prod(mesh_shape[axis] for axis in dim) for dim in self.axes)

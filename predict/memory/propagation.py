@@ -11,6 +11,7 @@ that are added to it:
 Functions that update axes in place never change a dim that is split already.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,8 @@ _ALIKE = (
     "psum",
     *RENAMES,
 )
+#: Operations that only give another shape to their first input.
+_MOVES = ("reshape", "broadcast_in_dim", "expand_dims", "squeeze", *RENAMES)
 
 
 def split_back(operations: Sequence[Operation]) -> None:
@@ -95,7 +98,50 @@ def split_on(operations: Sequence[Operation]) -> bool:
             for output in op.outputs:
                 output.axes = _merge_axes(output.axes, passed_on(op, output, frozenset()))
         has_changed |= before != [value.axes for value in op.outputs]
+    return _split_saved(operations) or has_changed
+
+
+def _split_saved(operations: Sequence[Operation]) -> bool:
+    """Split buffers like the constraints that their values get, and return whether any changed.
+
+    The output of a product may be a sum over devices, which a constraint then splits. What is saved
+    of it for the backward pass is split, too:
+
+        x @ w [B, T, D]  --save-->  .at[i].set  [L, B, T, D/model]
+                         --constraint over model-->  [B, T, D/model]
+    """
+    has_changed = False
+    made_by = {id(output): op for op in operations for output in op.outputs}
+    for op in operations:
+        if op.name != "dynamic_update_slice":
+            continue
+        (buffer,) = op.outputs
+        value = update = op.inputs[1]
+        while (before := made_by.get(id(value))) is not None and before.name in _MOVES:
+            value = before.inputs[0]
+        if not any(update.axes) and value.size == update.size:
+            axes = _axes_after_reshape(_constrained_later(operations, value), update.shape)
+            is_whole = [a == b for a, b in zip(update.shape, buffer.shape, strict=True)]
+            axes = tuple(dim if same else () for dim, same in zip(axes, is_whole, strict=True))
+            merged = _merge_axes(buffer.axes, axes)
+            has_changed |= merged != buffer.axes
+            buffer.axes = merged
     return has_changed
+
+
+def _constrained_later(operations: Sequence[Operation], value: Value) -> Value:
+    """Return a value with the axes of the constraint that it gets; unchanged without one."""
+    current = value
+    for op in operations:
+        if not any(current is each for each in op.inputs):
+            continue
+        if op.name == "sharding_constraint":
+            axes = _axes_of_constraint(op.params, current, frozenset())
+            return dataclasses.replace(current, axes=axes)
+        output = op.outputs[0] if op.outputs else current
+        if output.size == value.size and op.name in (*_ALIKE, "reshape"):
+            current = output
+    return value
 
 
 def _alike(op: Operation) -> list[tuple[Value, Value]]:

@@ -1,4 +1,4 @@
-"""Translates keys that configs had in earlier versions, wherever a config is read.
+"""Translates keys of earlier versions and of Colossal-AI, wherever a config is read.
 
     pipeline.remat=full with train.remat=dots  ->  train.remat=stage,dots
     pipeline.remat=none with train.remat=dots  ->  train.remat=dots
@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from fields.numbers import shown
+from train.config.colossal_ai import replace_parallel
 from train.config.remat import Remat
 
 #: Old key -> the key that has its meaning now.
@@ -21,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def replace_old_keys(config: Any) -> None:
-    """Replace old keys in a config, and warn about them.
+    """Replace old keys in a config, and warn about them; replace those of Colossal-AI.
 
     Args:
         config: dict of sections or an unlocked ConfigDict, changed in place.
@@ -29,6 +30,7 @@ def replace_old_keys(config: Any) -> None:
     Raises:
         ValueError: an old key has a value that it could not have.
     """
+    replace_parallel(config)
     _replace_first_windowed_layer(config.get("model", {}))
     pipeline = config.get("pipeline", {})
     if "remat" not in pipeline:

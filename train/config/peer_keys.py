@@ -29,6 +29,7 @@ _NAMES = {
         expert_parallel_degree ici_expert_parallelism""",
     "mesh.model": """tp tensor_parallel tensor_parallel_size tensor_model_parallel_size
         tensor_parallel_degree ici_tensor_parallelism tp_size""",
+    "tensor.mode": "tensor_parallel_mode tp_mode",
     "pipeline.chunks": """num_model_chunks virtual_pipeline_model_parallel_size
         num_layers_per_virtual_pipeline_stage num_pipeline_repeats""",
     "pipeline.schedule": "pipeline_parallel_schedule pipeline_schedule",
