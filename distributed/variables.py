@@ -15,7 +15,11 @@ SECRET = "TAIBAI_SECRET"  # the secret with which processes recognize each other
 
 #: Simulated devices share the CPU cores, so one of them can reach a collective minutes after
 #: another. By default XLA assumes a deadlock after 40 s and aborts; these flags allow 5 minutes.
+#: By default XLA also schedules a program so that independent operations run at the same time. With
+#: the send of a pipeline and the gathers of the next stage, some devices then begin with the one
+#: and some with the other, and wait for each other forever.
 CPU_XLA_FLAGS = {
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "xla_cpu_collective_call_terminate_timeout_seconds": "300",
     "xla_cpu_collective_timeout_seconds": "300",

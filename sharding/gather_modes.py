@@ -16,11 +16,12 @@ import enum
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from sharding.logical import Rules
 from sharding.memory import MemoryConfig, largest
 from sharding.mesh import REPLICA_AXES, SHARD_AXES, AnyMesh
-from sharding.spec import axes_of, is_spec
+from sharding.spec import axes_by_dim, axes_of, is_spec
 
 Tree = Any
 
@@ -85,7 +86,25 @@ def stack_gather_modes(params: Tree, specs: Tree, mesh: AnyMesh, config: MemoryC
         axes = axes_of(spec)
         is_sharded = config.zero_stage == 3 or bool(axes & replicas & {*SHARD_AXES})
         if from_host[i] and replicas <= axes:
+            _check_streamed(spec, mesh, config.offload_parameters_fraction)
             modes.append(GatherMode.STREAMED)
         else:
             modes.append(GatherMode.BY_LAYER if by_layer[i] and is_sharded else GatherMode.ONCE)
     return jax.tree.unflatten(structure, modes)
+
+
+def _check_streamed(spec: PartitionSpec, mesh: AnyMesh, fraction: float) -> None:
+    """Reject a parameter whose parts would have to be exchanged layer by layer, in host memory.
+
+    Raises:
+        ValueError: a dim is split over axes that are gathered, and over automatic ones.
+    """
+    for part in axes_by_dim(spec):
+        split = [axis for axis in part if mesh.shape[axis] > 1]
+        is_replica = [axis in REPLICA_AXES for axis in split]
+        if any(is_replica) and not all(is_replica):
+            raise ValueError(
+                f"memory.offload_parameters_fraction={fraction} reads parameters from the host one "
+                f"layer at a time, but {' and '.join(split)} split the same dimension of one (as "
+                "with tensor.mode='3d'); set memory.offload_parameters_fraction=0"
+            )
