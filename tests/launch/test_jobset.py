@@ -62,7 +62,7 @@ POD_FAILURE_RULE = {
     "action": {"FailJob", "FailIndex", "Ignore", "Count"},
     "onExitCodes": {
         "containerName": NAME,
-        "operator": {"In", "NotIn"},
+        "operator": {"In"},
         "values": [int],
         REQUIRED: ["operator", "values"],
     },
