@@ -1,4 +1,4 @@
-"""The variables of launchers: what they say, their errors, and two processes that really join."""
+"""The variables of launchers, their errors, and two processes that really join."""
 
 import os
 import socket
@@ -160,7 +160,7 @@ def test_docs_list_the_variables_of_all_launchers():
         assert set(lost) <= {""}
 
 
-#: Variables that say the same to both processes, with places for what differs from test to test.
+#: Variables of two processes on this machine, with places for numbers that differ.
 PAIRS = {
     "srun": {
         **SLURM,

@@ -34,7 +34,7 @@ NOT_RUN = {
     r"--config": "options, not a command",
     r"python -c": "several lines: tests/convert compares the tokens",
 }
-#: What makes training short. The names of the data's folders are the reader's.
+#: Options that make training short.
 SHORT = (
     "--config.train.num_steps=2 --config.eval.num_batches=1 --config.optimizer.warmup_steps=1"
     " --config.checkpoint.every_steps=0"
@@ -62,7 +62,7 @@ def runnable(pages: tuple[str, ...]) -> list[str]:
 
 
 def as_arguments(command: str) -> list[str]:
-    """Return a command for this interpreter; `make train` becomes what the Makefile runs."""
+    """Return a command for this interpreter; `make train` becomes the Makefile's recipe."""
     words = shlex.split(command)
     if words[:2] == ["make", "train"]:
         given = dict(word.split("=", 1) for word in words[2:])

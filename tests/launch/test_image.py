@@ -1,4 +1,4 @@
-"""The Dockerfile: what it copies exists, and it installs what the repository needs."""
+"""The Dockerfile copies files that exist, and installs the requirements of the repository."""
 
 import fnmatch
 import re

@@ -121,7 +121,7 @@ JOB_SET = {
 
 
 def violations(value: Any, model: Any, path: str = "") -> list[str]:
-    """Return what differs from the model, with the path of each value."""
+    """Return the differences from the model, with the path of each value."""
     match model:
         case dict():
             if not isinstance(value, dict):

@@ -48,7 +48,7 @@ def test_output_of_srun_is_not_executed(tmp_path):
     assert not (tmp_path / "printed").exists()
 
 
-#: The end of every command: what runs on the host or in the container.
+#: The end of every command, on the host and in the container.
 TRAIN = ["-m", "launch.environment", "--", "python", "-m", "train.main", "--config=a b"]
 
 
@@ -77,7 +77,7 @@ def test_container_starts_the_same_command(tmp_path, runtime, expected):
     done = run_script(tmp_path, "--config=a b", **container, **runtime)
     assert done.returncode == 0, done.stderr
     arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[0] == "--kill-on-bad-exit=0"  # of srun
+    assert arguments[0] == "--kill-on-bad-exit=0"
     command = [each.format(cwd=tmp_path) for each in expected] + TRAIN
     assert arguments[-len(command) :] == command
 
