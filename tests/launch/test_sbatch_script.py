@@ -107,3 +107,10 @@ def test_script_evaluates_no_text():
     assert not [line for line in code if "eval" in line.split() or "source" in line.split()]
     captured = [line for line in code if "$(" in line and ("srun" in line or "{run[" in line)]
     assert not captured
+
+
+def test_docs_list_the_variables_of_the_script():
+    text = (ROOT / "launch" / "train.sbatch").read_text(encoding="utf-8")
+    names = {*re.findall(r"\$\{(TAIBAI_\w+|SLURM_WAIT)", text)}
+    page = (ROOT / "docs" / "clusters" / "slurm.md").read_text(encoding="utf-8")
+    assert names == {*re.findall(r"^\| `(\w+)`", page, re.MULTILINE)}
