@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from sharding.gather_modes import GatherMode, stack_gather_modes
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
+from sharding.tensor import TensorConfig
 
 ONCE, BY_LAYER, STREAMED = GatherMode.ONCE, GatherMode.BY_LAYER, GatherMode.STREAMED
 PARAMS = [jax.ShapeDtypeStruct((size,), jnp.float32) for size in (1, 6, 2)]
@@ -31,6 +32,14 @@ def modes(specs, **fields) -> list[GatherMode]:
 def test_largest_come_first_until_the_fraction_is_reached(stage, fraction, expected):
     fields = {"shard_parameters_fraction": fraction} if stage == 3 else {}
     assert modes([P("data")] * 3, zero_stage=stage, **fields) == expected
+
+
+def test_parts_that_are_exchanged_cannot_be_read_from_the_host_by_layer():
+    tensor = TensorConfig(mode="3d")
+    mesh = make_mesh(MeshConfig(model=8), jax.devices(), tensor)
+    config = MemoryConfig(placement="host", offload_parameters_fraction=1.0)
+    with pytest.raises(ValueError, match="row and hidden split the same dimension of one"):
+        stack_gather_modes(PARAMS, [P(("row", "hidden"))] * 3, mesh, config)
 
 
 @pytest.mark.parametrize(("fraction", "expected"), [(1.0, BY_LAYER), (0.0, ONCE)])

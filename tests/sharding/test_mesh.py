@@ -7,19 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.mesh import AXES, MeshConfig, make_mesh
+from sharding.mesh import AXES, MESH_AXES, MeshConfig, make_mesh
 
 
 def groups(mesh: jax.sharding.Mesh, axis: str) -> list[list[int]]:
     """Return the device ids of every group along `axis`, in mesh order."""
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    return np.moveaxis(ids, AXES.index(axis), -1).reshape(-1, mesh.shape[axis]).tolist()
+    return np.moveaxis(ids, MESH_AXES.index(axis), -1).reshape(-1, mesh.shape[axis]).tolist()
 
 
 def test_mesh_has_the_documented_axes_all_automatic():
     mesh = make_mesh(MeshConfig(data=2, model=2), jax.devices())
-    assert mesh.axis_names == ("pipeline", "data", "fsdp", "context", "expert", "model")
-    assert dict(mesh.shape) == {name: {"data": 2, "model": 2}.get(name, 1) for name in AXES}
+    assert AXES == ("pipeline", "data", "fsdp", "context", "expert", "model")
+    assert mesh.axis_names == (*AXES[:-1], "depth", "row", "hidden", "model")
+    assert dict(mesh.shape) == {name: {"data": 2, "model": 2}.get(name, 1) for name in MESH_AXES}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
 
 

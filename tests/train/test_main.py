@@ -194,6 +194,14 @@ def test_damaged_checkpoint_is_skipped(corpus_overrides, tmp_path, capsys):
 
 BAD = {
     "unknown key": (("train.num_step=3",), "train.num_steps"),
+    "devices that are no square": (
+        ("mesh.model=6", "tensor.mode=2d"),
+        "mesh.model=6 must be a square; choose for example 4 or 9",
+    ),
+    "batch and squares": (
+        ("mesh.model=8", "tensor.mode=2.5d", "tensor.depth=2", "data.global_batch_size=6"),
+        "4 groups of examples in tensor.mode='2.5d' must divide data.global_batch_size=6",
+    ),
     "mesh and heads": (("mesh.model=3",), "mesh.model=3 must divide"),
     "more stages than layers": (("mesh.pipeline=8",), "exceeds the model's 4 layers"),
     "layers per stage": (

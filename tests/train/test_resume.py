@@ -113,7 +113,7 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
     tolerance = 1e-9 if x64 else 1e-4
     with jax.enable_x64(x64):
         expected = train((*base, *CUBE), tmp_path / "whole", 12)
-        for name, mesh in {"one": (), "4x2": ("mesh.data=4", "mesh.model=2")}.items():
+        for name, mesh in {"one": (), "3D": ("mesh.model=8", "tensor.mode=3d")}.items():
             train((*base, *CUBE), tmp_path / name, 12, stop=5)
             continued = train((*base, *mesh), tmp_path / name, 12)
             np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)

@@ -1,7 +1,7 @@
 """Translates the section `parallel` of Colossal-AI's config files.
 
-    parallel = dict(pipeline=2, tensor=dict(size=4, mode="2.5d", depth=1))
-    ->  mesh.pipeline=2, mesh.model=4, tensor.mode=2.5d, tensor.depth=1
+parallel = dict(pipeline=2, tensor=dict(size=4, mode="2.5d", depth=1))
+->  mesh.pipeline=2, mesh.model=4, tensor.mode=2.5d, tensor.depth=1
 """
 
 from collections.abc import Mapping

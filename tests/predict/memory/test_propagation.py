@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from sharding.mesh import MeshConfig, make_mesh
 from tests.predict.memory.estimates import KIB, P, estimate_of
@@ -45,6 +46,25 @@ def test_accumulated_gradients_are_split_like_their_summands():
     # x, a quarter of parameters and of gradients, and a quarter of three arrays of one layer: its
     # parameter, its activations and its gradient; then two counters.
     assert found.device_bytes <= 1 * KIB + 2 * 2 * KIB + 3 * KIB + 64
+
+
+def test_saved_sums_are_split_like_the_constraint_that_they_get_later():
+    """What a loop saves of a product before it constrains it."""
+    mesh = make_mesh(MeshConfig(model=4), jax.devices())
+    split = NamedSharding(mesh, P("model"))
+
+    def saved(x, downs):
+        def body(saved, i):
+            sums = x @ downs[i]
+            saved = jax.lax.dynamic_update_index_in_dim(saved, sums, i, 0)
+            return saved, jax.lax.with_sharding_constraint(sums, split).sum()
+
+        return jax.lax.scan(body, jnp.zeros((8, 32, 16)), jnp.arange(8))
+
+    args = (((32, 64), P(None, "model")), ((8, 64, 16), P(None, "model", None)))
+    found = estimate_of(saved, *args, mesh=mesh)
+    # A quarter of x, of the kernels and of what is saved, then one whole sum; and small arrays.
+    assert found.device_bytes <= 2 * KIB + 8 * KIB + 4 * KIB + 2 * KIB + 2 * KIB
 
 
 def test_gradients_of_an_embedding_are_split_like_its_parameters():

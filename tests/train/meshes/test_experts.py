@@ -124,6 +124,8 @@ MESHES = {
     "ZeRO 2": (EXPERTS, "mesh.data=2", "memory.zero_stage=2"),
     "ZeRO 3": (EXPERTS, "mesh.data=2", "memory.zero_stage=3"),
     "fsdp=2": (EXPERTS, "mesh.fsdp=2"),
+    "expert=2, 2D": (EXPERTS, "mesh.model=4", "tensor.mode=2d"),
+    "3D, ZeRO 3": ("mesh.model=8", "tensor.mode=3d", "memory.zero_stage=3"),
     "host": (EXPERTS, "memory.zero_stage=3", "memory.placement=host"),
     "zero_bubble": (
         EXPERTS,
