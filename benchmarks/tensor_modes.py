@@ -1,6 +1,6 @@
-"""Compares what the modes of tensor parallelism communicate with the formulas of their papers.
+"""Compares the communication of the modes of tensor parallelism with the formulas of their papers.
 
-    python -m benchmarks.tensor_modes --docs    # writes the table in docs/meshes.md
+    python -m benchmarks.tensor_modes --docs    # writes the table in docs/tensor_parallelism.md
 
 The forward pass of a block of GPT-2 is compiled for H100s, and the elements that a device receives
 in each layer are read from the program. A block has four products, of activations [M, N] with a
@@ -42,7 +42,7 @@ MODES = {
     "3d": ("mesh.model=8", "tensor.mode=3d"),
 }
 _ROOT = Path(__file__).parents[1]
-_DOCS = _ROOT / "docs" / "meshes.md"
+_DOCS = _ROOT / "docs" / "tensor_parallelism.md"
 _TABLE = "python -m benchmarks.tensor_modes --docs"
 _LENGTH = 1024
 _BATCH = 8
@@ -70,7 +70,9 @@ _VECTORS = 3 + 1 + 4 + 1 + 4
 def main(argv: list[str] | None = None) -> int:
     """Print the table, or write it into the docs; return the exit code."""
     parser = command_parser("benchmarks.tensor_modes")
-    parser.add_argument("--docs", action="store_true", help="write the table in docs/meshes.md")
+    parser.add_argument(
+        "--docs", action="store_true", help="write the table in docs/tensor_parallelism.md"
+    )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     if args.docs:
@@ -154,7 +156,7 @@ def _mesh_shape(mode: str) -> dict[str, int]:
 
 
 def table() -> str:
-    """Return the table of docs/meshes.md."""
+    """Return the table of docs/tensor_parallelism.md."""
     rows = [
         ["mode", "devices", "by the papers", "in the program", "of which, by axis", "GPU memory"]
     ]

@@ -1,7 +1,7 @@
 """GPT-2 with 2 pipeline stages × tensor parallelism on 4 devices, in two and a half dimensions.
 
 This is `parallel = dict(pipeline=2, tensor=dict(mode='2.5d', depth=1, size=4))` of Colossal-AI,
-whose spelling a config may also use. docs/meshes.md explains the modes.
+whose spelling a config may also use. docs/tensor_parallelism.md explains the modes.
 
 Hardware: 8 devices; on a CPU they are simulated, and 2 cores take about 2 minutes.
 

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.logical import Rules, to_spec
-from sharding.mesh import BATCH_AXES, MESH_AXES, REPLICA_AXES, SHARD_AXES, AnyMesh
+from sharding.mesh import AXES, BATCH_AXES, MESH_AXES, REPLICA_AXES, SHARD_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of, without
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
@@ -158,6 +158,8 @@ def unused_axes(specs: Any, rules: Rules, mesh: AnyMesh) -> list[str]:
 def _check_divides(mesh, axes, size: int, logical: str | None, where: str) -> None:
     count = math.prod(mesh.shape[axis] for axis in axes)
     if size % count:
-        factors = " × ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in axes)
+        shown = {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
+        keys = {axis: f"mesh.{axis}" if axis in AXES else f"tensor.mode's {axis}" for axis in shown}
+        factors = " × ".join(f"{keys[axis]}={size}" for axis, size in shown.items())
         choices = ", ".join(str(n) for n in range(1, min(size, 128) + 1) if size % n == 0)
         raise ValueError(f"{factors} must divide {logical}={size} ({where}); choose from {choices}")

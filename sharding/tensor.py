@@ -36,7 +36,7 @@ MODES = ("1d", "2d", "2.5d", "3d")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorConfig(Section, section="tensor"):
-    """How tensor parallelism divides the devices of `mesh.model`; see docs/meshes.md."""
+    """How `mesh.model` divides its devices; see docs/tensor_parallelism.md."""
 
     mode: str = field(
         "1d",

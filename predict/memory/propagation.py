@@ -104,8 +104,8 @@ def split_on(operations: Sequence[Operation]) -> bool:
 def _split_saved(operations: Sequence[Operation]) -> bool:
     """Split buffers like the constraints that their values get, and return whether any changed.
 
-    The output of a product may be a sum over devices, which a constraint then splits. What is saved
-    of it for the backward pass is split, too:
+    The output of a product may be a sum over devices, which a constraint then splits. If it is
+    saved for the backward pass, the saved array is split, too:
 
         x @ w [B, T, D]  --save-->  .at[i].set  [L, B, T, D/model]
                          --constraint over model-->  [B, T, D/model]

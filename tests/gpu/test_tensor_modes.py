@@ -1,4 +1,4 @@
-"""What the modes of tensor parallelism communicate and store, in steps compiled for H100s."""
+"""Communication and memory of the modes of tensor parallelism, in steps compiled for H100s."""
 
 import pytest
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.mesh import MeshConfig, make_mesh
+from sharding.mesh import BATCH_AXES, MeshConfig, make_mesh
 from sharding.rules import (
     DEFAULT_RULES,
     make_rules,
@@ -17,6 +17,9 @@ from sharding.rules import (
     unused_axes,
 )
 
+#: Axes that split the dim of a parameter that is called "embed".
+EMBED = ("fsdp", "row", "hidden")
+
 
 def tensor(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -25,9 +28,9 @@ def tensor(*shape: int) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(
     "axes, spec",
     [
-        (("embed", "mlp"), PartitionSpec("fsdp", "model")),
-        (("layers", "embed", None, "heads"), PartitionSpec("pipeline", "fsdp", None, "model")),
-        (("batch", "seq", "act_embed"), PartitionSpec(("data", "fsdp", "expert"), "context", None)),
+        (("embed", "mlp"), PartitionSpec(EMBED, "model")),
+        (("layers", "embed", None, "heads"), PartitionSpec("pipeline", EMBED, None, "model")),
+        (("batch", "seq", "act_embed"), PartitionSpec(BATCH_AXES, "context", "hidden")),
         (("head_dim",), PartitionSpec(None)),
         ((), PartitionSpec()),
     ],
@@ -68,7 +71,7 @@ def test_partition_specs_keeps_the_tree():
     tree = {"a": {"kernel": tensor(4, 6)}, "b": tensor(5)}
     axes = {"a": {"kernel": ("embed", "mlp")}, "b": (None,)}
     assert partition_specs(tree, axes, DEFAULT_RULES, mesh) == {
-        "a": {"kernel": PartitionSpec("fsdp", "model")},
+        "a": {"kernel": PartitionSpec(EMBED, "model")},
         "b": PartitionSpec(None),
     }
 

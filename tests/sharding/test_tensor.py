@@ -1,4 +1,4 @@
-"""Modes of tensor parallelism: how they divide the devices, and what they refuse."""
+"""Modes of tensor parallelism: the devices that they divide, and the numbers that they refuse."""
 
 import jax
 import pytest

@@ -107,7 +107,6 @@ class RunConfig:
         if self.train.num_epochs is None:  # otherwise the length is known after reading the data
             self.log.check_length(self.train.num_steps)
         mesh = self.mesh
-        batch = self.data.global_batch_size
         parts = self.train.num_microbatches
         if mesh.pipeline > 0 and self.pipeline.schedule in SCHEDULES:
             # The schedule is made after the devices have been found; refuse a huge one before that.
@@ -119,9 +118,24 @@ class RunConfig:
             )
         self._check_experts()
         self._check_best()
-        self._check_tensor()
-        if -1 in (mesh.data, mesh.fsdp, mesh.expert):
+        divides_model = self.tensor.mode != "1d"
+        if -1 in (mesh.data, mesh.fsdp, mesh.expert, *([mesh.model] if divides_model else [])):
             return  # checked again once the number of devices is known
+        self._check_tensor()
+        self._check_batch()
+        self._check_rampup()
+        self._check_memory()
+        is_text = not self.data.reads_images
+        if is_text and mesh.context > 0 and self.data.sequence_length % mesh.context:
+            raise ValueError(
+                f"mesh.context={mesh.context} must divide "
+                f"data.sequence_length={self.data.sequence_length}"
+            )
+
+    def _check_batch(self) -> None:
+        mesh = self.mesh
+        batch = self.data.global_batch_size
+        parts = self.train.num_microbatches
         divisor = parts * self.num_replicas
         if batch % divisor:
             of_experts = f" × mesh.expert={mesh.expert}" if mesh.expert > 1 else ""
@@ -133,21 +147,16 @@ class RunConfig:
                 f"{of_experts}{of_tensor} must divide data.global_batch_size={batch}; the next "
                 f"batch size that fits is {-(-batch // divisor) * divisor}"
             )
-        self._check_rampup()
+
+    def _check_memory(self) -> None:
         memory = self.memory
+        mesh = self.mesh
         shards = mesh.fsdp > 1 or self.tensor.mode != "1d"
         if memory.shard_parameters_fraction != 1 and memory.zero_stage != 3 and not shards:
             raise ValueError(
                 f"memory.shard_parameters_fraction={memory.shard_parameters_fraction} requires "
                 f"memory.zero_stage=3, not {memory.zero_stage}, or mesh.fsdp of more than 1; "
                 "change one of them"
-            )
-        if self.data.reads_images:
-            return
-        if mesh.context > 0 and self.data.sequence_length % mesh.context:
-            raise ValueError(
-                f"mesh.context={mesh.context} must divide "
-                f"data.sequence_length={self.data.sequence_length}"
             )
 
     def make_mesh(self, devices: Sequence[Any]) -> jax.sharding.Mesh:

@@ -49,7 +49,7 @@ def test_accumulated_gradients_are_split_like_their_summands():
 
 
 def test_saved_sums_are_split_like_the_constraint_that_they_get_later():
-    """What a loop saves of a product before it constrains it."""
+    """A loop saves the output of a product, and constrains it only then."""
     mesh = make_mesh(MeshConfig(model=4), jax.devices())
     split = NamedSharding(mesh, P("model"))
 
@@ -63,7 +63,7 @@ def test_saved_sums_are_split_like_the_constraint_that_they_get_later():
 
     args = (((32, 64), P(None, "model")), ((8, 64, 16), P(None, "model", None)))
     found = estimate_of(saved, *args, mesh=mesh)
-    # A quarter of x, of the kernels and of what is saved, then one whole sum; and small arrays.
+    # A quarter of x, of the kernels and of the saved sums, then one whole sum; and small arrays.
     assert found.device_bytes <= 2 * KIB + 8 * KIB + 4 * KIB + 2 * KIB + 2 * KIB
 
 
