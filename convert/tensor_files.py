@@ -304,18 +304,33 @@ def _opaque(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
     return Tensor(name=name, file=file, dtype=np.dtype(np.void), shape=shape, map=refuse)
 
 
-def _open_pickle(file: Path) -> Iterator[Tensor]:
+def load_pickle(file: Path, types: Sequence[tuple[type, str]] = ()) -> Any:
+    """Load a file of PyTorch with `weights_only`, so that nothing in it can run code.
+
+    Args:
+        types: type to use for a name in the file, in addition to those that PyTorch allows.
+
+    Raises:
+        ValueError: The file is damaged, is not a regular file, or has objects of other types.
+    """
     import torch
 
     open_regular(file, within=file.parent).close()
     try:
         # Files written before PyTorch 1.6 are not zip files, and cannot be memory-mapped.
         is_zip = zipfile.is_zipfile(file)
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        with torch.serialization.safe_globals(list(types)):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:
         raise ValueError(
             f"{file} cannot be read as a file of weights only: {shortened(error)}"
         ) from None
+
+
+def _open_pickle(file: Path) -> Iterator[Tensor]:
+    import torch
+
+    state = load_pickle(file)
     is_named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not is_named or not all(isinstance(values, torch.Tensor) for values in state.values()):
         raise ValueError(
@@ -323,26 +338,33 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
             "model, torch.save(model.state_dict(), ...)"
         )
     for name, values in state.items():
-        if values.layout is not torch.strided or values.device.type != "cpu":
-            raise ValueError(
-                f"{file} has the tensor {name}, which is {values.layout} on {values.device.type}; "
-                "save dense tensors with their values"
-            )
-        values = values.detach().resolve_neg()
-        if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            yield _opaque(file, name, str(values.dtype), tuple(values.shape))
-            continue
-        if values.dtype == torch.bfloat16:
-            array = values.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-        else:
-            array = values.numpy()
-        yield Tensor(
-            name=name,
-            file=file,
-            dtype=array.dtype,
-            shape=array.shape,
-            map=lambda array=array: array,
+        yield torch_tensor(name, values, file)
+
+
+def torch_tensor(name: str, values: Any, file: Path) -> Tensor:
+    """Return a tensor of PyTorch that was loaded from a file.
+
+    Args:
+        values: torch.Tensor.
+
+    Raises:
+        ValueError: It is sparse, or has no values.
+    """
+    import torch
+
+    if values.layout is not torch.strided or values.device.type != "cpu":
+        raise ValueError(
+            f"{file} has the tensor {name}, which is {values.layout} on {values.device.type}; "
+            "save dense tensors with their values"
         )
+    values = values.detach().resolve_neg()
+    if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return _opaque(file, name, str(values.dtype), tuple(values.shape))
+    if values.dtype == torch.bfloat16:
+        array = values.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        array = values.numpy()
+    return Tensor(name=name, file=file, dtype=array.dtype, shape=array.shape, map=lambda: array)
 
 
 def _num_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
