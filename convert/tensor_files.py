@@ -13,6 +13,7 @@ tensor is read and written before the next one.
 """
 
 import dataclasses
+import io
 import json
 import math
 import struct
@@ -304,11 +305,14 @@ def _opaque(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
     return Tensor(name=name, file=file, dtype=np.dtype(np.void), shape=shape, map=refuse)
 
 
-def load_pickle(file: Path, types: Sequence[tuple[type, str]] = ()) -> Any:
+def load_pickle(
+    file: Path, types: Sequence[tuple[type, str]] = (), *, content: bytes | None = None
+) -> Any:
     """Load a file of PyTorch with `weights_only`, so that nothing in it can run code.
 
     Args:
         types: type to use for a name in the file, in addition to those that PyTorch allows.
+        content: part of the file to load; None for all of it.
 
     Raises:
         ValueError: The file is damaged, is not a regular file, or has objects of other types.
@@ -316,11 +320,12 @@ def load_pickle(file: Path, types: Sequence[tuple[type, str]] = ()) -> Any:
     import torch
 
     open_regular(file, within=file.parent).close()
+    source: Any = file if content is None else io.BytesIO(content)
     try:
         # Files written before PyTorch 1.6 are not zip files, and cannot be memory-mapped.
-        is_zip = zipfile.is_zipfile(file)
+        is_mapped = content is None and zipfile.is_zipfile(file)
         with torch.serialization.safe_globals(list(types)):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:
         raise ValueError(
             f"{file} cannot be read as a file of weights only: {shortened(error)}"

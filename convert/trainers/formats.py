@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from convert.options import ReadOptions
-from convert.trainers import megatron
+from convert.trainers import megatron, megatron_dist
 from convert.trainers.weights import Weights
 
 
@@ -14,9 +14,21 @@ def read_checkpoint(path: Path, options: ReadOptions) -> Weights | None:
         path: directory of a run's checkpoints, or of one of them.
 
     Raises:
-        ValueError: The checkpoint is damaged, or has a model that is not supported.
+        ValueError: The checkpoint is damaged, has a model that is not supported, or is a pickle,
+            which the options do not allow.
     """
     iteration = megatron.find_iteration(path)
-    if iteration is not None:
-        return megatron.read_ranks(iteration, options)
-    return None
+    if iteration is None:
+        return None
+    _check_pickles(iteration, options)
+    if (iteration / megatron_dist.METADATA).is_file():
+        return megatron_dist.read_parts(iteration)
+    return megatron.read_ranks(iteration)
+
+
+def _check_pickles(path: Path, options: ReadOptions) -> None:
+    if not options.allow_pickle_weights:
+        raise ValueError(
+            f"{path} has pickles, which can run code when they are opened; if you trust it, add "
+            "--allow_pickle_weights, with which only weights and plain data are read from them"
+        )

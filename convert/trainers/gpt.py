@@ -221,7 +221,9 @@ def _split_qkv(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
             tensor.name,
             tensor,
             shape,
-            lambda values: values.reshape(groups, queries + 2, head_dim, -1)[:, part].reshape(shape),
+            lambda values: values.reshape(groups, queries + 2, head_dim, -1)[:, part].reshape(
+                shape
+            ),
         )
 
     return [
@@ -234,3 +236,16 @@ def _split_qkv(tensor: Tensor, sizes: Sizes) -> list[Tensor]:
 def _q_k_v(tensor: Tensor, sizes: Sizes) -> Tensor:
     """Return the rows of all queries, all keys and all values, in this order."""
     return joined(_split_qkv(tensor, sizes), 0)
+
+
+def split_gates(tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+    """Return the tensors of gated MLPs, whose first layer has the rows of `gate`, then of `up`."""
+    split = {}
+    for name, tensor in tensors.items():
+        if name.module == "up":
+            half = tensor.shape[0] // 2
+            gate = dataclasses.replace(name, module="gate")
+            split[gate] = rows(tensor.name, tensor, slice(half))
+            tensor = rows(tensor.name, tensor, slice(half, 2 * half))
+        split[name] = tensor
+    return split

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from convert.trainers.gpt import Sizes
+from convert.tensor_files import Tensor
+from convert.trainers.gpt import Name, Sizes, as_gpt2, as_llama
+from convert.trainers.weights import Weights
 from untrusted.messages import shortened
 from untrusted.schema import check_fields
 
@@ -137,6 +139,25 @@ def config_of(args: Args, sizes: Sizes, file: Path) -> dict[str, Any]:
     )
 
 
+def weights_of(args: Args, tensors: Mapping[Name, Tensor], file: Path) -> Weights:
+    """Return the model in the Hugging Face format.
+
+    Args:
+        tensors: whole tensors.
+        file: file of the arguments.
+
+    Raises:
+        ValueError: The model is not supported, or a tensor does not match the arguments.
+    """
+    embedding = tensors.get(Name(layer=None, module="embedding", word="weight"))
+    if embedding is None:
+        raise ValueError(f"{file}: the model has no embedding of tokens; only GPTs can be read")
+    sizes = sizes_of(args, embedding.shape[0], file)
+    config = config_of(args, sizes, file)
+    rename = as_gpt2 if config["model_type"] == "gpt2" else as_llama
+    return Weights(config=config, tensors=rename(tensors, sizes))
+
+
 def is_gated(args: Args) -> bool:
     """Return whether the MLP is gated, so that its first layer has two parts."""
     return bool(args.get("swiglu"))
@@ -189,8 +210,9 @@ def _is_gpt2(args: Args) -> bool:
 
 
 def _gpt2(args: Args, sizes: Sizes) -> dict[str, Any]:
-    if sizes.num_kv_heads != sizes.num_heads or sizes.head_dim * sizes.num_heads != (
-        args["hidden_size"]
+    if (
+        sizes.num_kv_heads != sizes.num_heads
+        or sizes.head_dim * sizes.num_heads != (args["hidden_size"])
     ):
         raise ValueError(
             f"{sizes.settings}: args has {sizes.num_heads} heads of {sizes.head_dim} features and "

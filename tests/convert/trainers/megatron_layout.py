@@ -52,6 +52,13 @@ def write(model: Any, directory: Path, layout: Layout, **changes: Any) -> None:
     (directory / "latest_checkpointed_iteration.txt").write_text("10")
 
 
+def whole_model(model: Any, layout: Layout) -> State:
+    """Return the tensors of a model, neither divided nor scaled."""
+    weights = {name: values.detach().clone() for name, values in model.state_dict().items()}
+    state = _chunk(model.config, weights, layout, 0, 0, 0)
+    return {name: values for name, values in state.items() if isinstance(values, torch.Tensor)}
+
+
 def arguments(model: Any, layout: Layout) -> argparse.Namespace:
     """Return the arguments of Megatron-LM for a model."""
     config = model.config
@@ -95,7 +102,12 @@ def _padded(vocab_size: int, layout: Layout) -> int:
 
 
 def _chunk(
-    config: Any, weights: Mapping[str, torch.Tensor], layout: Layout, rank: int, stage: int, chunk: int
+    config: Any,
+    weights: Mapping[str, torch.Tensor],
+    layout: Layout,
+    rank: int,
+    stage: int,
+    chunk: int,
 ) -> State:
     """Return the part of the model in a chunk of layers, for a tensor rank."""
     num = config.num_hidden_layers // (layout.pipeline * layout.chunks)
@@ -129,7 +141,12 @@ def _outside(config: Any, weights: Mapping[str, torch.Tensor]) -> tuple[Any, Any
     if config.model_type == "gpt2":
         norm = {word: weights[f"transformer.ln_f.{word}"] for word in ("weight", "bias")}
         return weights["transformer.wte.weight"], head, weights["transformer.wpe.weight"], norm
-    return weights["model.embed_tokens.weight"], head, None, {"weight": weights["model.norm.weight"]}
+    return (
+        weights["model.embed_tokens.weight"],
+        head,
+        None,
+        {"weight": weights["model.norm.weight"]},
+    )
 
 
 def _gpt2_layer(config: Any, weights: Mapping[str, torch.Tensor], layer: int) -> State:
@@ -137,7 +154,10 @@ def _gpt2_layer(config: Any, weights: Mapping[str, torch.Tensor], layer: int) ->
     theirs = f"transformer.h.{layer}"
     state: State = {}
     for word in ("weight", "bias"):
-        state[f"self_attention.linear_qkv.layer_norm_{word}"] = weights[f"{theirs}.ln_1.{word}"], None
+        state[f"self_attention.linear_qkv.layer_norm_{word}"] = (
+            weights[f"{theirs}.ln_1.{word}"],
+            None,
+        )
         state[f"mlp.linear_fc1.layer_norm_{word}"] = weights[f"{theirs}.ln_2.{word}"], None
         qkv = weights[f"{theirs}.attn.c_attn.{word}"].t().chunk(3)
         state[f"self_attention.linear_qkv.{word}"] = _grouped(config, *qkv), 0
