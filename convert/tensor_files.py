@@ -226,7 +226,7 @@ def open_safetensors(file: Path) -> Iterator[Tensor]:
         if dtype is None:
             yield opaque
             continue
-        read = _mapper(file, dtype, shape, start + begin)
+        read = mapper_of(file, dtype, shape, start + begin)
         if dtype_name in _STORED_DTYPES:
             yield dataclasses.replace(opaque, stored=read, stored_dtype=dtype)
         else:
@@ -284,7 +284,15 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
     )
 
 
-def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):
+def mapper_of(
+    file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
+) -> Callable[[], np.ndarray]:
+    """Return a function that memory-maps an array in a file.
+
+    Args:
+        offset: position of its first byte.
+    """
+
     def map_values() -> np.ndarray:
         if 0 in shape:
             return np.empty(shape, dtype)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from convert.options import ReadOptions
-from convert.trainers import megatron, megatron_dist
+from convert.trainers import libai, megatron, megatron_dist
 from convert.trainers.weights import Weights
 
 
@@ -18,12 +18,17 @@ def read_checkpoint(path: Path, options: ReadOptions) -> Weights | None:
             which the options do not allow.
     """
     iteration = megatron.find_iteration(path)
-    if iteration is None:
-        return None
-    _check_pickles(iteration, options)
-    if (iteration / megatron_dist.METADATA).is_file():
-        return megatron_dist.read_parts(iteration)
-    return megatron.read_ranks(iteration)
+    if iteration is not None:
+        _check_pickles(iteration, options)
+        if (iteration / megatron_dist.METADATA).is_file():
+            return megatron_dist.read_parts(iteration)
+        return megatron.read_ranks(iteration)
+    step = libai.find_checkpoint(path)
+    if step is not None:
+        if libai.has_pickle(step):
+            _check_pickles(step, options)
+        return libai.read_folders(step)
+    return None
 
 
 def _check_pickles(path: Path, options: ReadOptions) -> None:
