@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from convert.options import ReadOptions
-from convert.trainers import libai, megatron, megatron_dist
+from convert.trainers import libai, maxtext, megatron, megatron_dist
 from convert.trainers.weights import Weights
 
 
@@ -28,6 +28,9 @@ def read_checkpoint(path: Path, options: ReadOptions) -> Weights | None:
         if libai.has_pickle(step):
             _check_pickles(step, options)
         return libai.read_folders(step)
+    items = maxtext.find_items(path)
+    if items is not None:
+        return maxtext.read_items(path, items)
     return None
 
 
