@@ -110,7 +110,7 @@ def parse_name(theirs: str, file: Path) -> Name:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the layout of tensors depends on."""
+    """Sizes that determine the layout of tensors."""
 
     num_heads: int
     num_kv_heads: int

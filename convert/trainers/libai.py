@@ -102,8 +102,7 @@ def read_folders(folder: Path) -> Weights:
             "new_path, save_as_external_data=True)"
         )
     tensors = {
-        parse_name(name, model): _open(name, directory)
-        for name, directory in _directories(model)
+        parse_name(name, model): _open(name, directory) for name, directory in _directories(model)
     }
     return Weights(config=config, tensors=as_gpt2(tensors, sizes))
 

@@ -210,7 +210,7 @@ def _as_linear(module: str, tensor: Tensor, config: Mapping[str, Any]) -> Tensor
     """Return a tensor as the Hugging Face format has it.
 
     Args:
-        module: name of the tensor in MaxText, without that of the layer.
+        module: name of the tensor in MaxText, without the name of the layer.
     """
     name, shape = tensor.name, tensor.shape
     if module == "token_embedder.embedding":

@@ -153,7 +153,8 @@ def _in_chunk(stage: Mapping[str, Any], chunk: int) -> dict[Name, Tensor]:
     file = stage["file"]
     if not isinstance(stage.get(key), dict):
         raise ValueError(
-            f"{file} has no {key!r}; the files of all stages must have the same chunks"
+            f"{file} has no 'model' of the chunk {chunk} of layers, which other stages have; the "
+            "files must be of the same run"
         )
     return {
         parse_name(name, file): torch_tensor(name, values, file)
@@ -167,7 +168,7 @@ def _flat(module: Mapping[Any, Any], file: Path, prefix: str = "") -> Iterator[t
 
     for key, value in module.items():
         name = f"{prefix}{key}"
-        if str(key).endswith("_extra_state"):  # of Transformer Engine: scales for float8
+        if str(key).endswith("_extra_state"):  # Transformer Engine's scales for float8
             continue
         if isinstance(value, dict):
             if prefix.count(".") < 10:

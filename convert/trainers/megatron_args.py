@@ -22,7 +22,7 @@ from untrusted.schema import check_fields
 
 Args = Mapping[str, Any]
 
-#: Arguments that change the computation -> what they do. They must be off: None, False or 0.
+#: Arguments that change the computation -> their features. They must be off: None, False or 0.
 _OFF = {
     "num_experts": "mixtures of experts",
     "multi_latent_attention": "latent attention",

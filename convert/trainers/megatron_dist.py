@@ -46,7 +46,7 @@ _DTYPES = {
 }
 #: Beginnings of names that do not belong to the model.
 _TRAINING = ("optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler")
-#: Tensors of all layers together, and those of gated MLPs whose two parts have names of their own.
+#: Names of tensors with all layers, and ends of names if both parts of a gated MLP have one.
 _OF_ALL_LAYERS = re.compile(r"^((?:model\.|module\.)*decoder\.layers\.)(?!\d)(.+)")
 _GATE_PARTS = {".linear_fc1.weight_w": "gate", ".linear_fc1.weight_v": "up"}
 
@@ -58,7 +58,7 @@ class _Part:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     file: Path
-    start: int  # of its bytes in the file
+    start: int  # position of its first byte in the file
     num_bytes: int
 
     def read(self) -> np.ndarray:
@@ -177,7 +177,7 @@ def _check_parts(
 def _named(
     name: str, shape: tuple[int, ...], dtype: np.dtype, parts: Sequence[_Part]
 ) -> dict[Name, Tensor]:
-    """Return the tensor by its name, or those of all layers by their names."""
+    """Return the tensor by its name, or the tensors of all layers by their names."""
     of_all = _OF_ALL_LAYERS.match(name)
     if of_all is None:
         boxes = {name: tuple(slice(0, size) for size in shape)}

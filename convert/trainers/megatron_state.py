@@ -37,7 +37,7 @@ class _Empty:
 
 
 def load_state(file: Path, content: bytes | None = None) -> dict[str, Any]:
-    """Load the arguments of a run, and what the file has in addition to them.
+    """Load the arguments of a run, and the rest of the file.
 
     Args:
         content: part of the file to load; None for all of it.

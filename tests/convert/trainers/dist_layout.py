@@ -54,7 +54,7 @@ def write_dist(
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with those of all layers as one."""
+    """Return the tensors; the layers' tensors of the same name become one."""
     stacks: dict[str, list[torch.Tensor]] = {}
     for name, values in tensors.items():
         stacks.setdefault(re.sub(r"layers\.\d+\.", "layers.", name), []).append(values)

@@ -1,4 +1,4 @@
-"""Small Hugging Face models, and the comparison of their logits with those of a checkpoint."""
+"""Small Hugging Face models, whose logits are compared with the logits of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
