@@ -1,8 +1,8 @@
 """Read a pickle as data, without importing anything that it names.
 
 A pickle is a program for a small machine with a stack. It can name any function and call it. Here,
-every name stands for a `Record`, which only stores its arguments and its state. Nothing can be called
-but the constructors of records and of empty dicts:
+every name stands for a `Record`, which only stores its arguments and its state. Nothing can be
+called but the constructors of records and of empty dicts:
 
     torch.distributed.checkpoint.metadata.Metadata(state={...})
 

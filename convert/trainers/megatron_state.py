@@ -52,7 +52,9 @@ def load_state(file: Path, content: bytes | None = None) -> dict[str, Any]:
     state = load_pickle(file, _types_in(file, content), content=content)
     if isinstance(state, list) and len(state) == 1:  # as in the format torch_dist
         state = state[0]
-    args = state.get("args") if isinstance(state, dict) else None
+    if not isinstance(state, dict):
+        state = {}
+    args = state.get("args")
     if not isinstance(args, argparse.Namespace | types.SimpleNamespace):
         raise ValueError(
             f"{file} has no 'args', the arguments of the run; only checkpoints of Megatron-LM's "

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
-from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.convert.trainers.megatron_layout import Layout, arguments, whole_model
 
@@ -45,8 +47,8 @@ def write_dist(
         if not has_common_file:
             state["common_state/shard_0_1"] = [common]
         # Without flattening, lists stay as they are, as with Megatron-LM's own planner.
-        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-        dcp.save(state, checkpoint_id=folder, planner=planner)
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(state, checkpoint_id=folder, planner=planner)
     if has_common_file:
         torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
@@ -81,7 +83,9 @@ def _in_parts(values: torch.Tensor, group: Any) -> ShardedTensor:
 
 @contextmanager
 def _one_process() -> Iterator[Any]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
     try:
         yield dist.group.WORLD
     finally:

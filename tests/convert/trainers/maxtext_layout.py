@@ -28,7 +28,7 @@ _PATHS = {
 }
 
 
-def write_maxtext(model: Any, directory: Path, *, is_scanned: bool = True, **formats: bool) -> None:
+def write_maxtext(model: Any, directory: Path, *, is_scanned: bool = True, **formats: Any) -> None:
     """Write a model.
 
     Args:
