@@ -71,7 +71,8 @@ def load(path: str | Path, *, dtype: str = "float32", **options: Any) -> Any:
 
     Args:
         path: Hugging Face model, on this machine or on the hub as `org/name@revision`, a
-            checkpoint of Megatron-LM, LiBai or MaxText, the directory of a run, whose newest intact checkpoint is loaded, or one checkpoint.
+            checkpoint of Megatron-LM, LiBai or MaxText, the directory of a run, whose newest intact
+            checkpoint is loaded, or one checkpoint.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
         **options: fields of `convert.options.ReadOptions`, such as `harmless`.
 

@@ -56,7 +56,8 @@ class RunConfig:
         "",
         "Checkpoint that the initial parameters are read from: a directory with a Hugging Face "
         "model, `OWNER/NAME[@REVISION]` for one on the hub, a checkpoint of Megatron-LM, LiBai or "
-        "MaxText, or the directory of a run, also as `s3://` or `gs://`. Empty: initialize the parameters from `train.seed`.",
+        "MaxText, or the directory of a run, also as `s3://` or `gs://`. Empty: initialize the "
+        "parameters from `train.seed`.",
         required=True,
     )
     model: ModelSettings
