@@ -5,6 +5,7 @@ from pathlib import Path
 from convert.options import ReadOptions
 from convert.trainers import libai, maxtext, megatron, megatron_dist
 from convert.trainers.weights import Weights
+from untrusted.files import check_tree
 
 
 def read_checkpoint(path: Path, options: ReadOptions) -> Weights | None:
@@ -14,17 +15,19 @@ def read_checkpoint(path: Path, options: ReadOptions) -> Weights | None:
         path: directory of a run's checkpoints, or of one of them.
 
     Raises:
-        ValueError: The checkpoint is damaged, has a model that is not supported, or is a pickle,
-            which the options do not allow.
+        ValueError: The checkpoint is damaged, has links that lead out of it, has a model that is not
+            supported, or is a pickle, which the options do not allow.
     """
     iteration = megatron.find_iteration(path)
     if iteration is not None:
+        check_tree(iteration, iteration)
         _check_pickles(iteration, options)
-        if (iteration / megatron_dist.METADATA).is_file():
+        if (iteration / megatron.METADATA).is_file():
             return megatron_dist.read_parts(iteration)
         return megatron.read_ranks(iteration)
     step = libai.find_checkpoint(path)
     if step is not None:
+        check_tree(step, step)
         if libai.has_pickle(step):
             _check_pickles(step, options)
         return libai.read_folders(step)

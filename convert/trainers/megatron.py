@@ -27,6 +27,7 @@ from convert.trainers.weights import Weights, joined
 from untrusted.files import read_text
 from untrusted.messages import shortened
 
+METADATA = ".metadata"
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -56,8 +57,9 @@ def find_iteration(path: Path) -> Path | None:
     """
     tracker = path / TRACKER
     if not tracker.is_file():
-        is_iteration = re.fullmatch(r"iter_\d{7,}|release", path.name)
-        return path if is_iteration and path.is_dir() else None
+        is_iteration = re.fullmatch(r"iter_\d{7,}|release", path.name) and path.is_dir()
+        names = {file.name for file in path.iterdir()} if is_iteration else set()
+        return path if METADATA in names or any(map(_RANK.fullmatch, names)) else None
     text = read_text(tracker, within=path, max_bytes=100).strip()
     if text != "release" and not text.isdecimal():
         raise ValueError(f"{tracker} has {shortened(text)!r}, which must be a number or 'release'")

@@ -24,6 +24,7 @@ import numpy as np
 
 from convert.tensor_files import Tensor, load_pickle, torch_tensor
 from convert.trainers.gpt import Name, parse_name, split_gates
+from convert.trainers.megatron import METADATA
 from convert.trainers.megatron_args import is_gated, weights_of
 from convert.trainers.megatron_state import load_state
 from convert.trainers.weights import Weights
@@ -31,7 +32,6 @@ from untrusted.files import open_regular, read_bytes
 from untrusted.messages import shortened
 from untrusted.pickles import Record, read_pickle
 
-METADATA = ".metadata"
 _COMMON = "common.pt"
 #: Name of the arguments in the metadata, in versions that have no common.pt.
 _COMMON_STATE = "common_state/"

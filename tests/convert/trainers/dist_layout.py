@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
@@ -83,9 +84,7 @@ def _in_parts(values: torch.Tensor, group: Any) -> ShardedTensor:
 
 @contextmanager
 def _one_process() -> Iterator[Any]:
-    dist.init_process_group(
-        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD
     finally:

@@ -184,3 +184,18 @@ def test_missing_part_is_named(tmp_path):
     file.unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing, but .*metadata lists"):
         load(tmp_path, allow_pickle_weights=True)
+
+
+def test_link_that_leads_out_of_the_checkpoint_is_refused(tmp_path):
+    write(models.make("gpt2"), tmp_path / "a", Layout())
+    rank = tmp_path / "a" / "iter_0000010" / "mp_rank_01_001"
+    rank.rename(tmp_path / "elsewhere")
+    rank.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="mp_rank_01_001"):
+        load(tmp_path / "a", allow_pickle_weights=True)
+
+
+def test_folder_of_this_name_without_ranks_is_something_else(tmp_path):
+    model = models.make("gpt2")
+    model.save_pretrained(tmp_path / "release")
+    models.assert_same_logits(model, tmp_path / "release")
