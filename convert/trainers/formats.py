@@ -4,7 +4,7 @@ from pathlib import Path
 
 from convert.options import ReadOptions
 from convert.trainers import libai, maxtext, megatron, megatron_dist
-from convert.trainers.weights import Weights
+from convert.trainers.weights import Weights, keep_latest
 from untrusted.files import check_tree
 
 
@@ -15,9 +15,16 @@ def read_checkpoint(path: Path, options: ReadOptions) -> Weights | None:
         path: directory of a run's checkpoints, or of one of them.
 
     Raises:
-        ValueError: The checkpoint is damaged, has links that lead out of it, has a model that is not
+        ValueError: The checkpoint is damaged, has links that lead out of it or a model that is not
             supported, or is a pickle, which the options do not allow.
     """
+    weights = _read(path, options)
+    if weights is None:
+        return None
+    return Weights(config=weights.config, tensors=keep_latest(weights.tensors))
+
+
+def _read(path: Path, options: ReadOptions) -> Weights | None:
     iteration = megatron.find_iteration(path)
     if iteration is not None:
         check_tree(iteration, iteration)

@@ -1,11 +1,12 @@
 """A checkpoint of another trainer as a Hugging Face model, and operations on its tensors.
 
 The operations are lazy: their values are read from the files, and computed, when `Tensor.map` is
-called. At any time, only one tensor of a checkpoint is in memory.
+called.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,25 @@ class Weights:
 
     config: dict[str, Any]
     tensors: Mapping[str, Tensor]
+
+
+def keep_latest(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, of which the one that was read last keeps its values.
+
+    A tensor is read once for each chunk of a parameter, and would be computed as often.
+    """
+    latest: dict[str, np.ndarray] = {}
+
+    def read(name: str, tensor: Tensor) -> np.ndarray:
+        if name not in latest:
+            latest.clear()  # before the next one is read, so that only one is in memory
+            latest[name] = tensor.map()
+        return latest[name]
+
+    return {
+        name: dataclasses.replace(tensor, map=partial(read, name, tensor))
+        for name, tensor in tensors.items()
+    }
 
 
 def derived(
