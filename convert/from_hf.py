@@ -1,4 +1,7 @@
-"""Import Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`."""
+"""Import Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`.
+
+Checkpoints of Megatron-LM, LiBai and MaxText are read as if they were Hugging Face models.
+"""
 
 import contextlib
 import dataclasses
@@ -67,8 +70,9 @@ def load(path: str | Path, *, dtype: str = "float32", **options: Any) -> Any:
     separately.
 
     Args:
-        path: Hugging Face model, on this machine or on the hub as `org/name@revision`, the
-            directory of a run, whose newest intact checkpoint is loaded, or one checkpoint.
+        path: Hugging Face model, on this machine or on the hub as `org/name@revision`, a
+            checkpoint of Megatron-LM, LiBai or MaxText, the directory of a run, whose newest intact
+            checkpoint is loaded, or one checkpoint.
         dtype: dtype of the parameters and the computation: float32, bfloat16 or float64.
         **options: fields of `convert.options.ReadOptions`, such as `harmless`.
 
@@ -222,7 +226,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "src",
         type=local_path,
         nargs="?",
-        help="a Hugging Face model: its directory, or OWNER/NAME[@REVISION] on the hub",
+        help="a Hugging Face model: its directory, or OWNER/NAME[@REVISION] on the hub; or a "
+        "checkpoint of Megatron-LM, LiBai or MaxText",
     )
     parser.add_argument("dst", type=local_path, nargs="?", help="directory to write")
     parser.add_argument("--list", action="store_true", help="instead, list the supported models")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,35 @@ def open_huggingface(path: Path, options: ReadOptions) -> Source:
             missing, unknown or of the wrong shape.
     """
     hf = read_config(path / "config.json", within=path)
+
+    def open_all() -> dict[str, Tensor]:
+        tensors = open_tensors(path, allow_pickle_weights=options.allow_pickle_weights)
+        return dequantized(hf, tensors)
+
+    return open_weights(path, hf, open_all, options)
+
+
+def open_weights(
+    path: Path,
+    hf: dict[str, Any],
+    open_all: Callable[[], Mapping[str, Tensor]],
+    options: ReadOptions,
+) -> Source:
+    """Open a model whose config.json has been read.
+
+    Args:
+        path: directory of the model, with the files of its tokenizer.
+        hf: content of config.json.
+        open_all: returns the tensors by name; called after config.json has been checked.
+
+    Raises:
+        ValueError: see `open_huggingface`.
+    """
     architecture = find(hf)
     fields = read(hf, architecture.keys, harmless=architecture.harmless, options=options)
     check_types(architecture.model_class.Config, fields, "config.json gives model")
     fields |= architecture.fields
-    tensors = open_tensors(path, allow_pickle_weights=options.allow_pickle_weights)
-    tensors = dequantized(hf, tensors)
+    tensors = open_all()
     if architecture.detect is not None:
         fields |= architecture.detect(tensors, hf)
     if issubclass(architecture.model_class.Config, ImageInputConfig):

@@ -13,7 +13,7 @@ class ReadOptions:
 
     Attributes:
         harmless: unknown keys of config.json to ignore.
-        allow_pickle_weights: whether to open `.bin` files.
+        allow_pickle_weights: whether to open `.bin` files, and checkpoints that are pickles.
         allow_import: import paths, packages and modules that a run's `config.yaml` may import from.
         hub_commits: repository of the hub, as it is named -> commit to read. A run has resolved
             them earlier.
@@ -39,7 +39,9 @@ def add_permissions(parser: argparse.ArgumentParser) -> None:
     """Add the options that only a command line may set, because they decide which code runs."""
     add_allow_import(parser)
     parser.add_argument(
-        "--allow_pickle_weights", action="store_true", help="open .bin files, which are pickles"
+        "--allow_pickle_weights",
+        action="store_true",
+        help="open files of weights that are pickles: .bin, and checkpoints of other trainers",
     )
 
 

@@ -1,4 +1,6 @@
-"""Open a model on disk, either a Hugging Face model or a run, and load its parameters.
+"""Open a model on disk, and load its parameters.
+
+The model is a Hugging Face model, a run, or the checkpoint of another trainer.
 
 A model of the Hugging Face hub, `org/name@revision`, is downloaded into the cache first.
 """
@@ -16,10 +18,11 @@ from checkpoint.run_copies import is_run_url, local_run
 from convert.adapters.peft_format import CONFIG_FILE
 from convert.adapters.read_peft import open_adapter
 from convert.hub_models import download_model
-from convert.huggingface import open_huggingface
+from convert.huggingface import open_huggingface, open_weights
 from convert.model_on_disk import Source
 from convert.options import DEFAULTS, ReadOptions
 from convert.runs import newest_checkpoint, open_run
+from convert.trainers.formats import read_checkpoint
 from fields.paths import check_local
 from untrusted.hub import model_of, pin
 
@@ -35,9 +38,9 @@ def read_source(
     occur twice. For a run, it reads the checkpoint once, to check that it is intact.
 
     Args:
-        path: Hugging Face model, an adapter of PEFT, the directory of a run, or one of its
-            checkpoints, also as the URL of a store; or `org/name@revision`, a model or adapter of
-            the Hugging Face hub.
+        path: Hugging Face model, an adapter of PEFT, the checkpoint of another trainer, the
+            directory of a run, or one of its checkpoints, also as the URL of a store; or
+            `org/name@revision`, a model or adapter of the Hugging Face hub.
         averaged: whether to use the averages of the parameters, if the run kept such averages.
 
     Returns:
@@ -60,6 +63,9 @@ def read_source(
         source = read_source(directory, options, averaged=averaged)
         return dataclasses.replace(source, path=Path(str(repository)))
     path = Path(path)
+    weights = read_checkpoint(path, options)
+    if weights is not None:
+        return open_weights(path, weights.config, lambda: weights.tensors, options)
     if (path / "config.json").is_file():
         return open_huggingface(path, options)
     if (path / CONFIG_FILE).is_file():

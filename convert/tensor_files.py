@@ -13,6 +13,7 @@ tensor is read and written before the next one.
 """
 
 import dataclasses
+import io
 import json
 import math
 import struct
@@ -225,7 +226,7 @@ def open_safetensors(file: Path) -> Iterator[Tensor]:
         if dtype is None:
             yield opaque
             continue
-        read = _mapper(file, dtype, shape, start + begin)
+        read = mapper_of(file, dtype, shape, start + begin)
         if dtype_name in _STORED_DTYPES:
             yield dataclasses.replace(opaque, stored=read, stored_dtype=dtype)
         else:
@@ -283,7 +284,15 @@ def _are_sizes(values: object) -> TypeGuard[list[int]]:
     )
 
 
-def _mapper(file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int):
+def mapper_of(
+    file: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int
+) -> Callable[[], np.ndarray]:
+    """Return a function that memory-maps an array in a file.
+
+    Args:
+        offset: position of its first byte.
+    """
+
     def map_values() -> np.ndarray:
         if 0 in shape:
             return np.empty(shape, dtype)
@@ -304,18 +313,37 @@ def _opaque(file: Path, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor
     return Tensor(name=name, file=file, dtype=np.dtype(np.void), shape=shape, map=refuse)
 
 
-def _open_pickle(file: Path) -> Iterator[Tensor]:
+def load_pickle(
+    file: Path, types: Sequence[tuple[type, str]] = (), *, content: bytes | None = None
+) -> Any:
+    """Load a file of PyTorch with `weights_only`, so that nothing in it can run code.
+
+    Args:
+        types: type to use for a name in the file, in addition to those that PyTorch allows.
+        content: part of the file to load; None for all of it.
+
+    Raises:
+        ValueError: The file is damaged, is not a regular file, or has objects of other types.
+    """
     import torch
 
     open_regular(file, within=file.parent).close()
+    source: Any = file if content is None else io.BytesIO(content)
     try:
         # Files written before PyTorch 1.6 are not zip files, and cannot be memory-mapped.
-        is_zip = zipfile.is_zipfile(file)
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
+        is_mapped = content is None and zipfile.is_zipfile(file)
+        with torch.serialization.safe_globals(list(types)):
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:
         raise ValueError(
             f"{file} cannot be read as a file of weights only: {shortened(error)}"
         ) from None
+
+
+def _open_pickle(file: Path) -> Iterator[Tensor]:
+    import torch
+
+    state = load_pickle(file)
     is_named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not is_named or not all(isinstance(values, torch.Tensor) for values in state.values()):
         raise ValueError(
@@ -323,26 +351,33 @@ def _open_pickle(file: Path) -> Iterator[Tensor]:
             "model, torch.save(model.state_dict(), ...)"
         )
     for name, values in state.items():
-        if values.layout is not torch.strided or values.device.type != "cpu":
-            raise ValueError(
-                f"{file} has the tensor {name}, which is {values.layout} on {values.device.type}; "
-                "save dense tensors with their values"
-            )
-        values = values.detach().resolve_neg()
-        if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
-            yield _opaque(file, name, str(values.dtype), tuple(values.shape))
-            continue
-        if values.dtype == torch.bfloat16:
-            array = values.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-        else:
-            array = values.numpy()
-        yield Tensor(
-            name=name,
-            file=file,
-            dtype=array.dtype,
-            shape=array.shape,
-            map=lambda array=array: array,
+        yield torch_tensor(name, values, file)
+
+
+def torch_tensor(name: str, values: Any, file: Path) -> Tensor:
+    """Return a tensor of PyTorch that was loaded from a file.
+
+    Args:
+        values: torch.Tensor.
+
+    Raises:
+        ValueError: It is sparse, or has no values.
+    """
+    import torch
+
+    if values.layout is not torch.strided or values.device.type != "cpu":
+        raise ValueError(
+            f"{file} has the tensor {name}, which is {values.layout} on {values.device.type}; "
+            "save dense tensors with their values"
         )
+    values = values.detach().resolve_neg()
+    if values.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        return _opaque(file, name, str(values.dtype), tuple(values.shape))
+    if values.dtype == torch.bfloat16:
+        array = values.contiguous().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        array = values.numpy()
+    return Tensor(name=name, file=file, dtype=array.dtype, shape=array.shape, map=lambda: array)
 
 
 def _num_bytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:

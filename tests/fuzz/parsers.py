@@ -30,7 +30,7 @@ from pipeline.schedules.generators import one_f_one_b
 from pipeline.schedules.table import verify
 from predict.machines.targets import Target, parse_target
 from tests.convert import cases
-from tests.fuzz import tables, tokenizers, valid
+from tests.fuzz import tables, tokenizers, trainers, valid
 from tests.fuzz.mutations import (
     damaged_bytes,
     damaged_json,
@@ -224,6 +224,7 @@ PARSERS: dict[str, Parser] = {
         damaged=damaged_template,
     ),
     **tokenizers.PARSERS,
+    **trainers.PARSERS,
     "vocab.json": _vocab_file("vocab.json", damaged_json),
     "merges.txt": _vocab_file("merges.txt", damaged_bytes),
     "vocab.txt": Parser(

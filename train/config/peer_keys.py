@@ -1,7 +1,8 @@
 """Names of other trainers for our keys, for the message about an unknown key.
 
-They are names of the Hugging Face Trainer, TRL, Megatron-LM, LiBai, MaxText, torchtitan and
-DeepSpeed. Whatever section a name is typed with, its last part is looked up:
+They are names of the Hugging Face Trainer, TRL, Megatron-LM, LiBai, Colossal-AI, MaxText,
+torchtitan and DeepSpeed; docs/coming_from/ has a page for each. Whatever section a name is typed
+with, its last part is looked up:
 
     --config.optimizer.lr, --config.lr, --config.train.LR      optimizer.learning_rate
 """
@@ -13,8 +14,9 @@ MICROBATCH_SIZE = (
 )
 #: Our key, or another way to say it -> the names of other trainers.
 _NAMES = {
-    "init_from": """model_name_or_path pretrained pretrained_model_name_or_path model_path hf_path
-        load_parameters_path pretrained_checkpoint finetune""",
+    "init_from": """model_name_or_path pretrained pretrained_model_name_or_path model_path
+        hf_path load_parameters_path pretrained_checkpoint finetune load_weight
+        initial_load_path""",
     "lora.rank": "lora_r lora_rank use_peft peft r",
     "lora.alpha": "lora_alpha",
     "lora.targets": "lora_target_modules target_modules",
@@ -32,22 +34,27 @@ _NAMES = {
     "tensor.mode": "tensor_parallel_mode tp_mode",
     "pipeline.chunks": """num_model_chunks virtual_pipeline_model_parallel_size
         num_layers_per_virtual_pipeline_stage num_pipeline_repeats""",
-    "pipeline.schedule": "pipeline_parallel_schedule pipeline_schedule",
-    "memory.zero_stage": "zero zero_stage zero_optimization use_distributed_optimizer stage",
-    "memory.placement": "cpu_offload offload offload_optimizer optimizer_offload offload_to_cpu",
+    "pipeline.schedule": """pipeline_parallel_schedule pipeline_schedule pp_style
+        scheduler_nodes pipeline_parallel_schedule_csv""",
+    "memory.zero_stage": """zero zero_stage zero_optimization use_distributed_optimizer stage
+        use_megatron_fsdp data_parallel_sharding_strategy shard_optimizer_over_data""",
+    "memory.placement": """cpu_offload offload offload_optimizer optimizer_offload
+        offload_to_cpu optimizer_cpu_offload optimizer_memory_host_offload enable_cpu_offload
+        placement_policy""",
     "data.paths": """dataset dataset_name dataset_path data_path data_files train_file train_files
         train_data_path training_dataset""",
     "data.validation_paths": """validation_file valid_data_path eval_dataset validation_dataset
         eval_file val_data""",
     "data.objective": "task task_type training_task",
-    "data.packing": "packing pack_sequences",
+    "data.packing": "packing pack_sequences packing_strategy",
     "data.tokenizer": """tokenizer tokenizer_name tokenizer_path tokenizer_model
-        tokenizer_name_or_path tokenizer_type""",
+        tokenizer_name_or_path tokenizer_type hf_assets_path""",
     "data.vocab_size": "vocab_size padded_vocab_size",
-    "data.sequence_length": """seq_length seq_len max_seq_length max_seq_len max_length block_size
-        sequence_length max_target_length encoder_seq_length context_length""",
+    "data.sequence_length": """seq_length seq_len max_seq_length max_seq_len max_length
+        block_size sequence_length max_target_length encoder_seq_length context_length
+        max_context_length""",
     "data.global_batch_size": """batch_size global_batch_size train_batch_size total_batch_size
-        global_batch""",
+        global_batch num_tokens_per_train_step""",
     "data.rampup_batch_size": """rampup_batch_size batch_size_rampup global_rampup_samples
         per_device_batch_size_start enable_rampup_batch_size""",
     "data.num_threads": "num_workers dataloader_num_workers num_threads",
@@ -56,8 +63,9 @@ _NAMES = {
     "optimizer.final_learning_rate_fraction": """min_lr min_lr_ratio min_lr_factor eta_min
         cosine_learning_rate_final_fraction learning_rate_final_fraction""",
     "optimizer.schedule": """scheduler lr_scheduler lr_scheduler_type lr_decay_style lr_schedule
-        decay_type""",
-    "optimizer.decay_steps": "lr_wsd_decay_iters num_decay_steps decay_steps",
+        decay_type lr_schedule_type""",
+    "optimizer.decay_steps": """lr_wsd_decay_iters num_decay_steps decay_steps
+        wsd_decay_steps_fraction decay_ratio""",
     "optimizer.warmup_steps": """warmup warmup_steps warmup_iter warmup_iters lr_warmup_iters
         num_warmup_steps warmup_ratio lr_warmup_fraction warmup_steps_fraction""",
     "optimizer.weight_decay": "weight_decay wd adam_weight_decay",
@@ -65,17 +73,17 @@ _NAMES = {
     "optimizer.beta2": "adam_beta2 adam_b2 beta_2 b2",
     "optimizer.epsilon": "adam_eps adam_epsilon eps",
     "optimizer.clip_norm": """max_grad_norm clip_grad clip_grad_norm grad_clip gradient_clipping
-        gradient_clip_val gradient_clipping_threshold max_norm""",
+        gradient_clip_val gradient_clipping_threshold max_norm clip_grad_max_norm""",
     "train.num_steps": """max_steps steps training_steps train_steps num_train_steps train_iters
         train_iter total_steps max_iters num_iterations""",
     "train.num_epochs": "epochs num_epochs num_train_epochs max_epochs train_epoch train_epochs",
     "train.num_microbatches": """gradient_accumulation_steps accumulate_grad_batches grad_accum
-        num_accumulation_steps num_microbatches""",
+        num_accumulation_steps num_microbatches num_pp_microbatches num_pipeline_microbatches""",
     MICROBATCH_SIZE: """micro_batch_size train_micro_batch_size train_micro_batch_size_per_gpu
-        per_device_train_batch_size per_device_batch_size local_batch_size""",
+        per_device_train_batch_size per_device_batch_size local_batch_size microbatch_size""",
     "train.remat": """gradient_checkpointing activation_checkpoint activation_checkpointing
-        checkpoint_activations recompute recompute_granularity recompute_activations remat_policy
-        use_gradient_checkpointing remat""",
+        checkpoint_activations recompute recompute_granularity recompute_activations
+        remat_policy use_gradient_checkpointing remat gradient_checkpoint_config""",
     "train.seed": "seed random_seed init_weights_seed",
     "train.ema_decay": "ema use_ema ema_decay",
     "train.early_stopping": "early_stopping_patience patience early_stopping early_stop",
@@ -85,16 +93,19 @@ _NAMES = {
     "eval.num_batches": "eval_iters eval_batches",
     "checkpoint.every_steps": """save_steps save_interval checkpoint_interval checkpoint_period
         save_every ckpt_interval save_freq""",
-    "checkpoint.max_to_keep": "save_total_limit max_to_keep keep_latest_k keep_last",
+    "checkpoint.max_to_keep": """save_total_limit max_to_keep keep_latest_k keep_last
+        max_num_checkpoints_to_keep""",
     "checkpoint.keep_best": "load_best_model_at_end save_top_k keep_best",
-    "checkpoint.best_metric": "metric_for_best_model monitor early_stopping_metric best_metric",
-    "checkpoint.best_is_max": "greater_is_better early_stopping_mode",
+    "checkpoint.best_metric": """metric_for_best_model monitor early_stopping_metric best_metric
+        eval_metric""",
+    "checkpoint.best_is_max": "greater_is_better early_stopping_mode eval_mode",
     "precision.compute": """bf16 fp16 fp8 float16 bfloat16 amp dtype torch_dtype precision
-        mixed_precision mixed_precision_param compute_dtype""",
+        mixed_precision mixed_precision_param compute_dtype use_fp8 fp8_format quantization""",
     "precision.params": "weight_dtype param_dtype params_dtype",
-    "precision.reduce": "mixed_precision_reduce grad_reduce_in_bf16 grad_dtype",
-    "precision.loss_scale": "initial_loss_scale initial_scale_power",
-    "log.every_steps": "logging_steps log_interval log_freq log_period log_every",
+    "precision.reduce": """mixed_precision_reduce grad_reduce_in_bf16 grad_dtype
+        communication_dtype communication_data_type""",
+    "precision.loss_scale": "initial_loss_scale initial_scale_power initial_scale",
+    "log.every_steps": "logging_steps log_interval log_freq log_period log_every steps_per_print",
     "log.trackers": """wandb use_wandb enable_wandb wandb_project wandb_exp_name wandb_entity mlflow
         report_to logger loggers tracker trackers log_with""",
     "model.num_layers": """num_hidden_layers n_layer n_layers hidden_layers num_decoder_layers
@@ -108,8 +119,32 @@ _NAMES = {
     "model.base_num_layers": "mup_base_depth base_depth completep_base_depth",
     "model.num_experts": "num_local_experts n_routed_experts moe_num_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk num_experts_per_token",
+    "pipeline.layers_per_stage": """num_layers_per_stage decoder_first_pipeline_num_layers
+        pipeline_model_parallel_layout custom_pipeline_stage_id
+        pipeline_parallel_layers_per_stage""",
+    "mesh.ulysses": "cp_comm_type",
+    "memory.shard_parameters_fraction": "shard_param_frac fsdp_reshard_after_forward",
+    "memory.offload_optimizer_fraction": "offload_optim_frac",
+    "memory.offload_parameters_fraction": "offload_param_frac parameter_memory_host_offload",
+    "precision.loss_scale_window": "growth_interval loss_scale_window",
+    "precision.loss_scale_hysteresis": "hysteresis",
+    "precision.loss_scale_min": "min_scale min_loss_scale",
+    "data.name": "dataset_type",
+    "data.text_field": "dataset_text_field text_column",
+    "data.chat_template": "chat_template_path",
+    "data.isolate_documents": "reset_position_ids reset_attention_mask",
+    "lora.dropout": "lora_dropout",
+    "lora.use_rslora": "use_rslora",
+    "lora.use_dora": "use_dora",
+    "preference.beta": "beta",
+    "preference.label_smoothing": "label_smoothing",
+    "train.unroll": "scan_layers",
+    "train.start_timeout_s": "init_timeout_seconds",
+    "train.failure_timeout_s": "train_timeout_seconds",
+    "log.profile_steps": "profiler profile_steps",
+    "model.vocab_multiple": "make_vocab_size_divisible_by",
     "--workdir": """output_dir run_dir save_dir dump_folder base_output_directory checkpoint_dir
-        resume resume_from_checkpoint resume_from load_checkpoint""",
+        resume resume_from_checkpoint resume_from load_checkpoint run_name""",
 }
 _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
 

@@ -57,8 +57,9 @@ class RunConfig:
     init_from: str = field(
         "",
         "Checkpoint that the initial parameters are read from: a directory with a Hugging Face "
-        "model, `OWNER/NAME[@REVISION]` for one on the hub, or the directory of a run, also as "
-        "`s3://` or `gs://`. Empty: initialize the parameters from `train.seed`.",
+        "model, `OWNER/NAME[@REVISION]` for one on the hub, a checkpoint of Megatron-LM, LiBai or "
+        "MaxText, or the directory of a run, also as `s3://` or `gs://`. Empty: initialize the "
+        "parameters from `train.seed`.",
         required=True,
     )
     model: ModelSettings
