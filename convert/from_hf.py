@@ -1,4 +1,7 @@
-"""Import Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`."""
+"""Imports Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`.
+
+docs/convert.md explains the options.
+"""
 
 import contextlib
 import dataclasses

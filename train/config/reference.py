@@ -1,4 +1,4 @@
-"""The reference of all config keys: docs/config.md and the text of `--help`.
+"""Prints the reference of all config keys: docs/config.md and the text of `--help`.
 
 `python -m train.config.reference` prints the page, and `--docs` writes it to docs/config.md. Both
 texts come from the declared fields of RunConfig and of its sections.
