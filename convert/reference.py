@@ -19,9 +19,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 _INTRODUCTION = """\
 # Families of Hugging Face models
 
-Here you can look up which Hugging Face models can be imported and exported; [convert.md](convert.md)
-says how. `python -m convert.from_hf --list` prints the same. `python -m convert.reference --docs`
-writes this page; do not edit it.
+Here you can look up which Hugging Face models can be imported and exported;
+[convert.md](convert.md) says how. `python -m convert.from_hf --list` prints the same. `python -m
+convert.reference --docs` writes this page; do not edit it.
 
 A rule names the values that a key of config.json may have; others are rejected.
 """

@@ -27,7 +27,8 @@ page from the commands' parsers; do not edit it.
 `taibai train …` is the same as `python -m train.main …`, and works in any folder. With `--help`, a
 command prints the same options as this page. A command whose arguments are wrong ends with one
 sentence and exit code 2. [many_hosts.md](many_hosts.md#exit-codes) lists the exit codes of a run.
-`train`, `plan` and `compile` also accept every [config key](config.md): `--config.section.key=value`.
+`train`, `plan` and `compile` also accept every [config key](config.md), such as
+`--config.train.seed=1`.
 """
 
 

@@ -111,7 +111,9 @@ def _mesh() -> list[str]:
         if replica == 0:
             parts.append(_text(x, y + 20, _part("mlp", column), "small model"))
         if column == 0:
-            parts.append(_text(left + 18, row + 20, f"batch {replica + 1}/{MESH['data']}", "small data"))
+            parts.append(
+                _text(left + 18, row + 20, f"batch {replica + 1}/{MESH['data']}", "small data")
+            )
         parts.append(_rectangle(x, row, _CELL_WIDTH, _CELL_HEIGHT, f"device column{column}"))
         parts.append(_text(x + 10, row + 20, f"device {number}", "small"))
     return parts
@@ -134,7 +136,9 @@ def draw() -> str:
         parts.append(f'<path d="M {start} 150 h 28 m -9 -7 l 9 7 l -9 7" class="arrow"/>')
     shape = " × ".join(map(str, shard_shape()))
     whole = " × ".join(map(str, KERNEL.values()))
-    note = f"The array is {whole}; each device has {shape}. Another mesh: another part, the same loss."
+    note = (
+        f"The array is {whole}; each device has {shape}. Another mesh: another part, the same loss."
+    )
     parts.append(_text(_COLUMNS[0], _HEIGHT - 18, note, "note"))
     return "\n".join(
         [

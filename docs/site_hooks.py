@@ -114,7 +114,7 @@ def site_uri(path: str) -> str:
 
 
 def markdown_of(notebook: str) -> str:
-    """Return a notebook as Markdown: its texts, its code, and the text that the code has printed."""
+    """Return a notebook as Markdown: its texts, its code, and what the code has printed."""
     parts = []
     for cell in json.loads(notebook)["cells"]:
         text = "".join(cell["source"])
