@@ -114,14 +114,15 @@ def site_uri(path: str) -> str:
 
 
 def markdown_of(notebook: str) -> str:
-    """Return a notebook as Markdown: its texts, its code, and what the code has printed."""
+    """Return a notebook as Markdown: its texts, its code, and what the code printed and drew."""
     parts = []
     for cell in json.loads(notebook)["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        printed = "".join(
-            "".join(output["text"]) for output in cell.get("outputs", ()) if "text" in output
-        )
-        if printed:
+        outputs = cell.get("outputs", ())
+        if printed := "".join("".join(each.get("text", "")) for each in outputs):
             parts.append(f"```\n{printed.rstrip()}\n```")
+        for picture in (each["data"]["image/png"] for each in outputs if "data" in each):
+            data = "".join(picture).replace("\n", "")
+            parts.append(f"![Output of the code above](data:image/png;base64,{data})")
     return "\n\n".join(parts) + "\n"
