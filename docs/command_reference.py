@@ -128,7 +128,7 @@ def _row(action: argparse.Action) -> str:
     if action.nargs == 0:
         shown = name
     elif name:
-        shown = f"{name}={'|'.join(action.choices) if action.choices else metavar}"
+        shown = f"{name}={{{','.join(action.choices)}}}" if action.choices else f"{name}={metavar}"
     else:
         shown = f"{metavar}" + (" …" if action.nargs in ("*", "+") else "")
     default = action.default

@@ -8,10 +8,13 @@ On GitHub, a page is read in the repository, and its links lead to files of the 
 The site therefore has a copy of every file that a page links to, and pages made from README.md and
 from the notebook. MkDocs then checks these links like all others.
 
-GitHub and Python-Markdown also differ in two rules, so that the text of a page is adapted:
+A link that shows the name of a page, such as [config.md](config.md), shows its title on the site.
+
+GitHub and Python-Markdown also differ in three rules, so that the text of a page is adapted:
 
     <!-- a comment -->    must be followed by a blank line
     - item                the item's other paragraphs are indented by 4 columns, not by 2 or 3
+    - next item           follows a blank line if the item before has several paragraphs
 """
 
 import json
@@ -66,7 +69,11 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Return the text of a page as Python-Markdown reads it, with links to the site's files."""
     folder = posixpath.dirname(page.file.src_uri)
+    titles = {file.src_uri: title_of(file.content_string) for file in files.documentation_pages()}
     for link, path in {*links(markdown, page.file.src_uri)}:
+        if title := titles.get(site_uri(path)):
+            name = re.escape(link)
+            markdown = re.sub(rf"\[{name}\](?=\({name}[#)])", f"[{title}]", markdown)
         if (ROOT / path).is_file():
             relative = posixpath.relpath(site_uri(path), folder or ".")
             markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[#)])", relative, markdown)
@@ -77,19 +84,30 @@ def adapted(markdown: str) -> str:
     """Return Markdown of GitHub in the form that Python-Markdown reads in the same way."""
     lines = []
     content = 0  # column at which the text of the current list item starts
+    is_long = False  # whether this item has several paragraphs
     is_code = False
     for line in markdown.splitlines():
         is_continued = content > 0 and (not line or line.startswith(" " * content))
-        if not is_continued:
+        if is_continued:
+            is_long |= not line
+        else:
             item = None if is_code else re.match(r"(?:[-*]|\d+\.) +", line)
+            if item is not None and is_long:
+                lines.append("")
+            is_long = False
             content = 0 if item is None else item.end()
             is_code ^= line.startswith("```")
             if not is_code:
                 line = re.sub(r"^<!--.*-->$", "", line)
-        elif line:
+        if is_continued and line:
             line = " " * (_INDENT - content) + line
         lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def title_of(markdown: str) -> str:
+    """Return the first heading of a page, as plain text."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown.partition("\n")[0].removeprefix("# "))
 
 
 def links(markdown: str, page: str) -> Iterator[tuple[str, str]]:

@@ -53,13 +53,17 @@ def test_links_to_the_repository_lead_to_copies_of_its_files():
     assert [*site_hooks.links("[a](docs/data.md)", "tour.md")] == [("docs/data.md",) * 2]
 
 
+def test_title_of_a_page_is_plain_text():
+    assert site_hooks.title_of("# Use data: [images](#images)\n\nText") == "Use data: images"
+
+
 def test_adapted_indents_paragraphs_of_list_items_and_ends_comments():
     source = (
         "<!-- table -->\n| a |\n\n- one\n\n  ```\n  code\n  ```\n10. ten\n    more\n\n"
         "```\n<!-- code -->\n- no item\n  as it is\n```\n"
     )
     expected = (
-        "\n| a |\n\n- one\n\n    ```\n    code\n    ```\n10. ten\n    more\n\n"
+        "\n| a |\n\n- one\n\n    ```\n    code\n    ```\n\n10. ten\n    more\n\n"
         "```\n<!-- code -->\n- no item\n  as it is\n```\n"
     )
     assert site_hooks.adapted(source) == expected
