@@ -86,7 +86,7 @@ reproduce: setup-test setup-compiler
 # The site reads the sources without importing them, so it needs neither jax nor the tests' packages.
 docs: .venv/requirements-docs.txt.stamp
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
-	@echo "Open .site/index.html"
+	@echo "Open http://localhost:8000 after .venv/bin/python -m http.server --directory=.site"
 
 test-all:
 	$(MAKE) test

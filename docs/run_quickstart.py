@@ -41,7 +41,7 @@ def printed(cell: nbformat.NotebookNode) -> str:
 
 
 def without_warnings(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Return a notebook without what its cells have written to standard error."""
+    """Return a notebook without the standard error of its cells."""
     for cell in notebook.cells:
         if "outputs" in cell:
             cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: what the site has in addition to the pages in docs/.
+"""Hooks of MkDocs, which add pages and files to the site, and adapt links and Markdown.
 
 On GitHub, a page is read in the repository, and its links lead to files of the repository:
 
@@ -132,7 +132,7 @@ def site_uri(path: str) -> str:
 
 
 def markdown_of(notebook: str) -> str:
-    """Return a notebook as Markdown: its texts, its code, and what the code printed and drew."""
+    """Return a notebook as Markdown: its texts, its code, and the output of the code."""
     parts = []
     for cell in json.loads(notebook)["cells"]:
         text = "".join(cell["source"])

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allowed_hosts", default="", metavar="NAME,…", help="other names of this server"
     )
-    parser.add_argument("--name", help="name of the model; default: that of its directory")
+    parser.add_argument("--name", help="name of the model; default: the name of its directory")
     parser.add_argument(
         "--max_length",
         type=int,

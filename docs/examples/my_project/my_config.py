@@ -11,7 +11,7 @@ from configs import common
 
 
 def get_config() -> ConfigDict:
-    """Return the config of the run: what differs from the defaults."""
+    """Return the config of the run, which changes some of the defaults."""
     config = common.get_config()
     config.model = ConfigDict()
     config.model.name = "my_model:MyModel"

@@ -23,7 +23,7 @@ def test_tokens_do_not_see_later_ones():
 
 
 def test_losses_are_equal_on_every_mesh(tmp_path):
-    """The mesh changes how fast the model trains, and not what it learns."""
+    """The mesh changes how fast the model trains, and not its losses."""
     overrides = {
         "train.num_steps": 10,
         "log.every_steps": 1,
