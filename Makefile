@@ -10,12 +10,18 @@
 # make lint: runs ruff, codespell and the type checker, and prints large files and folders
 # make setup-browser: installs Chromium (Debian's package), without which the tests of the report's page are skipped
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
+#   (make setup CUDA=1: for NVIDIA GPUs, also on a machine without one, such as a login node)
 PYTHON ?= python3
 CONFIG ?= configs/gpt2_3d.py
 ARGS ?=
 
-# With an NVIDIA driver, install jax for CUDA; otherwise jax for CPUs.
-REQUIREMENTS := $(if $(wildcard /proc/driver/nvidia/version),requirements.txt,requirements-cpu.txt)
+# CUDA=1 installs jax for NVIDIA GPUs, CUDA=0 for CPUs. By default, the driver of this machine decides. A login node has
+# none although the compute nodes have GPUs.
+CUDA := $(if $(wildcard /proc/driver/nvidia/version),1,0)
+ifeq ($(filter 0 1,$(CUDA)),)
+$(error CUDA=$(CUDA) must be 1, for NVIDIA GPUs, or 0, for CPUs)
+endif
+REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: setup setup-test setup-compiler setup-browser train test test-all test-thorough test-compiler test-device reproduce docs lint

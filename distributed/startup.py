@@ -1,31 +1,22 @@
 """Joins the processes of a run and creates the mesh: one code path for CPUs and accelerators.
 
-A process learns from its environment how it was started; see distributed/variables.py.
+A process learns from its environment how it was started; see distributed/launchers.py.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import logging
 import os
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from distributed.handshake import Process, perform_handshake
+from distributed.launchers import DistributedEnv, read_distributed_env, read_number
 from distributed.message_socket import bind_address
 from distributed.secret import run_secret
-from distributed.variables import (
-    COORDINATOR,
-    CPU_XLA_FLAGS,
-    DEVICES_PER_PROCESS,
-    NUM_PROCESSES,
-    PROCESS_ID,
-    merge_xla_flags,
-)
+from distributed.variables import CPU_XLA_FLAGS, DEVICES_PER_PROCESS, merge_xla_flags
 from fields.numbers import shown
 from sharding.mesh import MeshConfig, make_mesh
 from untrusted.messages import shortened
@@ -59,7 +50,7 @@ def start(
     os.environ["XLA_FLAGS"] = merge_xla_flags(CPU_XLA_FLAGS, os.environ.get("XLA_FLAGS", ""))
     per_process = None
     if DEVICES_PER_PROCESS in os.environ:
-        per_process = _number(os.environ, DEVICES_PER_PROCESS, 1, _MAX_SIMULATED_DEVICES)
+        per_process = read_number(os.environ, DEVICES_PER_PROCESS, 1, _MAX_SIMULATED_DEVICES)
     join(start_timeout_s=start_timeout_s, heartbeat_timeout_s=heartbeat_timeout_s)
     distributed = read_distributed_env(os.environ) is not None
     if per_process or not distributed:
@@ -134,81 +125,6 @@ def _are_cpu_devices_counted() -> bool:
 def _has_nvidia_gpu() -> bool:
     # /dev/dxg is the GPU in Windows Subsystem for Linux.
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributedEnv:
-    """How this process was started, if it is one of several."""
-
-    coordinator: str  # host:port or unix:PATH
-    num_processes: int
-    process_id: int
-    local_device_ids: list[int] | None  # None: all devices that are visible to the process
-
-
-def read_distributed_env(env: Mapping[str, str]) -> DistributedEnv | None:
-    """Read from the environment how this process was started; None if it is the only one.
-
-    Raises:
-        ValueError: a variable is missing or is not a number; the message names it.
-    """
-    num_processes = _number(env, NUM_PROCESSES, 1, default="1")
-    if num_processes > 1:
-        return DistributedEnv(
-            coordinator=_text(env, COORDINATOR),
-            num_processes=num_processes,
-            process_id=_number(env, PROCESS_ID, 0, num_processes - 1),
-            local_device_ids=None,
-        )
-    num_tasks = _number(env, "SLURM_STEP_NUM_TASKS", 1, default="1")
-    if num_tasks == 1:
-        return None
-    # The first host of "n[01-03,7]" or "n01,m7", and a port that is unlikely to be used by the step
-    # of another job.
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", _text(env, "SLURM_STEP_NODELIST"))
-    host = "".join(first.groups(default="")) if first else ""
-    if not host:
-        raise ValueError(
-            f"SLURM_STEP_NODELIST={shown(env['SLURM_STEP_NODELIST'])} names no host; start with "
-            "srun or launch/train.sbatch"
-        )
-    step = _number(env, "SLURM_JOB_ID", 0) * 8 + _number(env, "SLURM_STEP_ID", 0, default="0")
-    # If several processes share a host and each sees all its GPUs, each takes one of them.
-    shares_host = not re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    takes_one = shares_host and "," in env.get("CUDA_VISIBLE_DEVICES", ",")
-    return DistributedEnv(
-        coordinator=f"{host}:{61440 + step % 4096}",
-        num_processes=num_tasks,
-        process_id=_number(env, "SLURM_PROCID", 0, num_tasks - 1),
-        local_device_ids=[_number(env, "SLURM_LOCALID", 0)] if takes_one else None,
-    )
-
-
-def _text(env: Mapping[str, str], name: str) -> str:
-    """Return a variable that a launcher must set."""
-    if not env.get(name):
-        raise ValueError(
-            f"the environment variable {name} is missing; start all processes with "
-            "python -m launch.local, srun or launch/train.sbatch, which set it"
-        )
-    return env[name]
-
-
-def _number(
-    env: Mapping[str, str],
-    name: str,
-    minimum: int,
-    maximum: int = 2**32 - 1,
-    default: str | None = None,
-) -> int:
-    """Return a variable of a launcher that is an integer from `minimum` to `maximum`."""
-    text = _text(env, name) if default is None else env.get(name, default)
-    if not re.fullmatch(r"[0-9]{1,10}", text) or not minimum <= int(text) <= maximum:
-        raise ValueError(
-            f"the environment variable {name}={shown(text)} must be an integer from {minimum} to "
-            f"{maximum}; correct it, or unset it to start a single process"
-        )
-    return int(text)
 
 
 def _devices() -> list[Any]:

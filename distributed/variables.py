@@ -1,7 +1,7 @@
 """Environment variables of a process that is one of several; does not import JAX.
 
-`python -m launch.local` sets them. Under SLURM's `srun`, SLURM's own variables contain the same
-information, except for the secret; `launch/train.sbatch` sets it.
+`python -m launch.local` sets them. The variables of other launchers contain the same information,
+except for the secret, see distributed/launchers.py; `launch/train.sbatch` sets the secret.
 """
 
 from collections.abc import Mapping

@@ -171,6 +171,7 @@ _TIMED = {
     "test_failures",
     "test_handshake",
     "test_huge_configs",
+    "test_launchers",
     "test_limited",
     "test_local",
     "test_local_signals",

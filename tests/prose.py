@@ -34,9 +34,12 @@ def files_of(paths: list[Path]) -> Iterator[Path]:
     """Yield the Python and Markdown files of these paths that belong to the project."""
     for path in paths:
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
-            hidden = any(part.startswith(".") for part in file.relative_to(ROOT).parts)
-            if file.suffix in (".py", ".md") and not hidden and file.name != Path(__file__).name:
-                yield file
+            relative = file.relative_to(ROOT)
+            hidden = any(part.startswith(".") for part in relative.parts)
+            is_chinese = relative.parts[:2] == ("docs", "zh")  # its few English words are code
+            if file.suffix in (".py", ".md") and not hidden and not is_chinese:
+                if file.name != Path(__file__).name:
+                    yield file
 
 
 def texts_of(file: Path) -> list[str]:

@@ -19,6 +19,7 @@ from data.corpus import expected_vocab_size, load_corpus
 from data.examples import Corpus
 from distributed import startup
 from distributed.compilation_cache import use_compilation_cache
+from distributed.launchers import read_distributed_env
 from distributed.messages import LONGEST_START_S, Exchange
 from predict.machines.targets import Target, target_of
 from sharding.memory import AUTO
@@ -368,7 +369,7 @@ def _start_devices(
 
     With `mesh.auto`, these are all devices, which a plan divides later.
     """
-    process = startup.read_distributed_env(os.environ)
+    process = read_distributed_env(os.environ)
     if not options.is_fast_dev_run and (process is None or process.process_id == 0):
         _log.info("workdir %s", options.store or options.workdir)
     jax.config.update("jax_enable_x64", config.precision.compute == "float64")

@@ -35,7 +35,7 @@ from checkpoint.errors import ReadError
 from checkpoint.run_copies import is_run_url
 from convert.options import add_permissions, read_options
 from data.examples import BrokenExample
-from distributed import startup
+from distributed.launchers import read_distributed_env
 from distributed.messages import may_pass
 from fields.paths import check_local
 from fields.types import check_no_nul
@@ -256,8 +256,7 @@ def _end(code: int) -> NoReturn:
     for name in SIGNALS:  # another signal now would replace the exit code
         signal.signal(name, signal.SIG_IGN)
     has_failed = code not in (*FINAL, STOPPED)
-    has_others = startup.read_distributed_env(os.environ) is not None
-    if has_failed and has_others or has_hanging_trackers():
+    if has_hanging_trackers() or has_failed and read_distributed_env(os.environ) is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -17,7 +17,6 @@ import pytest
 from distributed.handshake import Process, _own_version, perform_handshake, software
 from distributed.message_socket import MessageSocket
 from distributed.secret import proof, run_secret
-from distributed.startup import DistributedEnv, read_distributed_env
 
 SOFTWARE = {"python": "3.11.7", "jax": "0.10.2"}
 
@@ -273,39 +272,3 @@ def connect(port: int) -> socket.socket:
         except ConnectionRefusedError:
             time.sleep(0.05)
     raise AssertionError(f"nobody listens on port {port}")
-
-
-SLURM = {
-    "SLURM_JOB_ID": "100",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "n[03-04]",
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "host", "local_device_ids"),
-    [
-        ({}, "n03", [1]),
-        ({"SLURM_STEP_NODELIST": "a7,n[1-3]"}, "a7", [1]),
-        ({"SLURM_STEP_NODELIST": "n[001,007-015],x"}, "n001", [1]),
-        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "n03", [1]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, "n03", None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x4)"}, "n03", None),
-    ],
-)
-def test_slurm_says_how_a_process_was_started(changes, host, local_device_ids):
-    assert read_distributed_env({**SLURM, **changes}) == DistributedEnv(
-        coordinator=f"{host}:{61440 + 802}",
-        num_processes=4,
-        process_id=3,
-        local_device_ids=local_device_ids,
-    )
-
-
-def test_single_process_joins_nobody():
-    assert read_distributed_env({}) is None
-    assert read_distributed_env({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None

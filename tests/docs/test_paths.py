@@ -4,7 +4,7 @@ import re
 
 from tests.runs import ROOT
 
-_PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+_PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
 _FOLDERS = (path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
 _FILES = {"/taibai.py"} | {
     f"/{path.relative_to(ROOT)}" for folder in _FOLDERS for path in folder.rglob("*.*")

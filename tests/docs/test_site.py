@@ -36,8 +36,8 @@ def test_navigation_has_every_page_once():
 def test_first_sentence_says_what_the_reader_can_do(page):
     title, first, *_ = page.read_text(encoding="utf-8").split("\n\n")
     assert title.startswith("# ")
-    sentence = re.split(r"[.:](?:\s|$)", first)[0]
-    assert re.search(r"\byou\b", sentence, re.IGNORECASE), sentence
+    sentence = re.split(r"[.:](?:\s|$)|。", first)[0]
+    assert re.search(r"\byou\b|你", sentence, re.IGNORECASE), sentence
 
 
 def test_links_to_the_repository_lead_to_copies_of_its_files():
