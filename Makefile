@@ -89,9 +89,10 @@ reproduce: setup-test setup-compiler
 	.venv/bin/python -m benchmarks.published --docs
 	.venv/bin/python -m benchmarks.published.libai --docs
 
-# The site reads the sources without importing them, so it needs neither jax nor the tests' packages.
+# The site reads the sources without importing them, so it needs neither jax nor the tests' packages. With --quiet, MkDocs
+# would not count the warnings that --strict refuses.
 docs: .venv/requirements-docs.txt.stamp
-	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
 	@echo "Open http://localhost:8000 after .venv/bin/python -m http.server --directory=.site"
 
 test-all:

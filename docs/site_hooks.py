@@ -72,8 +72,9 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
     titles = {file.src_uri: title_of(file.content_string) for file in files.documentation_pages()}
     for link, path in {*links(markdown, page.file.src_uri)}:
         if title := titles.get(site_uri(path)):
-            name = re.escape(link)
-            markdown = re.sub(rf"\[{name}\](?=\({name}[#)])", f"[{title}]", markdown)
+            names = f"{re.escape(link)}|{re.escape(posixpath.basename(link))}"
+            shown = rf"\[(?:{names})\](?=\({re.escape(link)}[#)])"
+            markdown = re.sub(shown, f"[{title}]", markdown)
         if (ROOT / path).is_file():
             relative = posixpath.relpath(site_uri(path), folder or ".")
             markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[#)])", relative, markdown)

@@ -49,11 +49,8 @@ def test_project_trains_and_generates_in_its_folder_and_trains_in_another(projec
     assert run(project, taibai, "generate", *options, "--max_new_tokens=2")
     (tmp_path / "elsewhere").mkdir()
     config = f"--config={project / 'my_config.py'}"
-    run(
-        tmp_path / "elsewhere",
-        *(taibai, "train", config, "--workdir=runs/first", *short),
-        PYTHONPATH=str(project),
-    )
+    arguments = [taibai, "train", config, "--workdir=runs/first", *short]
+    run(tmp_path / "elsewhere", *arguments, PYTHONPATH=str(project))
     losses = [
         [
             line["loss"]

@@ -32,6 +32,14 @@ def test_navigation_has_every_page_once():
     assert sorted(navigated(config["nav"])) == sorted([*pages, *site_hooks.PAGES.values()])
 
 
+def test_warnings_are_errors():
+    """With --quiet, MkDocs does not count the warnings that --strict refuses."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "mkdocs build --strict\n" in makefile
+    validation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["validation"]
+    assert {*validation["nav"].values(), *validation["links"].values()} == {"warn"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_first_sentence_says_what_the_reader_can_do(page):
     title, first, *_ = page.read_text(encoding="utf-8").split("\n\n")
