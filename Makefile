@@ -5,6 +5,7 @@
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
 # make test-all: runs these three, one after another (an hour)
+# make docs: builds the site of the documentation into .site/, and checks its links (a few seconds; installs MkDocs)
 # make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
 # make lint: runs ruff, codespell and the type checker, and prints large files and folders
 # make setup-browser: installs Chromium (Debian's package), without which the tests of the report's page are skipped
@@ -23,7 +24,7 @@ endif
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup setup-test setup-compiler setup-browser train test test-all test-thorough test-compiler test-device reproduce lint
+.PHONY: setup setup-test setup-compiler setup-browser train test test-all test-thorough test-compiler test-device reproduce docs lint
 setup: .venv/$(REQUIREMENTS).stamp .venv/bin/taibai
 setup-test: .venv/requirements-test.txt.stamp
 setup-compiler: .venv/requirements-compiler.txt.stamp
@@ -49,6 +50,11 @@ setup-compiler: .venv/requirements-compiler.txt.stamp
 .venv/requirements-compiler.txt.stamp: requirements-compiler.txt .venv/requirements-test.txt.stamp
 	@echo "Installing requirements-compiler.txt into .venv (3 GB)"
 	$(PIP) -r requirements-compiler.txt
+	@touch $@
+
+.venv/requirements-docs.txt.stamp: requirements-docs.txt | .venv/bin/python
+	@echo "Installing requirements-docs.txt into .venv"
+	$(PIP) -r requirements-docs.txt
 	@touch $@
 
 # Not in .venv: only the system's packages have a browser. Without one, nothing but these tests is missing.
@@ -82,6 +88,12 @@ reproduce: setup-test setup-compiler
 	.venv/bin/python -m benchmarks.published.libai
 	.venv/bin/python -m benchmarks.published --docs
 	.venv/bin/python -m benchmarks.published.libai --docs
+
+# The site reads the sources without importing them, so it needs neither jax nor the tests' packages. With --quiet, MkDocs
+# would not count the warnings that --strict refuses.
+docs: .venv/requirements-docs.txt.stamp
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict
+	@echo "Open http://localhost:8000 after .venv/bin/python -m http.server --directory=.site"
 
 test-all:
 	$(MAKE) test

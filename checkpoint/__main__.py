@@ -4,7 +4,7 @@
     python -m checkpoint verify WORKDIR [--step=N]
     python -m checkpoint show WORKDIR [--step=N]
 
-WORKDIR is the directory of a run, or its `checkpoints/`.
+WORKDIR is the directory of a run, or its `checkpoints/`. docs/checkpoints.md explains the output.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Import Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`.
+"""Imports Hugging Face models: `load` in Python, or `python -m convert.from_hf SRC DST`.
 
 Checkpoints of Megatron-LM, LiBai and MaxText are read as if they were Hugging Face models.
+docs/convert.md explains the options.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""The reference of all families: the table of docs/convert.md, and `convert.from_hf --list`.
+"""Prints the reference of all families: docs/families.md and `convert.from_hf --list`.
 
-`python -m convert.reference` prints the table, and `--docs` writes it to docs/convert.md. Both
+`python -m convert.reference` prints the page, and `--docs` writes it to docs/families.md. Both
 texts come from the architectures' own tables.
 """
 
@@ -14,11 +14,17 @@ from convert.keys import Keys, Only
 from convert.registry import architectures
 from untrusted.commands import command_parser, run_command
 
-PAGE = Path(__file__).parents[1] / "docs" / "convert.md"
-#: The lines of the page around the table.
-_START = "<!-- python -m convert.reference --docs writes this table -->\n"
-_END = "<!-- end of the table -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
+_INTRODUCTION = """\
+# Families of Hugging Face models
+
+Here you can look up which Hugging Face models can be imported and exported;
+[convert.md](convert.md) says how. `python -m convert.from_hf --list` prints the same. `python -m
+convert.reference --docs` writes this page; do not edit it.
+
+A rule names the values that a key of config.json may have; others are rejected.
+"""
 _FUSED = "adapters must be merged, because the files store several linear layers as one"
 _WIDTH = 100  # columns of the text of --list
 
@@ -92,10 +98,8 @@ def listing() -> str:
 
 
 def page() -> str:
-    """Return docs/convert.md with the current table."""
-    before, start, rest = PAGE.read_text(encoding="utf-8").partition(_START)
-    _, end, after = rest.partition(_END)
-    return f"{before}{start}\n{table()}\n{end}{after}"
+    """Return docs/families.md."""
+    return f"{_INTRODUCTION}\n{table()}"
 
 
 def _rules_of(architecture: Architecture) -> Iterator[str]:
@@ -110,11 +114,11 @@ def _rules_of(architecture: Architecture) -> Iterator[str]:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = command_parser("convert.reference")
-    parser.add_argument("--docs", action="store_true", help="write the table of docs/convert.md")
+    parser.add_argument("--docs", action="store_true", help="write docs/families.md")
     if parser.parse_args(argv).docs:
         PAGE.write_text(page(), encoding="utf-8")
     else:
-        print(table(), end="")
+        print(page(), end="")
     return 0
 
 

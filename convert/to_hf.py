@@ -1,4 +1,7 @@
-"""Export a run to the Hugging Face format: `python -m convert.to_hf CKPT DST`."""
+"""Exports a run to the Hugging Face format: `python -m convert.to_hf CKPT DST`.
+
+docs/convert.md explains the options.
+"""
 
 import dataclasses
 import json

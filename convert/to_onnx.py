@@ -1,4 +1,4 @@
-"""Export a model to ONNX: `python -m convert.to_onnx SRC DST`.
+"""Exports a model to ONNX: `python -m convert.to_onnx SRC DST`.
 
     run or Hugging Face model ──> Hugging Face model ──> transformers ──> torch.onnx ──> model.onnx
                 │                                                                            │
@@ -6,6 +6,8 @@
 
 PyTorch's exporter is maintained by the authors of ONNX's operators in PyTorch, so the model is
 exported through `transformers`. The file is then run, and must give the same logits as Taibai.
+
+docs/convert.md explains the options.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-r"""Write, describe and read token files in the format of Megatron-LM and LiBai.
+r"""Writes, describes and reads token files in the format of Megatron-LM and LiBai.
 
     python -m data.megatron write my_tokens --data.name=text --data.paths='my_texts/*.txt' \
         --data.tokenizer=my_model/tokenizer.json
@@ -64,12 +64,16 @@ def _parser() -> argparse.ArgumentParser:
             "path", type=local_name, help="path of the .bin and .idx files, without the suffix"
         )
     for key in ("name", "text_field", "tokenizer", "cache_dir"):
-        write.add_argument(f"--data.{key}")
+        write.add_argument(f"--data.{key}", help="as in a run's config")
     for key in ("paths", "mixture"):
-        write.add_argument(f"--data.{key}", type=texts, help="comma-separated list")
-    write.add_argument("--data.vocab_size", type=int)
-    write.add_argument("--data.validation_fraction", type=float)
-    write.add_argument("--split", choices=("train", "validation"), default="train")
+        write.add_argument(
+            f"--data.{key}", type=texts, help="as in a run's config; comma-separated list"
+        )
+    write.add_argument("--data.vocab_size", type=int, help="as in a run's config")
+    write.add_argument("--data.validation_fraction", type=float, help="as in a run's config")
+    write.add_argument(
+        "--split", choices=("train", "validation"), default="train", help="documents to write"
+    )
     read.add_argument(
         "--data.tokenizer", required=True, help="the tokenizer that the file was written with"
     )

@@ -63,10 +63,19 @@ def _parser() -> argparse.ArgumentParser:
         "--prompts", type=local_path, help='a file with {"prompt": …} or {"tokens": […]} per line'
     )
     parser.add_argument("--out", type=local_path, help="write a line of JSON for each continuation")
-    parser.add_argument("--max_new_tokens", type=int, default=64, metavar="N")
-    parser.add_argument("--num_samples", type=int, default=1, metavar="N", help="for each prompt")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=64, metavar="N", help="most tokens of a continuation"
+    )
+    parser.add_argument(
+        "--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt"
+    )
     add_sampling_options(parser)
-    parser.add_argument("--repetition_penalty", type=float, default=1.0)
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        help="above 1 makes tokens less likely that the text already has",
+    )
     parser.add_argument("--banned", default="", metavar="A,B", help="ids that are never chosen")
     parser.add_argument(
         "--num_drafts", type=int, metavar="N", help="tokens that are drafted and checked in a pass"
@@ -75,10 +84,15 @@ def _parser() -> argparse.ArgumentParser:
         "--draft_model",
         type=local_path,
         metavar="MODEL",
-        help="a smaller model; without: from the text",
+        help="a smaller model that drafts; by default, drafts are copied from the text",
     )
     parser.add_argument("--num_beams", type=int, metavar="N", help="search with N beams")
-    parser.add_argument("--length_penalty", type=float, default=1.0, help="of beams")
+    parser.add_argument(
+        "--length_penalty",
+        type=float,
+        default=1.0,
+        help="exponent of the length by which a beam's score is divided",
+    )
     parser.add_argument(
         "--early_stopping", choices=_EARLY_STOPPING, default="false", help="when beams end"
     )

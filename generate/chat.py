@@ -1,4 +1,4 @@
-"""A chat with a model on the terminal: `python -m generate.chat --model=DIR`.
+"""Chats with a model on the terminal: `python -m generate.chat --model=DIR`.
 
     $ python -m generate.chat --model=runs/chat
     > What is the capital of Peru?
@@ -10,6 +10,8 @@ them, but the shapes of all turns are the same, so few programs are compiled.
     /reset   begins a new conversation
     /exit    ends the chat, as Ctrl-D does
     Ctrl-C   ends a reply, which stays in the conversation as far as it was printed
+
+docs/generate.md explains the options.
 """
 
 import argparse
@@ -204,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser("generate.chat")
     add_model_options(parser, batch_size=None)
     parser.add_argument("--system", default="", metavar="TEXT", help="message to begin with")
-    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="of a reply")
+    parser.add_argument("--max_new_tokens", type=int, metavar="N", help="most tokens of a reply")
     parser.add_argument(
         "--max_length",
         type=int,

@@ -5,7 +5,7 @@
     python -m generate.classify --texts=reviews.jsonl --model=runs/classify --json
 
 Images are prepared as in evaluations of the model (`images.eval_crop`), and texts as in its
-training.
+training. docs/generate.md explains the options.
 
 B batch, K labels.
 """

@@ -38,8 +38,12 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int | None
         parser.add_argument(
             "--batch_size", type=int, default=batch_size, metavar="N", help="rows at a time"
         )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation")
-    parser.add_argument("--mesh", default="", metavar="AXIS=N,…", help="such as data=2,model=4")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="dtype of the computation"
+    )
+    parser.add_argument(
+        "--mesh", default="", metavar="AXIS=N,…", help="mesh, such as data=2,model=4"
+    )
     add_read_options(parser)
 
 
@@ -49,9 +53,19 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         "--temperature", type=float, default=1.0, help="0 takes the most likely token (greedy)"
     )
     parser.add_argument("--top_k", type=int, metavar="N", help="draw from the N most likely tokens")
-    parser.add_argument("--top_p", type=float, default=1.0, help="draw from tokens of this share")
-    parser.add_argument("--min_p", type=float, default=0.0, help="times the highest probability")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="draw from the most likely tokens whose probabilities add up to this",
+    )
+    parser.add_argument(
+        "--min_p",
+        type=float,
+        default=0.0,
+        help="draw from tokens with this share of the highest probability",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random draws")
 
 
 def sampling_of(args: argparse.Namespace, **others: Any) -> Sampling:

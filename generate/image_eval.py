@@ -1,10 +1,10 @@
-"""Evaluate a classifier of images: accuracies, a table of the classes, and which are confused.
+"""Evaluates a classifier of images: accuracies, a table of the classes, and which are confused.
 
     python -m generate.image_eval --model=runs/vit --out=evaluation
     python -m generate.image_eval --model=path/to/vit --images=photos --mesh=data=4
 
 The images are the validation split of the run, or the contents of the folder `--images`, which has
-a subfolder for each class.
+a subfolder for each class. docs/vision.md explains the results.
 
 B batch, K labels.
 """

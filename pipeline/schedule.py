@@ -1,4 +1,4 @@
-"""Pipeline schedules by name or from a CSV file, and a command that shows them.
+"""Makes pipeline schedules, by name or from a CSV file, and shows them.
 
     python -m pipeline.schedule --schedule=1f1b --stages=4 --microbatches=8
 
@@ -159,7 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input-gradient", type=float, help="default: backward / 2, or 1")
     parser.add_argument("--weight-gradient", type=float, help="default: backward / 2, or 1")
     parser.add_argument("--send", type=float, default=0.0, help="time of a send between stages")
-    parser.add_argument("--clock", choices=CLOCKS, default="synchronous", help="for the picture")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="synchronous", help="clock of the picture"
+    )
     parser.add_argument(
         "--picture", type=local_path, help="draw the schedule to this file: out.svg or out.png"
     )

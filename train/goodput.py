@@ -3,6 +3,7 @@
 Goodput is the time in steps that were done for the first time, divided by the total time over all
 starts of the run. Each start writes one file, `workdir/goodput/<number>.json`. Durations in it are
 measured with a monotonic clock; only the time between two starts is computed from the time of day.
+docs/many_hosts.md explains the output.
 """
 
 import dataclasses

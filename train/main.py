@@ -1,4 +1,4 @@
-"""Entry point for training and evaluation: `python -m train.main --config=FILE [--workdir=DIR]`.
+"""Trains or evaluates a model: `python -m train.main --config=FILE [--workdir=DIR]`.
 
 `train` builds a run, restores or initializes its state, and starts the training loop. `evaluate`
 builds a run, restores it, and evaluates it once. Every error before the first step is reported in
@@ -115,7 +115,12 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
     parser.add_argument(
         "--deepspeed", help="a DeepSpeed JSON; --config.* on the command line takes precedence"
     )
-    parser.add_argument("--mode", choices=("train", "eval"), default="train")
+    parser.add_argument(
+        "--mode",
+        choices=("train", "eval"),
+        default="train",
+        help="train, or evaluate the newest checkpoint",
+    )
     parser.add_argument(
         "--fast_dev_run", action="store_true", help="try 3 steps; does not use the workdir"
     )

@@ -56,21 +56,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("generate.serve")
     add_model_options(parser, batch_size=8)
     parser.add_argument("--host", default="127.0.0.1", help="address; 0.0.0.0 for all of them")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="port that the server listens on")
     parser.add_argument(
         "--allowed_hosts", default="", metavar="NAME,…", help="other names of this server"
     )
-    parser.add_argument("--name", help="name of the model; default: that of its directory")
+    parser.add_argument("--name", help="name of the model; default: the name of its directory")
     parser.add_argument(
         "--max_length",
         type=int,
         metavar="N",
         help="most tokens of a prompt and its continuation; default: the model's, at most 4096",
     )
-    parser.add_argument("--max_waiting", type=int, default=256, metavar="N", help="rows that wait")
-    parser.add_argument("--max_choices", type=int, default=64, metavar="N", help="of a request")
-    parser.add_argument("--max_body_mib", type=float, default=1.0, help="of a request")
-    parser.add_argument("--timeout_s", type=float, default=600.0, help="of an answer")
+    parser.add_argument(
+        "--max_waiting", type=int, default=256, metavar="N", help="most rows that wait"
+    )
+    parser.add_argument(
+        "--max_choices", type=int, default=64, metavar="N", help="most choices of a request"
+    )
+    parser.add_argument(
+        "--max_body_mib", type=float, default=1.0, help="largest body of a request in MiB"
+    )
+    parser.add_argument("--timeout_s", type=float, default=600.0, help="longest time of an answer")
     return parser
 
 

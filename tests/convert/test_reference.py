@@ -1,4 +1,4 @@
-"""The table of families in docs/convert.md and `convert.from_hf --list`."""
+"""The table of families in docs/families.md and `convert.from_hf --list`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The reference of all config keys: docs/config.md and the text of `--help`.
+"""Prints the reference of all config keys: docs/config.md and the text of `--help`.
 
 `python -m train.config.reference` prints the page, and `--docs` writes it to docs/config.md. Both
 texts come from the declared fields of RunConfig and of its sections.
@@ -23,8 +23,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 _INTRODUCTION = """\
 # Config keys
 
-`python -m train.config.reference --docs` writes this page from the dataclasses that declare the
-keys; do not edit it.
+Here you can look up every config key, with its values and its default. `python -m
+train.config.reference --docs` writes this page from the dataclasses that declare the keys; do not
+edit it.
 
 A config file starts from the defaults on this page (`get_config()` of `configs/common.py`) and
 changes the keys that it needs. You can set any key on the command line:

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=local_path, default=Path("report.html"), help="HTML file to write"
     )
-    parser.add_argument("--title", default="", help="default: the names of the runs")
+    parser.add_argument(
+        "--title", default="", help="title of the page; default: the names of the runs"
+    )
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(message)s", force=True)
     check_file("--out", args.out)

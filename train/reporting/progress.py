@@ -40,8 +40,15 @@ class Progress:
         """
         self._num_steps = num_steps
         self._is_shown = is_shown
-        # soft_wrap and no highlighting keep lines in log files unbroken and without colours.
-        self._console = console or rich.console.Console(highlight=False, soft_wrap=True)
+        # soft_wrap and no highlighting keep lines in log files unbroken and without colours. A
+        # notebook says that it is a terminal, but shows each state of the bar as a new output.
+        is_notebook = rich.get_console().is_jupyter
+        self._console = console or rich.console.Console(
+            highlight=False,
+            soft_wrap=True,
+            force_jupyter=False,
+            force_terminal=False if is_notebook else None,
+        )
         self._bar: rich.progress.Progress | None = None
         if is_shown and self._console.is_terminal:
             self._bar = rich.progress.Progress(

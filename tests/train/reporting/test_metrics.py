@@ -191,6 +191,15 @@ def test_progress_on_a_terminal_is_a_live_bar():
     assert "eval_loss 6.2500" in text
 
 
+def test_progress_in_a_notebook_is_a_line_per_step(monkeypatch, capsys):
+    monkeypatch.setattr(rich, "get_console", lambda: SimpleNamespace(is_jupyter=True))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as in IPython
+    with closing(Progress(10)) as progress:
+        progress.update(1, {"loss": 1.0})
+    printed = capsys.readouterr().out
+    assert printed.startswith("step  1/10  loss 1.0000") and "\x1b" not in printed
+
+
 def test_progress_leaves_out_unknown_values_and_can_be_silent(capsys):
     assert "MFU" not in show(False, loss=1.0)
     with closing(Progress(10, is_shown=False)) as progress:
