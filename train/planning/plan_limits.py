@@ -13,7 +13,7 @@ from typing import Any
 
 from predict.machines.machine import Machine
 from predict.machines.targets import MAX_DEVICES
-from sharding.mesh import BATCH_AXES, MeshConfig
+from sharding.mesh import AXES, BATCH_AXES, MeshConfig
 from train.config.schema import RunConfig, checked_value
 from train.planning.memory.budget import COMPILED, Budget, Needs, at_least, fits, size
 from train.planning.parallel_plan import (
@@ -189,7 +189,7 @@ def check_replicas(given: Any, fixed: Collection[str], num_devices: int) -> None
     """
     batch = checked_value(given, "data.global_batch_size")
     num_experts = given.model.get("num_experts") or 1
-    for axis in BATCH_AXES:
+    for axis in (axis for axis in AXES if axis in BATCH_AXES):
         count = checked_value(given, f"mesh.{axis}")
         if f"mesh.{axis}" in fixed and count > 0 and num_devices % count:
             whole = math.gcd(num_devices, batch, num_experts if axis == "expert" else 0)
