@@ -5,7 +5,8 @@ marked as slow, so that `-m slow` runs them. The seed is the day, so that CI cov
 time; set TAIBAI_TEST_SEED to repeat a draw.
 
 `pytestmark = pytest.mark.drawn(3, among="thorough")` does the same with the thorough tests of a
-file that have no draw of their own.
+file that have no draw of their own. `@pytest.mark.drawn(4, of="whole runs")` draws from all tests
+with this name, in all files: those that start, kill and restart whole runs.
 """
 
 import collections
@@ -38,7 +39,8 @@ def draw_cases(items: list[pytest.Item]) -> None:
 
     If some cases of a test are thorough, its quick cases always run. With `drawn(count, by=name)`,
     so many cases are drawn for each value of this argument; with `drawn(count, among="thorough")`,
-    so many of all thorough tests of a file that have this marker as their closest.
+    so many of all thorough tests of a file that have this marker as their closest; and with
+    `drawn(count, of=name)` so many of all tests that have this name, in all files.
     """
     drawn = [item for item in items if item.get_closest_marker("drawn")]
     thorough = {function_id(item) for item in drawn if item.get_closest_marker("thorough")}
@@ -47,6 +49,9 @@ def draw_cases(items: list[pytest.Item]) -> None:
         stays_quick = function_id(item) in thorough and not item.get_closest_marker("thorough")
         marker = item.get_closest_marker("drawn")
         if marker is None or stays_quick or item.get_closest_marker("slow"):
+            continue
+        if "of" in marker.kwargs:
+            groups[marker.kwargs["of"]].append(item)
             continue
         if marker.kwargs.get("among") == "thorough":
             if item.get_closest_marker("thorough"):

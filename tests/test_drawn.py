@@ -40,3 +40,12 @@ def test_draw_among_the_thorough_tests_of_a_file_leaves_its_quick_tests(pytestco
     draw_cases(items)
     assert sum("slow" in item.markers for item in thorough) == 3
     assert "slow" not in quick[0].markers
+
+
+def test_draw_of_a_name_is_among_the_tests_of_all_files(pytestconfig):
+    items: list[Any] = [Item(f"test_{i}", pytestconfig, "thorough") for i in range(6)]
+    for i, item in enumerate(items):
+        item.path = pytestconfig.rootpath / f"test_file_{i}.py"
+        item.markers["drawn"] = pytest.mark.drawn(2, of="whole runs").mark
+    draw_cases(items)
+    assert sum("slow" not in item.markers for item in items) == 2

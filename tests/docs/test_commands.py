@@ -112,6 +112,7 @@ def test_every_command_runs_or_has_a_reason(pages):
 
 
 @pytest.mark.thorough
+@pytest.mark.drawn(2)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "pages", [pages for pages in GROUPS.values() if runnable(pages)], ids=lambda pages: pages[0]

@@ -69,6 +69,7 @@ def timeless(workdir):
     return [{k: v for k, v in e.items() if not k.endswith(("_s", "mfu"))} for e in entries]
 
 
+@pytest.mark.thorough
 def test_run_on_images_is_logged_evaluated_and_resumed(config, tmp_path, capsys):
     schedule = ("optimizer.schedule=constant",)
     assert run_main(tmp_path / "whole", config, *schedule) == 0

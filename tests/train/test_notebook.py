@@ -58,6 +58,7 @@ def values(history: list[dict[str, Any]]) -> list[tuple]:
     return [(line["step"], line.get("loss"), line.get("eval_loss")) for line in history]
 
 
+@pytest.mark.thorough
 def test_a_process_trains_twice_on_other_meshes_without_traces(overrides, tmp_path):
     async def notebook():  # runs in an event loop, as the cells of a notebook do
         one = run(tmp_path / "one", overrides)

@@ -74,6 +74,7 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
     return steps
 
 
+@pytest.mark.drawn(4, of="whole runs")
 @pytest.mark.thorough
 def test_killed_run_logs_equal_values_to_the_bit(corpus_overrides, tmp_path):
     overrides = (*KILLED, *corpus_overrides)
@@ -119,6 +120,7 @@ def test_checkpoint_of_2x2x2_continues_on_other_meshes(x64, corpus_overrides, tm
             np.testing.assert_allclose(continued, expected, rtol=tolerance, atol=0)
 
 
+@pytest.mark.thorough
 def test_examples_equal_an_undisturbed_run_on_8_then_4_then_8_devices(
     corpus_overrides, tmp_path, monkeypatch
 ):

@@ -76,6 +76,7 @@ def test_samples_do_not_depend_on_the_mesh(mesh, corpus_overrides, tmp_path):
     assert texts[0] == texts[1] and len(texts[0]) == 2
 
 
+@pytest.mark.thorough
 def test_samples_of_a_sequence_to_sequence_model_answer_the_prompt(corpus_overrides, tmp_path):
     overrides = (
         *corpus_overrides,

@@ -38,6 +38,7 @@ def scores(capsys) -> dict[str, float]:
     return dict(zip(words[2::2], map(float, words[3::2]), strict=True))
 
 
+@pytest.mark.thorough
 def test_scores_of_named_sets_do_not_depend_on_mesh_and_batch(files):
     both = f"data.validation_paths=a={files['a']},b={files['b']}"
     found = []

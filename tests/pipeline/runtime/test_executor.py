@@ -168,6 +168,7 @@ def test_stack_may_span_two_stages_or_fit_on_one():
             check(Pyramid(), table, mesh, counts)
 
 
+@pytest.mark.thorough
 def test_buffers_of_a_custom_table_do_not_collide():
     """Backwards in reverse order of forwards need slots that a ring buffer would not provide."""
     base = make_schedule("gpipe", 2, 3, 1)

@@ -26,6 +26,7 @@ def test_schedule_free_is_refused(override, message):
 
 
 @pytest.mark.usefixtures("shared_steps")
+@pytest.mark.thorough
 def test_run_resumes_only_with_the_beta_of_its_average(corpus_overrides, tmp_path, capsys):
     overrides = (*TINY, *corpus_overrides, "optimizer.name=schedule_free", "train.num_steps=1")
     assert main(arguments(tmp_path, overrides)) == 0

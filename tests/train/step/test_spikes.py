@@ -66,6 +66,7 @@ def test_outlier_batch_is_skipped_on_all_meshes(corpus_overrides):
     np.testing.assert_allclose(outlier_steps(corpus_overrides, *CUBE), steps, rtol=1e-4)
 
 
+@pytest.mark.thorough
 def test_save_after_a_spike_waits_for_the_next_good_step(corpus_overrides, tmp_path, monkeypatch):
     """Earlier steps may have damaged the parameters, whose gradients are then large."""
     monkeypatch.setattr("train.step.spikes.MIN_NORMS", 2)
