@@ -1,6 +1,6 @@
 """Compares the communication of the modes of tensor parallelism with the formulas of their papers.
 
-    python -m benchmarks.tensor_modes --docs    # writes the table in docs/tensor_parallelism.md and its Chinese page
+    python -m benchmarks.tensor_modes --docs    # writes the table in both tensor_parallelism.md
 
 The forward pass of a block of GPT-2 is compiled for H100s, and the elements that a device receives
 in each layer are read from the program. A block has four products, of activations [M, N] with a

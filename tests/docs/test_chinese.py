@@ -4,7 +4,15 @@ import re
 
 import pytest
 
-from tests.docs.pages import anchors_of, commands_of, generated_of, links_of, python_of, read_page, tables_of
+from tests.docs.pages import (
+    anchors_of,
+    commands_of,
+    generated_of,
+    links_of,
+    python_of,
+    read_page,
+    tables_of,
+)
 from tests.runs import ROOT
 
 FOLDER = ROOT / "docs" / "zh"
