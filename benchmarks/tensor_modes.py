@@ -1,6 +1,6 @@
 """Compares the communication of the modes of tensor parallelism with the formulas of their papers.
 
-    python -m benchmarks.tensor_modes --docs    # writes the table in docs/tensor_parallelism.md
+    python -m benchmarks.tensor_modes --docs    # writes the table in both tensor_parallelism.md
 
 The forward pass of a block of GPT-2 is compiled for H100s, and the elements that a device receives
 in each layer are read from the program. A block has four products, of activations [M, N] with a
@@ -42,7 +42,7 @@ MODES = {
     "3d": ("mesh.model=8", "tensor.mode=3d"),
 }
 _ROOT = Path(__file__).parents[1]
-_DOCS = _ROOT / "docs" / "tensor_parallelism.md"
+_PAGES = tuple(_ROOT / folder / "tensor_parallelism.md" for folder in ("docs", "docs/zh"))
 _TABLE = "python -m benchmarks.tensor_modes --docs"
 _LENGTH = 1024
 _BATCH = 8
@@ -71,12 +71,14 @@ def main(argv: list[str] | None = None) -> int:
     """Print the table, or write it into the docs; return the exit code."""
     parser = command_parser("benchmarks.tensor_modes")
     parser.add_argument(
-        "--docs", action="store_true", help="write the table in docs/tensor_parallelism.md"
+        "--docs", action="store_true", help="write the table in the pages tensor_parallelism.md"
     )
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     if args.docs:
-        docs_page.write_tables(_DOCS, {_TABLE: table()})
+        tables = {_TABLE: table()}
+        for page in _PAGES:
+            docs_page.write_tables(page, tables)
     else:
         print(table())
     return 0

@@ -26,6 +26,11 @@ def read_page(path: str) -> str:
     return _GENERATED.sub("", (ROOT / path).read_text(encoding="utf-8"))
 
 
+def generated_of(path: str) -> list[str]:
+    """Return what commands write into a page, with the comments around it."""
+    return _GENERATED.findall((ROOT / path).read_text(encoding="utf-8"))
+
+
 def commands_of(text: str) -> list[str]:
     """Return the commands of all code blocks without a language, without comments.
 

@@ -4,17 +4,21 @@ import re
 
 import pytest
 
-from tests.docs.pages import anchors_of, commands_of, links_of, python_of, read_page, tables_of
+from tests.docs.pages import (
+    anchors_of,
+    commands_of,
+    generated_of,
+    links_of,
+    python_of,
+    read_page,
+    tables_of,
+)
 from tests.runs import ROOT
 
 FOLDER = ROOT / "docs" / "zh"
 PAGES = sorted(str(path.relative_to(ROOT)) for path in FOLDER.rglob("*.md"))
 #: Pages that do not follow an English one.
-ALONE = {
-    "docs/zh/quickstart.md",
-    "docs/zh/coming_from/colossal_ai.md",
-    "docs/zh/coming_from/libai.md",
-}
+ALONE = {"docs/zh/quickstart.md"}
 PAIRS = [
     (page, "README.md" if page == "docs/zh/index.md" else page.replace("docs/zh/", "docs/"))
     for page in PAGES
@@ -32,6 +36,11 @@ def test_commands_are_those_of_the_english_page(page, english):
 @pytest.mark.parametrize(("page", "english"), PAIRS)
 def test_tables_are_those_of_the_english_page(page, english):
     assert tables_of(read_page(page)) == tables_of(read_page(english))
+
+
+@pytest.mark.parametrize(("page", "english"), PAIRS)
+def test_tables_that_a_command_writes_are_those_of_the_english_page(page, english):
+    assert generated_of(page) == generated_of(english)
 
 
 @pytest.mark.parametrize("page", sorted(ALONE))
