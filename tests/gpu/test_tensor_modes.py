@@ -44,6 +44,7 @@ def test_products_that_are_saved_before_they_are_split_count_as_split():
         "model.num_layers=12",
         "model.num_heads=8",
         "model.embed_dim=512",
+        "model.num_kv_heads=8",
         "model.mlp_dim=1024",
     )
     run = steps.make_run("llama", overrides)
