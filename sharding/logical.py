@@ -88,7 +88,7 @@ def constrain_branch(x: jax.Array, *axes: str | None) -> jax.Array:
 
     If activations are split over the axes of `act_embed`, which the product sums over, each device
     would otherwise have the same sums. They are split over the axes of `act_branch` instead, along
-    the dim that kernels split. Before the branch's last product, `constrain` gathers them again.
+    the dim that kernels split. Before the branch's last product, `gather_branch` undoes this.
 
     Args:
         x: as for `constrain`.
@@ -100,11 +100,23 @@ def constrain_branch(x: jax.Array, *axes: str | None) -> jax.Array:
         return constrain(x, *axes)
     mesh = jax.sharding.get_abstract_mesh()
     for name, size in zip(axes, x.shape, strict=True):
-        split = automatic_axes(name) if name in BRANCH_NAMES else ()
+        if name is None or name not in BRANCH_NAMES:
+            continue
+        split = automatic_axes(name)
         if split and not size % math.prod(mesh.shape[axis] for axis in (*split, *added)):
             with axis_rules({**rules, name: (*rules[name], *added)}):
                 return constrain(x, *axes)
     return constrain(x, *axes)
+
+
+def gather_branch(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Gather the input of a branch's last product over the axes of `act_branch`, if there are any.
+
+    Args:
+        x: as for `constrain`.
+        *axes: as for `constrain`.
+    """
+    return constrain(x, *axes) if automatic_axes("act_branch") else x
 
 
 def constrain_residual(x_BTD: jax.Array) -> jax.Array:

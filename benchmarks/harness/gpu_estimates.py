@@ -102,6 +102,22 @@ PUBLISHED = {
         "train.num_microbatches=96",
         *_TEXT_AT_SCALE,
     ),
+    "LLaMA-2-7B, 2.5d, model=8": (
+        "llama.py:2-7b",
+        "mesh.model=8",
+        "tensor.mode=2.5d",
+        "tensor.depth=2",
+        "data.global_batch_size=8",
+        "train.num_microbatches=1",
+    ),
+    "LLaMA-2-7B, 3d, model=8": (
+        "llama.py:2-7b",
+        "mesh.model=8",
+        "tensor.mode=3d",
+        "train.remat=stage,full",
+        "data.global_batch_size=8",
+        "train.num_microbatches=1",
+    ),
     "Ministral-8B, ZeRO 3, data=8": (
         "llama.py:mistral-7b",
         *_EIGHT,
@@ -144,8 +160,8 @@ PUBLISHED = {
     "Swin-T, data=8": ("swin.py:tiny1", *_IMAGES),
 }
 
-#: Not configs, or configs that train the model of gpt2.py with other data.
-_NOT_MODELS = ("__init__", "common", "chat", "chat_finetune", "dpo")
+#: Not configs, or configs that train the model of gpt2.py with other data or on other meshes.
+_NOT_MODELS = ("__init__", "common", "chat", "chat_finetune", "dpo", "gpt2_tensor")
 #: Configs of small models whose estimates are not close enough yet; docs/experts.md says how far
 #: they are. tests/gpu/test_experts.py compares larger sizes.
 _NOT_CLOSE = ("mixtral",)

@@ -14,7 +14,13 @@ from models.layers.activations import ACTIVATIONS
 from models.layers.attention import attend
 from models.layers.basic import Linear, param, recomputed
 from models.layers.masks import Segments
-from sharding.logical import constrain, constrain_branch, gather_tokens, scatter_tokens
+from sharding.logical import (
+    constrain,
+    constrain_branch,
+    gather_branch,
+    gather_tokens,
+    scatter_tokens,
+)
 
 Norm = Callable[[jax.Array], jax.Array]
 
@@ -203,7 +209,7 @@ class MLP(nnx.Module):
         return self._projected(product_BTF)
 
     def _projected(self, h_BTF: jax.Array) -> jax.Array:
-        return scatter_tokens(self.down(constrain(h_BTF, "batch", "seq", "mlp")))
+        return scatter_tokens(self.down(gather_branch(h_BTF, "batch", "seq", "mlp")))
 
     def _project(self, linear: Linear, whole_BTD: jax.Array, x_BTD: jax.Array) -> jax.Array:
         h_BTF = constrain_branch(linear(whole_BTD, x_BTD), "batch", "seq", "mlp")
