@@ -89,7 +89,8 @@ _NAMES = {
     "train.early_stopping": "early_stopping_patience patience early_stopping early_stop",
     "train.early_stopping_min_delta": "early_stopping_threshold early_stopping_min_delta min_delta",
     "train.step_callbacks": "callbacks callback hooks",
-    "eval.every_steps": "eval_strategy eval_steps eval_interval eval_period eval_freq validation_freq eval_iter",
+    "eval.every_steps": """eval_strategy eval_steps eval_interval eval_period eval_freq
+        validation_freq eval_iter""",
     "eval.num_batches": "eval_iters eval_batches",
     "checkpoint.every_steps": """save_steps save_interval checkpoint_interval checkpoint_period
         save_every ckpt_interval save_freq""",
