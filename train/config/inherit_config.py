@@ -208,6 +208,8 @@ def _take_tokenizer(config: Any, source: Source, overridden: Collection[str]) ->
     if "data.tokenizer" in overridden and config.data.tokenizer != INIT_FROM:
         return
     if source.tokenizer is None:
+        if config.data.tokenizer not in ("bpe", "bytes", INIT_FROM):
+            return  # the config file names one, such as the config.yaml of a run
         raise ValueError(
             f"init_from={config.init_from!r} has neither a tokenizer.json nor a vocab.json with "
             "merges.txt; set data.tokenizer to the path of the tokenizer that the model was "

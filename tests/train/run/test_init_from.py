@@ -108,6 +108,19 @@ def test_run_starts_from_a_model_with_vocab_and_merges_like_from_one_with_a_toke
     assert {"vocab.json", "merges.txt"} <= {path.name for path in (tmp_path / "old/hf").iterdir()}
 
 
+@pytest.mark.thorough
+def test_run_whose_model_has_no_tokenizer_is_evaluated_with_that_of_its_config(opt, text, tmp_path):
+    without = tmp_path / "without"
+    shutil.copytree(opt[0], without)
+    tokenizer = (without / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    overrides = (*text[1], *SHORT, f"init_from={without}")
+    workdir = tmp_path / "run"
+    options = (f"data.tokenizer={tokenizer}",)
+    assert run_main(workdir, (*overrides, *options), config=FINETUNE) == 0
+    config = str(workdir / "config.yaml")
+    assert run_main(workdir, (), "--mode=eval", config=config) == 0
+
+
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
     """The directory of a Hugging Face BERT with a masked-LM head."""
