@@ -114,7 +114,6 @@ PUBLISHED = {
         "llama.py:2-7b",
         "mesh.model=8",
         "tensor.mode=3d",
-        "train.remat=stage,full",
         "data.global_batch_size=8",
         "train.num_microbatches=1",
     ),

@@ -119,11 +119,11 @@ def _split_saved(operations: Sequence[Operation]) -> bool:
         value = update = op.inputs[1]
         while (before := made_by.get(id(value))) is not None and before.name in _MOVES:
             value = before.inputs[0]
-        if not any(update.axes) and value.size == update.size:
+        if value.size == update.size:
             axes = _axes_after_reshape(_constrained_later(operations, value), update.shape)
             is_whole = [a == b for a, b in zip(update.shape, buffer.shape, strict=True)]
             axes = tuple(dim if same else () for dim, same in zip(axes, is_whole, strict=True))
-            merged = _merge_axes(buffer.axes, axes)
+            merged = _extended_axes(buffer.axes, axes)
             has_changed |= merged != buffer.axes
             buffer.axes = merged
     return has_changed
@@ -154,7 +154,7 @@ def _alike(op: Operation) -> list[tuple[Value, Value]]:
 def join(values: Sequence[Value], others: Sequence[Value]) -> None:
     """Split the unsplit dims of `values` like the corresponding dims of `others`, in place."""
     for value, other in zip(values, others, strict=True):
-        value.axes = _merge_axes(value.axes, other.axes)
+        value.axes = _extended_axes(value.axes, other.axes)
 
 
 def _merge_axes(axes: Axes, others: Axes) -> Axes:
@@ -166,6 +166,18 @@ def _merge_axes(axes: Axes, others: Axes) -> Axes:
         merged.append(other if is_free else dim)
         taken.update(merged[-1])
     return tuple(merged)
+
+
+def _extended_axes(axes: Axes, others: Axes) -> Axes:
+    """Return `axes` merged with `others`, where a dim may also be split over further axes."""
+    merged = _merge_axes(axes, others)
+    taken = {axis for dim in merged for axis in dim}
+    extended = []
+    for dim, other in zip(merged, others, strict=True):
+        is_longer = other[: len(dim)] == dim and not taken.intersection(other[len(dim) :])
+        extended.append(other if is_longer else dim)
+        taken.update(extended[-1])
+    return tuple(extended)
 
 
 def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Axes:
