@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from fields.numbers import MAX_INT
 from models.layers import float8
 from models.layers.flops import declare_flops
 from sharding.logical import automatic_axes, manual_axes, offset, sum_over, sum_over_batch
+from sharding.ops.rows import rows_of
 
 #: cuBLASLt multiplies float8 matrices only if their numbers of rows and columns are multiples.
 _FLOAT8_MULTIPLE = 16
@@ -362,20 +362,3 @@ def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
     is_here = (here >= 0) & (here < table_VD.shape[0])
     rows = jnp.where(is_here[..., None], rows_of(table_VD, jnp.where(is_here, here, 0)), 0)
     return sum_over("vocab", rows)
-
-
-def rows_of(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return `table_VD[ids]`, `[*ids, D]`; each device has its part of D.
-
-    XLA's partitioner fails for a table that is split along both dims.
-    """
-    axes = automatic_axes("act_embed")
-    if not axes:
-        return table_VD[ids]
-    return jax.shard_map(
-        lambda table_VD, ids: table_VD[ids],
-        in_specs=(PartitionSpec(None, axes), PartitionSpec()),
-        out_specs=PartitionSpec(*[None] * ids.ndim, axes),
-        axis_names={*axes},
-        check_vma=False,
-    )(table_VD, ids)

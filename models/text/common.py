@@ -22,9 +22,10 @@ from jax.core import Tracer
 
 from fields.numbers import MAX_LAYERS, number_problem, shown
 from models.layers.activations import check_activation
-from models.layers.basic import param, rows_of
+from models.layers.basic import param
 from models.losses import VocabLogits, make_token_loss
 from sharding.ops import sequence
+from sharding.ops.rows import rows_of
 
 #: Values of `model.head` for causal language models; "none" gives activations.
 CAUSAL_HEADS = ("lm", "none")
