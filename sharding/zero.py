@@ -68,16 +68,20 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
         }
         # A dim that XLA splits automatically (over `model`) is not split manually as well, unless
         # the rules do.
-        shards = [[a for a in part if a in SHARD_AXES and mesh.shape[a] > 1] for part in parts]
-        free = [d for d in sizes if shards[d] or all(mesh.shape[a] == 1 for a in parts[d])]
+        manual = [tuple(axis for axis in part if axis in SHARD_AXES) for part in parts]
+
+        def is_free(dim: int) -> bool:
+            split = [axis for axis in parts[dim] if mesh.shape[axis] > 1]
+            return not split or any(axis in manual[dim] for axis in split)
+
+        free = [dim for dim in sizes if is_free(dim)]
         for added in (axes, *((axis,) for axis in axes)):
             count = math.prod(mesh.shape[axis] for axis in added)
             fitting = [dim for dim in free if sizes[dim] % count == 0]
             if fitting:
-                is_sharded = [not {*part}.isdisjoint(SHARD_AXES) for part in parts]
-                dim = max(fitting, key=lambda dim: (is_sharded[dim], sizes[dim], -dim))
-                others = [axis for axis in parts[dim] if axis not in SHARD_AXES]
-                parts[dim] = (*(a for a in parts[dim] if a in SHARD_AXES), *added, *others)
+                dim = max(fitting, key=lambda dim: (bool(manual[dim]), sizes[dim], -dim))
+                automatic = (axis for axis in parts[dim] if axis not in manual[dim])
+                parts[dim] = (*manual[dim], *added, *automatic)
                 return spec_of(parts)
         return spec
 

@@ -8,6 +8,7 @@ sharding/gather_modes.py has the table of these modes.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -308,44 +309,30 @@ class ParamGatherer:
             x: array with all dims of the spec.
             spec: PartitionSpec of the parameter.
         """
-        return self._exchanged(x, spec, lambda m, a, num_m, num_a: (m * num_a + a, a * num_m + m))
+        return self._exchanged(x, spec, undo=False)
 
     def _out_of_blocks(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Undo `_in_blocks`."""
-        return self._exchanged(x, spec, lambda m, a, num_m, num_a: (a * num_m + m, m * num_a + a))
+        return self._exchanged(x, spec, undo=True)
 
-    def _exchanged(
-        self,
-        x: jax.Array,
-        spec: PartitionSpec,
-        parts_of: Callable[[int, int, int, int], tuple[int, int]],
-    ) -> jax.Array:
-        """Exchange parts between devices.
-
-        Args:
-            x: array with all dims of the spec.
-            spec: PartitionSpec of the parameter.
-            parts_of: (m, a, M, A) -> part that device (m, a) has before, and after.
-        """
+    def _exchanged(self, x: jax.Array, spec: PartitionSpec, *, undo: bool) -> jax.Array:
         automatic = axes_by_dim(restrict(spec, self._free_axes()))
         for dim, manual in self._dims(spec):
             if not automatic[dim]:
                 continue
-            count_m, count_a = (self._count(axes) for axes in (manual, automatic[dim]))
-            devices = [(m, a) for m in range(count_m) for a in range(count_a)]
-            parts = [parts_of(m, a, count_m, count_a) for m, a in devices]
-            holder = {before: i for i, (before, _) in enumerate(parts)}
-            permutation = [(holder[after], i) for i, (_, after) in enumerate(parts)]
             axes = (*manual, *automatic[dim])
-
-            def exchange(x, axes=axes, permutation=permutation):
-                return jax.lax.ppermute(x, axes, permutation)
-
-            x = self._with_all_axes_manual(exchange, x, spec, 0)
+            num_m, num_a = (
+                math.prod(self._mesh.shape[axis] for axis in part)
+                for part in (manual, automatic[dim])
+            )
+            # Device m · A + a gets the part that device a · M + m has.
+            pairs = [(a * num_m + m, m * num_a + a) for m in range(num_m) for a in range(num_a)]
+            if undo:
+                pairs = [(device, source) for source, device in pairs]
+            x = self._with_all_axes_manual(
+                functools.partial(jax.lax.ppermute, axis_name=axes, perm=pairs), x, spec, 0
+            )
         return x
-
-    def _count(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self._mesh.shape[axis] for axis in axes)
 
     def _dims(self, spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         """Return the dims that are split over replicas, each with its axes, major first."""
