@@ -8,7 +8,7 @@ that are added to it:
     x [B, D]   up [D, F/model]   ->   x @ up   [B, F/model]
     zeros [L, D, F]   .at[i].add(gradient [D, F/model])   ->   [L, D, F/model], the zeros too
 
-Functions that update axes in place never change a dim that is split already.
+Functions that update axes in place may split a dim over further axes, but never over fewer.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def _split_saved(operations: Sequence[Operation]) -> bool:
             axes = _axes_after_reshape(_constrained_later(operations, value), update.shape)
             is_whole = [a == b for a, b in zip(update.shape, buffer.shape, strict=True)]
             axes = tuple(dim if same else () for dim, same in zip(axes, is_whole, strict=True))
-            merged = _extended_axes(buffer.axes, axes)
+            merged = _merge_axes(buffer.axes, axes)
             has_changed |= merged != buffer.axes
             buffer.axes = merged
     return has_changed
@@ -152,32 +152,21 @@ def _alike(op: Operation) -> list[tuple[Value, Value]]:
 
 
 def join(values: Sequence[Value], others: Sequence[Value]) -> None:
-    """Split the unsplit dims of `values` like the corresponding dims of `others`, in place."""
+    """Split the dims of `values` like the corresponding dims of `others`, in place."""
     for value, other in zip(values, others, strict=True):
-        value.axes = _extended_axes(value.axes, other.axes)
+        value.axes = _merge_axes(value.axes, other.axes)
 
 
 def _merge_axes(axes: Axes, others: Axes) -> Axes:
-    """Return `axes` with unsplit dims taken from `others`; an axis never splits two dims."""
+    """Return `axes` with dims that `others` split, or split further; an axis splits one dim."""
     taken = {axis for dim in axes for axis in dim}
     merged = []
     for dim, other in zip(axes, others, strict=True):
-        is_free = not dim and not taken.intersection(other)
-        merged.append(other if is_free else dim)
+        added = other[len(dim) :]
+        extends = other[: len(dim)] == dim and not taken.intersection(added)
+        merged.append(other if extends else dim)
         taken.update(merged[-1])
     return tuple(merged)
-
-
-def _extended_axes(axes: Axes, others: Axes) -> Axes:
-    """Return `axes` merged with `others`, where a dim may also be split over further axes."""
-    merged = _merge_axes(axes, others)
-    taken = {axis for dim in merged for axis in dim}
-    extended = []
-    for dim, other in zip(merged, others, strict=True):
-        is_longer = other[: len(dim)] == dim and not taken.intersection(other[len(dim) :])
-        extended.append(other if is_longer else dim)
-        taken.update(extended[-1])
-    return tuple(extended)
 
 
 def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Axes:
