@@ -69,9 +69,10 @@ def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
     """Return the text of a page as Python-Markdown reads it, with links to the site's files."""
     folder = posixpath.dirname(page.file.src_uri)
-    titles = {file.src_uri: title_of(file.content_string) for file in files.documentation_pages()}
     for link, path in {*links(markdown, page.file.src_uri)}:
-        if title := titles.get(site_uri(path)):
+        target = files.get_file_from_path(site_uri(path))
+        if target is not None and target.is_documentation_page():
+            title = title_of(target.content_string)
             names = f"{re.escape(link)}|{re.escape(posixpath.basename(link))}"
             shown = rf"\[(?:{names})\](?=\({re.escape(link)}[#)])"
             markdown = re.sub(shown, f"[{title}]", markdown)
