@@ -60,10 +60,9 @@ _JOB = (
     "train.remat=none",
 )
 _BYTES = 2  # of an element in bfloat16
-#: (N, K) of the products of a block, as multiples of D.
-_PRODUCTS = ((1, 3), (1, 1), (1, 4), (4, 1))
-#: Elements of biases and norms of a layer, which are gathered with its kernels, in D.
-_VECTORS = 3 + 1 + 4 + 1 + 4
+#: (N, K) of the first and of the second product of each branch, as multiples of D.
+_BRANCHES = (((1, 3), (1, 1)), ((1, 4), (4, 1)))
+_PRODUCTS = tuple(product for branch in _BRANCHES for product in branch)
 
 
 @refuses_bad_input()
@@ -128,8 +127,9 @@ def expected(mode: str) -> dict[str, float]:
         rows = kernels / edge * (edge - 1) / edge
         return {"model": 4 * tokens * width * (edge - 1) / edge, "row": rows}
     part = (edge - 1) / edge**2 * tokens * width
-    ends = sum(n if first else k for first, (n, k) in zip((1, 0, 1, 0), _PRODUCTS, strict=True))
-    inner = sum(k if first else n for first, (n, k) in zip((1, 0, 1, 0), _PRODUCTS, strict=True))
+    # What a branch reads and adds has width D, and what is between its products has another one.
+    ends = sum(first[0] + second[1] for first, second in _BRANCHES)
+    inner = sum(first[1] + second[0] for first, second in _BRANCHES)
     return {
         "model": ends * part,
         "hidden": inner * part,
@@ -146,10 +146,10 @@ def paper(mode: str) -> float | None:
     if mode == "1d":
         return None
     if mode == "3d":
-        each = (tokens * (n + k) * width + n * k * width**2 for n, k in _PRODUCTS)
-        return sum(each) * (edge - 1) / edge**3
-    each = (tokens * n * width + n * k * width**2 for n, k in _PRODUCTS)
-    return sum(each) * (edge - 1) / edge**2
+        elements = sum(tokens * (n + k) * width + n * k * width**2 for n, k in _PRODUCTS)
+        return elements * (edge - 1) / edge**3
+    elements = sum(tokens * n * width + n * k * width**2 for n, k in _PRODUCTS)
+    return elements * (edge - 1) / edge**2
 
 
 def _mesh_shape(mode: str) -> dict[str, int]:

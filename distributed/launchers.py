@@ -8,7 +8,8 @@ may run inside each other:
     srun ── starts ──> torchrun         ── starts ──> processes   both claim to be right
     a shell with a forgotten WORLD_SIZE ── srun ────> processes   both claim to be right
 
-In the last two cases, nothing tells which of the two has started this process, so they must agree.
+In the last two cases, it is not known which of the two has started this process, so both must say
+the same.
 """
 
 import dataclasses

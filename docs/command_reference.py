@@ -38,13 +38,13 @@ class _ParserMade(Exception):
 
 def commands() -> dict[str, str]:
     """Return name -> module of every command, such as "convert to_hf"."""
-    found = {}
+    modules = {}
     for name, module in taibai.COMMANDS.items():
         if module:
-            found[name] = module
+            modules[name] = module
         else:
-            found |= {f"{name} {word}": target for word, target in taibai.CONVERSIONS.items()}
-    return found
+            modules |= {f"{name} {word}": target for word, target in taibai.CONVERSIONS.items()}
+    return modules
 
 
 def parser_of(name: str, module: str) -> argparse.ArgumentParser:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import matplotlib
-import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding.logical import to_spec
@@ -74,8 +73,8 @@ def _draw(axes, count: int, tensor: TensorConfig, logical, dims: tuple[str, str]
         axes.text(*middle, ",".join(map(str, sorted(devices))), ha="center", va="center", size=9)
     axes.set_xlim(0, _SIZE)
     axes.set_ylim(_SIZE, 0)
-    axes.set_xticks(np.array([]))
-    axes.set_yticks(np.array([]))
+    axes.set_xticks([])
+    axes.set_yticks([])
     axes.set_ylabel(dims[0])
     axes.set_xlabel(dims[1])
     axes.set_aspect("equal")

@@ -40,7 +40,7 @@ from sharding.spec import axes_of, restrict, spec_of
 Rules = Mapping[str, tuple[str, ...]]
 
 #: Logical axes that the first product of a branch adds to activations.
-BRANCH_NAMES = ("heads", "kv_heads", "mlp", "vocab")
+_BRANCH_NAMES = ("heads", "kv_heads", "mlp", "vocab")
 
 _active_rules: contextvars.ContextVar[Rules | None] = contextvars.ContextVar("rules", default=None)
 _alone: contextvars.ContextVar[str] = contextvars.ContextVar("alone", default="")
@@ -94,13 +94,13 @@ def constrain_branch(x: jax.Array, *axes: str | None) -> jax.Array:
         x: as for `constrain`.
         *axes: as for `constrain`; one of them is split over axes that XLA partitions.
     """
-    rules = _active_rules.get()
     added = automatic_axes("act_branch")
-    if rules is None or not added:
+    if not added:
         return constrain(x, *axes)
+    rules = active_rules()
     mesh = jax.sharding.get_abstract_mesh()
     for name, size in zip(axes, x.shape, strict=True):
-        if name is None or name not in BRANCH_NAMES:
+        if name is None or name not in _BRANCH_NAMES:
             continue
         split = automatic_axes(name)
         if split and not size % math.prod(mesh.shape[axis] for axis in (*split, *added)):

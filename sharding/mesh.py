@@ -113,7 +113,8 @@ class MeshConfig(Section, section="mesh"):
     @property
     def num_replicas(self) -> int:
         """Number of groups of devices that have different examples, in the mode `1d`."""
-        return math.prod(self.axis_sizes()[axis] for axis in BATCH_AXES)
+        sizes = self.axis_sizes()
+        return math.prod(sizes[axis] for axis in BATCH_AXES)
 
     def axis_sizes(self, tensor: TensorConfig | None = None) -> dict[str, int]:
         """Return mesh axis name -> size, outermost first, with the devices of `model` divided.
@@ -124,8 +125,8 @@ class MeshConfig(Section, section="mesh"):
         Raises:
             ValueError: the mode cannot divide them.
         """
-        factors = (tensor or TensorConfig()).factors(self.model)
-        return {axis: factors[axis] if axis in factors else self.sizes[axis] for axis in MESH_AXES}
+        sizes = self.sizes | (tensor or TensorConfig()).factors(self.model)
+        return {axis: sizes[axis] for axis in MESH_AXES}
 
     def filled_in(self, num_available: int) -> "MeshConfig":
         """Return this config with -1 replaced by the number of remaining devices.
@@ -178,7 +179,7 @@ def make_mesh(
 
 
 def describe(mesh: AnyMesh) -> str:
-    """Format the sizes of a mesh; those of FACTORS only if a mode divides `model`."""
+    """Format the sizes of a mesh, and those of `depth`, `row` and `hidden` only if one is used."""
     is_divided = any(mesh.shape.get(axis, 1) > 1 for axis in FACTORS[:-1])
     shown = (axis for axis in mesh.shape if is_divided or axis not in FACTORS[:-1])
     return " × ".join(f"{axis}={mesh.shape[axis]}" for axis in shown)

@@ -91,14 +91,14 @@ def parse_name(theirs: str, file: Path) -> Name:
     Raises:
         ValueError: The models that can be read have no such tensor.
     """
-    rest = _PREFIX.sub("", theirs)
-    stack = _STACK.match(rest)
+    name = _PREFIX.sub("", theirs)
+    stack = _STACK.match(name)
     layer = None
     if stack is not None:
         layer = None if stack[1] is None else int(stack[1])
-        rest = rest[stack.end() :]
-    rest = rest.replace(".layer_norm_", ".layer_norm.")
-    module, _, word = rest.rpartition(".")
+        name = name[stack.end() :]
+    name = name.replace(".layer_norm_", ".layer_norm.")
+    module, _, word = name.rpartition(".")
     modules = _OTHER_MODULES if layer is None else _LAYER_MODULES
     if module not in modules or word not in ("weight", "bias"):
         raise ValueError(

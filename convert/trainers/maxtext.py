@@ -82,8 +82,8 @@ def find_items(path: Path) -> Path | None:
             if steps:
                 return max(steps, key=lambda step: int(step.name)) / _ITEMS
     places = (path / _ITEMS, path)
-    found = next((place for place in places if (place / _LIST).is_file()), None)
-    return found if found is not None and found.name == _ITEMS else None
+    items = next((place for place in places if (place / _LIST).is_file()), None)
+    return items if items is not None and items.name == _ITEMS else None
 
 
 def read_items(path: Path, items: Path) -> Weights:

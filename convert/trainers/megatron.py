@@ -136,11 +136,11 @@ def _tensors_of(stages: Sequence[Mapping[str, Any]]) -> dict[Name, Tensor]:
     chunks = 0
     while any(_model_key(stage, chunks) in stage for stage in stages):
         for stage in stages:
-            found = _in_chunk(stage, chunks)
-            for name, tensor in found.items():
+            layers = _in_chunk(stage, chunks)
+            for name, tensor in layers.items():
                 layer = None if name.layer is None else num_layers + name.layer
                 tensors.setdefault(dataclasses.replace(name, layer=layer), tensor)
-            num_layers += len({name.layer for name in found} - {None})
+            num_layers += len({name.layer for name in layers} - {None})
         chunks += 1
     return tensors
 

@@ -78,9 +78,9 @@ def anchors_of(page: Path) -> set[str]:
 
 def _slug(title: str) -> str:
     """Return a title in lower case, with hyphens for spaces and without punctuation."""
-    kept = [
+    letters = [
         char
         for char in title.lower()
         if char in "-_ " or unicodedata.category(char)[0] in "LN"  # letters and numbers
     ]
-    return "".join(kept).replace(" ", "-")
+    return "".join(letters).replace(" ", "-")

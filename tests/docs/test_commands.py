@@ -65,11 +65,11 @@ def as_arguments(command: str) -> list[str]:
     """Return a command for this interpreter; `make train` becomes the Makefile's recipe."""
     words = shlex.split(command)
     if words[:2] == ["make", "train"]:
-        given = dict(word.split("=", 1) for word in words[2:])
-        config = given.get("CONFIG", "configs/gpt2_3d.py")
+        variables = dict(word.split("=", 1) for word in words[2:])
+        config = variables.get("CONFIG", "configs/gpt2_3d.py")
         words = ["python", "-m", "train.main", f"--config={config}"]
-        words += [f"--workdir={given['WORKDIR']}"] if "WORKDIR" in given else []
-        words += shlex.split(given.get("ARGS", ""))
+        words += [f"--workdir={variables['WORKDIR']}"] if "WORKDIR" in variables else []
+        words += shlex.split(variables.get("ARGS", ""))
     if words[0] == "taibai":
         words = ["python", str(ROOT / "taibai.py"), *words[1:]]
     is_training = {"train.main", "train"} & {*words} and "--mode=eval" not in words

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def replace_old_keys(config: Any) -> None:
-    """Replace old keys in a config, and warn about them; replace those of Colossal-AI.
+    """Replace the section of Colossal-AI in a config, and old keys, with a warning.
 
     Args:
         config: dict of sections or an unlocked ConfigDict, changed in place.

@@ -119,8 +119,10 @@ class RunConfig:
             )
         self._check_experts()
         self._check_best()
-        divides_model = self.tensor.mode != "1d"
-        if -1 in (mesh.data, mesh.fsdp, mesh.expert, *([mesh.model] if divides_model else [])):
+        sizes = [mesh.data, mesh.fsdp, mesh.expert]
+        if self.tensor.mode != "1d":
+            sizes.append(mesh.model)
+        if -1 in sizes:
             return  # checked again once the number of devices is known
         self._check_tensor()
         self._check_batch()
