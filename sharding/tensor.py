@@ -91,3 +91,22 @@ class TensorConfig(Section, section="tensor"):
         """
         factors = self.factors(num_devices)
         return math.prod(factors[axis] for axis in ("depth", "row"))
+
+
+def modes_of(num_devices: int) -> list[TensorConfig]:
+    """Return all modes that can divide the devices of `mesh.model`, each more than one dim.
+
+    Args:
+        num_devices: `mesh.model`.
+    """
+    depths = [depth for depth in range(1, num_devices + 1) if num_devices % depth == 0]
+    modes = [TensorConfig()]
+    for depth, mode in [(1, "2d"), *((depth, "2.5d") for depth in depths[1:]), (1, "3d")]:
+        config = TensorConfig(mode=mode, depth=depth)
+        try:
+            factors = config.factors(num_devices)
+        except ValueError:
+            continue
+        if factors["model"] > 1:
+            modes.append(config)
+    return modes

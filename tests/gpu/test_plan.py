@@ -1,5 +1,6 @@
 """`python -m train.plan`: plans of small models for described GPUs."""
 
+import dataclasses
 import json
 import re
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 from predict.machines.targets import parse_target
+from sharding.tensor import modes_of
 from tests.hugging_face import save_model
 from tests.runs import ROOT
 from train import plan
@@ -87,6 +89,28 @@ def test_best_plan_is_the_best_of_all(capfd, tmp_path, monkeypatch):
     without_mesh = load(CONFIG, Overrides(command_line=others))
     assert saved["data"]["paths"] == list(without_mesh.data.paths)
     assert validate_config(load(str(out))).train.num_microbatches == 4
+
+
+def test_best_mode_of_tensor_parallelism_is_the_best_of_all(capfd):
+    """All modes of a plan whose `mesh.model` is fixed are compiled, and the fastest is the best."""
+    fixed = ["--config.mesh.model=4", "--config.train.num_microbatches=1"]
+    fixed += ["--config.model.embed_dim=2048", "--config.data.sequence_length=1024"]
+    fixed += ["--config.model.num_layers=2"]
+    code, text, _ = run_plan(capfd, "--target=h100:1x4", "--json", *fixed)
+    assert code == 0
+    best = json.loads(text)["plans"][0]
+    assert best["settings"]["tensor.mode"] == "2d"
+
+    overrides = Overrides.parse([*ARGUMENTS, *fixed])
+    config = validate_config(load_config(CONFIG, overrides))
+    target = parse_target("h100:1x4")
+    seconds = {}
+    for tensor in modes_of(4):
+        run = run_for(dataclasses.replace(config, tensor=tensor), target)
+        seconds[tensor.mode] = compile_run(run).prediction.step_s
+    assert len(seconds) == 2
+    assert best["predicted"]["step_time_s"] == pytest.approx(min(seconds.values()))
+    assert seconds["2d"] < seconds["1d"]
 
 
 def test_plan_without_a_pipeline_replaces_the_stages_of_its_config(tmp_path, capfd):

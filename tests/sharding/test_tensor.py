@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from sharding.mesh import FACTORS, MESH_AXES, MeshConfig, describe, make_mesh
-from sharding.tensor import TensorConfig
+from sharding.tensor import TensorConfig, modes_of
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,20 @@ def test_devices_are_a_line_squares_or_a_cube(mode, depth, count, expected):
 def test_other_numbers_are_refused_with_the_nearest(mode, depth, count, sentence):
     with pytest.raises(ValueError, match=sentence):
         TensorConfig(mode=mode, depth=depth).factors(count)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (2, [("1d", 1)]),
+        (4, [("1d", 1), ("2d", 1)]),
+        (8, [("1d", 1), ("2.5d", 2), ("3d", 1)]),
+        (16, [("1d", 1), ("2d", 1), ("2.5d", 4)]),
+        (64, [("1d", 1), ("2d", 1), ("2.5d", 4), ("2.5d", 16), ("3d", 1)]),
+    ],
+)
+def test_all_modes_of_a_number_of_devices(count, expected):
+    assert [(tensor.mode, tensor.depth) for tensor in modes_of(count)] == expected
 
 
 def test_depth_belongs_to_one_mode():

@@ -124,7 +124,8 @@ class RunConfig:
             sizes.append(mesh.model)
         if -1 in sizes:
             return  # checked again once the number of devices is known
-        self._check_tensor()
+        if self.tensor.mode != "1d":
+            self.tensor.factors(mesh.model)
         self._check_batch()
         self._check_rampup()
         self._check_memory()
@@ -170,17 +171,6 @@ class RunConfig:
     def num_replicas(self) -> int:
         """Number of groups of devices that have different examples."""
         return self.mesh.num_replicas * self.tensor.num_replicas(self.mesh.model)
-
-    def _check_tensor(self) -> None:
-        mode = self.tensor.mode
-        if mode == "1d":
-            return
-        if self.mesh.auto:
-            raise ValueError(
-                f"mesh.auto=True plans only tensor.mode='1d', but tensor.mode={mode!r}"
-                "; set the sizes of the section mesh, or remove tensor.mode"
-            )
-        self.tensor.factors(self.mesh.model)
 
     def _check_rampup(self) -> None:
         replicas = self.num_replicas

@@ -114,6 +114,7 @@ class CompiledReplica:
             ValueError: the model cannot be split like this.
         """
         part = self.part
+        tensor = self._config.tensor
         values = {f"mesh.{axis}": 1 for axis in ("pipeline", "data", "fsdp")}
         values |= {f"mesh.{axis}": size for axis, size in part.split._asdict().items()}
         values |= {
@@ -121,7 +122,7 @@ class CompiledReplica:
             "memory.shard_parameters_fraction": 1.0,  # others require zero_stage=3
             "memory.placement": "device",
             "memory.offload_parameters_fraction": 0.0,
-            "data.global_batch_size": part.batch * part.expert,
+            "data.global_batch_size": part.batch * part.expert * tensor.num_replicas(part.model),
             "data.rampup_batch_size": (),
             "train.num_microbatches": 1,
             "train.remat": part.remat,

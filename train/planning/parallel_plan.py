@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.config import BALANCED
 from pipeline.schedule import SCHEDULES
 from sharding.mesh import AXES, MeshConfig
+from sharding.tensor import TensorConfig, modes_of
 from train.config.remat import Remat
 from train.config.schema import RunConfig, validate_config
 
@@ -36,10 +37,15 @@ UNPLANNED: Mapping[str, Any] = {
     "pipeline.schedule": "1f1b",
     "pipeline.layers_per_stage": (),
     "pipeline.share_vocab": False,
+    "tensor.mode": "1d",
+    "tensor.depth": 1,
 }
-#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`.
+#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`, and one
+#: in the mode `1d` none of the section `tensor`.
 SETTINGS = (
     *(f"mesh.{axis}" for axis in AXES),
+    "tensor.mode",
+    "tensor.depth",
     "train.num_microbatches",
     "train.remat",
     "memory.zero_stage",
@@ -73,10 +79,11 @@ def open_config(given: Any, fixed: Collection[str]) -> RunConfig:
     Raises:
         ValueError: the config is not valid, or the schedule is a table in a file.
     """
+    values = {key: value for key, value in UNPLANNED.items() if key not in fixed}
+    if "tensor.depth" in fixed and "mesh.model" in values:
+        values["mesh.model"] = given.tensor.depth
     with given.ignore_type():
-        given.update_from_flattened_dict(
-            {key: value for key, value in UNPLANNED.items() if key not in fixed}
-        )
+        given.update_from_flattened_dict(values)
     name = given.pipeline.schedule
     if name.endswith(".csv"):
         raise ValueError(
@@ -91,6 +98,7 @@ class ParallelPlan:
     """One way to run a step."""
 
     mesh: MeshConfig
+    tensor: TensorConfig
     num_microbatches: int
     schedule: str
     chunks: int
@@ -103,7 +111,12 @@ class ParallelPlan:
     @property
     def num_replicas(self) -> int:
         """Number of replicas of the parameters, each with different tokens."""
-        return self.mesh.num_replicas * self.mesh.context
+        return self._num_batch_parts * self.mesh.context
+
+    @property
+    def _num_batch_parts(self) -> int:
+        """Number of groups of devices that have different examples."""
+        return self.mesh.num_replicas * self.tensor.num_replicas(self.mesh.model)
 
     @property
     def effective_zero_stage(self) -> int:
@@ -113,17 +126,31 @@ class ParallelPlan:
         return 3 if self.mesh.fsdp > 1 else self.zero_stage
 
     @property
-    def shape(self) -> tuple[MeshConfig, str, int, int]:
+    def shape(self) -> tuple[MeshConfig, TensorConfig, str, int, int]:
         """Mesh, schedule, chunks and microbatches; the rest decides mostly about the memory."""
-        return self.mesh, self.schedule, self.chunks, self.num_microbatches
+        return self.mesh, self.tensor, self.schedule, self.chunks, self.num_microbatches
 
     def microbatch_size(self, global_batch_size: int) -> int:
         """Return the number of examples of a microbatch on one replica."""
-        return global_batch_size // (self.mesh.num_replicas * self.num_microbatches)
+        return global_batch_size // (self._num_batch_parts * self.num_microbatches)
+
+    def in_other_modes(self, global_batch_size: int) -> Iterator["ParallelPlan"]:
+        """Yield the plan in each other mode of tensor parallelism that divides `mesh.model`.
+
+        A mode that also divides the examples has fewer microbatches if the batch requires it.
+        """
+        for tensor in modes_of(self.mesh.model):
+            other = dataclasses.replace(self, tensor=tensor, num_microbatches=1)
+            size = other.microbatch_size(global_batch_size)
+            if tensor != self.tensor and size * other._num_batch_parts == global_batch_size:
+                count = max(n for n in _divisors(size) if n <= self.num_microbatches)
+                yield dataclasses.replace(other, num_microbatches=count)
 
     def settings(self) -> dict[str, Any]:
         """Return the plan as values of a config: `section.key` -> value."""
         values: dict[str, Any] = {f"mesh.{axis}": n for axis, n in self.mesh.sizes.items()}
+        if self.tensor.mode != "1d":
+            values |= {"tensor.mode": self.tensor.mode, "tensor.depth": self.tensor.depth}
         values |= {
             "train.num_microbatches": self.num_microbatches,
             "train.remat": str(self.remat),
@@ -145,6 +172,8 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         parts = [str(self.mesh)]
+        depth = f"({self.tensor.depth})" if self.tensor.depth > 1 else ""
+        parts += [f"tensor {self.tensor.mode}{depth}"] * (self.tensor.mode != "1d")
         if self.mesh.pipeline > 1:
             chunks = f"({self.chunks})" if self.chunks > 1 else ""
             parts.append(f"{self.schedule}{chunks}")
@@ -230,10 +259,17 @@ class PlanSpace:
         for parts in _products(sizes, self.num_devices):
             mesh = MeshConfig(**dict(zip(AXES, parts, strict=True)))
             batch = config.data.global_batch_size
-            is_divided = batch % mesh.num_replicas == 0
+            is_divided = self._replicas(mesh) and batch % self._replicas(mesh) == 0
             has_stages = mesh.pipeline <= self.num_layers
             if is_divided and has_stages and self.allows(mesh):
                 yield mesh
+
+    def _replicas(self, mesh: MeshConfig) -> int:
+        """Return the number of groups with different examples; 0 if the mode has no such mesh."""
+        try:
+            return mesh.num_replicas * self.config.tensor.num_replicas(mesh.model)
+        except ValueError:
+            return 0
 
     def _sizes(self, axis: str) -> tuple[int, ...]:
         configured_size = self.config.mesh.sizes[axis]
@@ -250,9 +286,10 @@ class PlanSpace:
 
     def _microbatch_counts(self, mesh: MeshConfig) -> list[int]:
         configured_count = self.config.train.num_microbatches
-        counts = _divisors(self.config.data.global_batch_size // mesh.num_replicas)
+        replicas = self._replicas(mesh)
+        counts = _divisors(self.config.data.global_batch_size // replicas)
         sizes = self.config.data.batch_sizes
-        counts = [n for n in counts if sizes.undivided_size(n, mesh.num_replicas) is None]
+        counts = [n for n in counts if sizes.undivided_size(n, replicas) is None]
         if "train.num_microbatches" in self.fixed:
             return [configured_count] if configured_count in counts else []
         if self.sees_whole_batch:
@@ -331,11 +368,12 @@ class PlanSpace:
             ]
         is_open = config.memory.shard_parameters_fraction == 1  # others require zero_stage=3
         is_open &= "memory.zero_stage" not in self.fixed
-        can_split = mesh.num_replicas * mesh.context > 1 and is_open
+        can_split = self._replicas(mesh) * mesh.context > 1 and is_open
         stages = (0, 1, 2, 3) if can_split else (config.memory.zero_stage,)
         for remat, zero_stage in itertools.product(remats, stages):
             yield ParallelPlan(
                 mesh=mesh,
+                tensor=config.tensor,
                 num_microbatches=count,
                 **pipeline,
                 remat=remat,

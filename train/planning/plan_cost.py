@@ -164,7 +164,7 @@ class PlanCosts:
 
     def _params(self, plan: ParallelPlan) -> list[DeviceParams]:
         """Return the parameters of a device of the largest stage: of experts, and all others."""
-        sizes = plan.mesh.axis_sizes()
+        sizes = plan.mesh.axis_sizes(plan.tensor)
         stage = self._largest_stage(plan)
         # Every stage has the whole embedding and head, of which `count` has a share.
         outer = self._outer_params(plan) * (1 - stage)
@@ -236,7 +236,7 @@ class PlanCosts:
         layers = share * len(self._layers.work.layers) if zero_stage == 3 else 1
         gather_s = scatter_s = num_bytes = 0.0
         for params in gathered:
-            group = [group_over(plan.mesh.axis_sizes(), params.axes)]
+            group = [group_over(plan.mesh.axis_sizes(plan.tensor), params.axes)]
             params_bytes = params.count + params.num_outer * (zero_stage >= 1)
             params_bytes *= self._compute_bytes / layers
             gradients = params.count + params.num_outer * (zero_stage >= 2)
@@ -273,7 +273,7 @@ class PlanCosts:
         if plan.effective_zero_stage >= 2:  # summed over replicas before, and divided among them
             num_bytes /= plan.num_replicas
             axes = ("pipeline",)
-        group = [group_over(plan.mesh.axis_sizes(), axes)]
+        group = [group_over(plan.mesh.axis_sizes(plan.tensor), axes)]
         return transfer_s(self._machine, "all-reduce", group, num_bytes)
 
     def _waits_s(self, collectives_s: float, layers_s: float, least: float) -> float:

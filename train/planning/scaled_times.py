@@ -32,6 +32,9 @@ from train.planning.plan_devices import PlanDevices
 from train.planning.state_bytes import UPDATE, UPDATE_OF_STATE
 from train.run.model_traces import LayerCosts
 
+#: Mesh axes whose devices have different parts of the parameters in every mode of the section
+#: `tensor`. Those of `row` gather them in each layer, which is in the times of the layers.
+_PARTS = ("row", "hidden", "model")
 #: Tokens of the base, and images of it.
 _BASE_TOKENS = 8192
 _BASE_IMAGES = 16
@@ -76,12 +79,12 @@ class ParamCount:
 
     def num_parts(self, mesh_sizes: Mapping[str, int]) -> int:
         """Return the number of devices that compute with different parts of a stage's."""
-        return math.prod(mesh_sizes[axis] for axis in self.kept_axes | {"model"})
+        return math.prod(mesh_sizes[axis] for axis in self.kept_axes | {*_PARTS})
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes whose devices compute with the same parameters."""
-        return tuple(axis for axis in REPLICA_AXES if axis not in self.kept_axes)
+        """Return the mesh axes whose devices have the same parameters."""
+        return tuple(axis for axis in REPLICA_AXES if axis not in (*_PARTS, *self.kept_axes))
 
 
 class ScaledTimes:
@@ -300,7 +303,7 @@ class ScaledTimes:
 
     def _whole_update_s(self, part: ReplicaStep) -> float:
         """Return the time of the update in the step of a part."""
-        sizes = part.split._asdict()
+        sizes = part.split._asdict() | self._config.tensor.factors(part.model)
         trained = sum(count.num_trained / count.num_parts(sizes) for count in self.params)
         return self.update_s(trained, 1, 0)
 

@@ -1,7 +1,9 @@
 """Colossal-AI's section `parallel` sets our keys."""
 
+import jax
 import pytest
 
+from tests.runs import ROOT, losses, make_run
 from tests.train.config.loading import run_of
 from train.config.colossal_ai import replace_parallel
 
@@ -48,3 +50,19 @@ def test_shipped_config_has_the_mesh_that_its_section_says():
     run = run_of("tensor.mode=2d", config="configs/gpt2_tensor.py")
     assert (run.mesh.pipeline, run.mesh.model, run.tensor.mode) == (2, 4, "2d")
     assert run.num_replicas == 2
+
+
+def test_shipped_config_trains_like_one_device():
+    """The headline line of Colossal-AI: two stages of four devices in the mode 2.5d."""
+    small = [f"model.{name}" for name in ("embed_dim=32", "num_layers=2", "num_heads=4")]
+    small += ["data.sequence_length=32", "data.tokenizer=bytes", "precision.compute=float64"]
+    small += ["precision.params=float64"]
+    with jax.enable_x64(True):
+        run, corpus = make_run(small, config=f"{ROOT}/configs/gpt2_tensor.py")
+        sizes = dict(run.mesh.shape)
+        actual = losses(run, corpus, 3)
+        one_device = ["mesh.pipeline=1", "mesh.model=1", "tensor.mode=1d"]
+        expected = losses(*make_run([*small, *one_device], f"{ROOT}/configs/gpt2_tensor.py"), 3)
+    assert (sizes["pipeline"], sizes["row"], sizes["model"]) == (2, 2, 2)
+    assert actual == pytest.approx(expected, rel=0, abs=1e-12)
+    assert expected[2] < expected[0]

@@ -70,6 +70,28 @@ def test_experts_are_divided_over_devices_that_have_examples_of_their_own():
     assert {mesh.expert for mesh in fixed} == {2}
 
 
+def test_modes_of_tensor_parallelism_keep_the_batch():
+    plans = [*space(8, "mesh.model=4", "mesh.pipeline=1", "data.global_batch_size=8")]
+    assert {plan.tensor.mode for plan in plans} == {"1d"}
+    counts = {}
+    for plan in plans:
+        (other,) = plan.in_other_modes(8)
+        assert (other.tensor.mode, other.num_replicas) == ("2d", 2 * plan.num_replicas)
+        assert other.applied(config_of()).num_replicas == 4
+        counts[plan.num_microbatches] = other.num_microbatches
+    assert counts == {1: 1, 2: 2, 4: 2}  # the two replicas become four, with 2 examples each
+    one = [*space(8, "mesh.model=4", "mesh.pipeline=1", "data.global_batch_size=2")]
+    assert [*one[0].in_other_modes(2)] == []
+
+
+def test_fixed_mode_of_tensor_parallelism_stays_as_it_is():
+    fixed = ("tensor.mode=2.5d", "tensor.depth=2", "mesh.pipeline=1", "train.num_microbatches=1")
+    plans = [*space(8, *fixed, most_model=8)]
+    assert {(plan.mesh.data, plan.mesh.model) for plan in plans} == {(4, 2), (1, 8)}
+    assert {plan.num_replicas for plan in plans} == {8, 4}
+    assert all(plan.settings()["tensor.depth"] == 2 for plan in plans)
+
+
 @pytest.mark.parametrize(
     ("override", "name"),
     [("mesh.model=2", "model"), ("mesh.pipeline=4", "pipeline"), ("mesh.fsdp=2", "fsdp")],

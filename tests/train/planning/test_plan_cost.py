@@ -18,6 +18,7 @@ from pipeline.schedules.table import (
 from predict.machines.datasheets import machine_of
 from predict.machines.targets import parse_target
 from predict.time.transfer import group_over, transfer_s
+from sharding.tensor import TensorConfig
 from tests.runs import ROOT, make_run
 from tests.train.planning.test_parallel_plan import config_of
 from train.config.remat import Remat
@@ -74,9 +75,11 @@ def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> Paralle
     given = config_of().mesh
     sizes = {axis: 1 for axis in given.sizes} | mesh
     whole = {"schedule": "1f1b", "chunks": 1, "remat": Remat.parse("none")}
+    tensor = values.pop("tensor", TensorConfig())
     whole |= {"layers_per_stage": (), "share_vocab": False, "placement": "device"} | values
     return ParallelPlan(
         mesh=dataclasses.replace(given, **sizes),
+        tensor=tensor,
         num_microbatches=num_microbatches,
         zero_stage=zero_stage,
         **whole,
