@@ -131,7 +131,7 @@ def _axes(panel: _Panel, name: str, *, has_losses: bool) -> Iterator[str]:
 
 
 def _curves(panel: _Panel, run: Curves) -> Iterator[str]:
-    """Yield the curves of a run, and next to each the label that says what it is."""
+    """Yield the curves of a run, each with a label next to it."""
     both = (*run.training, *run.validation)
     yield _path(panel, run.training, "training")
     start = panel.left + _PLOT_WIDTH * 0.3
