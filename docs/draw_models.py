@@ -7,7 +7,7 @@ scale of losses, and each has its own scale of steps:
 
     9 ┤ llama                    the plot area of a panel is _PLOT_WIDTH × _PLOT_HEIGHT pixels;
       │ ╲_ training              _Panel.x and _Panel.y map steps and losses to pixels
-    3 ┤   ╲____ validation 3.96
+    3 ┤   ╲____ validation 3.83
       └─────────
       0         300
 """
@@ -110,7 +110,7 @@ def draw(runs: Sequence[Curves]) -> str:
             losses=limits,
         )
         parts += [*_axes(panel, run.name, has_losses=column == 0), *_curves(panel, run)]
-    footer = "Loss in nats per token, over the steps of each run"
+    footer = "Loss in nats, over the steps of each run"
     parts.append(_text(_LEFT, height - 8, footer, "axis"))
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'

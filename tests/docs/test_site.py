@@ -79,10 +79,11 @@ def test_adapted_indents_paragraphs_of_list_items_and_ends_comments():
 
 
 def test_words_of_the_theme_are_chinese_on_chinese_pages():
-    config = SimpleNamespace(theme={"language": "en"})
-    for page, language in (("zh/index.md", "zh"), ("index.md", "en"), ("zh/meshes.md", "zh")):
-        file = SimpleNamespace(src_uri=page)
-        context = site_hooks.on_page_context({}, SimpleNamespace(file=file), config, None)
+    config: Any = SimpleNamespace(theme={"language": "en"})
+    nav: Any = None
+    for uri, language in (("zh/index.md", "zh"), ("index.md", "en"), ("zh/meshes.md", "zh")):
+        page: Any = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        context = site_hooks.on_page_context({}, page, config, nav)
         assert context == {} and config.theme["language"] == language
 
 
