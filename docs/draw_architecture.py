@@ -102,7 +102,8 @@ def draw() -> str:
         top += height + _GAP
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {top}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{top}" '
+            f'viewBox="0 0 {_WIDTH} {top}">',
             "<style>",
             "svg { background: white; font: 13px sans-serif; }",
             ".box { fill: #eef3fb; stroke: #4a6fa5; }",

@@ -142,7 +142,8 @@ def draw() -> str:
     parts.append(_text(_COLUMNS[0], _HEIGHT - 18, note, "note"))
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
             "<title>A model names axes, rules map them to the mesh, devices get parts</title>",
             "<style>",
             "svg { background: white; font: 15px sans-serif; }",

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs, which add pages and files to the site, and adapt links and Markdown.
+"""Hooks of MkDocs, which add pages and files to the site, and adapt links, Markdown and language.
 
 On GitHub, a page is read in the repository, and its links lead to files of the repository:
 
@@ -22,11 +22,12 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # tests need no MkDocs
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.nav import Navigation
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +81,14 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
             relative = posixpath.relpath(site_uri(path), folder or ".")
             markdown = re.sub(rf"(?<=\]\(){re.escape(link)}(?=[#)])", relative, markdown)
     return adapted(markdown)
+
+
+def on_page_context(
+    context: dict[str, Any], page: "Page", config: "MkDocsConfig", nav: "Navigation"
+) -> dict[str, Any]:
+    """Choose the language of the theme's own words, such as those of the search."""
+    config.theme["language"] = "zh" if page.file.src_uri.startswith("zh/") else "en"
+    return context
 
 
 def adapted(markdown: str) -> str:

@@ -39,6 +39,6 @@ def check_keys(
 
 def nearest(key: str, known: Sequence[str]) -> str:
     """Return the end of an error message for an unknown key: the nearest known key, if any."""
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     close = close or [k for k in known if k.endswith("." + key.rpartition(".")[2])][:1]
     return f"; the nearest known key is {close[0]}" if close else ""

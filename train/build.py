@@ -64,6 +64,7 @@ class RunOptions:
         deepspeed: path of a DeepSpeed JSON, or None.
         is_evaluation: whether `--mode=eval` is given.
         is_fast_dev_run: whether `--fast_dev_run` is given: 3 steps, in a temporary `workdir`.
+        is_check: whether `--check` is given: no step, and no file in `workdir`.
         is_verbose: whether `--verbose` is given.
         store: object store of which `workdir` is a copy, or None.
         reading: what `config.yaml` and the `init_from` checkpoint may do.
@@ -75,6 +76,7 @@ class RunOptions:
     deepspeed: str | None = None
     is_evaluation: bool = False
     is_fast_dev_run: bool = False
+    is_check: bool = False
     is_verbose: bool = False
     reading: ReadOptions = ReadOptions()
     store: StoreWorkdir | None = None

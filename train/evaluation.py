@@ -88,6 +88,23 @@ def _scores_of(sums: Any, run: Run) -> dict[str, float]:
     return scores
 
 
+def describe_limits(run: Run, corpus: Corpus) -> list[str]:
+    """Return a line for each validation set of which `eval.num_batches` leaves batches out."""
+    limit = run.config.eval.num_batches
+    if limit is None:
+        return []
+    lines = []
+    for name, examples in corpus.validation_sets.items():
+        num_batches = -(-len(examples) // run.config.data.global_batch_size)
+        if limit < num_batches:
+            of_set = f"validation set {name!r}" if name else "validation split"
+            lines.append(
+                f"eval.num_batches={limit}: evaluated {limit:,} of {num_batches:,} batches of the "
+                f"{of_set}; --config.eval.num_batches=None evaluates all"
+            )
+    return lines
+
+
 def is_evaluated(run: Run, corpus: Corpus, step: int) -> bool:
     """Return whether the run evaluates after this step."""
     is_due = is_due_at(step, run.config.eval.every_steps, run.config.train.num_steps)

@@ -1,8 +1,9 @@
 """Trains or evaluates a model: `python -m train.main --config=FILE [--workdir=DIR]`.
 
 `train` builds a run, restores or initializes its state, and starts the training loop. `evaluate`
-builds a run, restores it, and evaluates it once. Every error before the first step is reported in
-one sentence, on all processes.
+builds a run, restores it, and evaluates it once. `check` builds and compiles a run, and writes
+nothing into its workdir. Every error before the first step is reported in one sentence, on all
+processes.
 """
 
 from train.lifecycle.stop_signals import SIGNALS, StopSignals
@@ -98,13 +99,14 @@ def main(argv: list[str] | None = None, signals: StopSignals | None = None) -> i
             logging.getLogger(folder).setLevel(logging.INFO)
         with ExitStack() as stack:
             signals = signals or stack.enter_context(StopSignals())
+            if options.is_check:
+                return check(options)
             return evaluate(options) if options.is_evaluation else train(options, signals)
     except Refused as refused:
         return refused.exit_code
 
 
-def parse_arguments(argv: list[str] | None) -> RunOptions:
-    """Return the options of a command line."""
+def _parser() -> argparse.ArgumentParser:
     parser = command_parser(
         "train.main",
         epilog=reference.help_text(),
@@ -125,18 +127,36 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
         "--fast_dev_run", action="store_true", help="try 3 steps; does not use the workdir"
     )
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="end before the first step, with exit code 0 if the run can start; writes only caches",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="also log the compiler's options, with reasons"
     )
     add_permissions(parser)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None) -> RunOptions:
+    """Return the options of a command line."""
+    parser = _parser()
     args, others = parser.parse_known_args(argv)
     if args.mode == "eval" and args.fast_dev_run:
         parser.error("--fast_dev_run is for training; use --config.eval.num_batches=N instead")
+    if args.check and (args.mode == "eval" or args.fast_dev_run):
+        parser.error("--check ends before the first step; leave --mode=eval and --fast_dev_run out")
     with refusing_bad_input():
         for name in ("config", "workdir", "deepspeed"):
             check_no_nul(f"--{name}", str(getattr(args, name)))
             if name != "workdir" or not is_run_url(str(args.workdir)):
                 check_local(f"--{name}", getattr(args, name))
         workdir = str(args.workdir or config_files.default_workdir(args.config))
+        if args.check and is_run_url(workdir):
+            raise ValueError(
+                f"--check: --workdir={workdir} is in an object store, which a check does not read; "
+                "leave --workdir out, or name a local directory"
+            )
         store = StoreWorkdir(workdir) if is_run_url(workdir) else None
         return RunOptions(
             config=args.config,
@@ -145,6 +165,7 @@ def parse_arguments(argv: list[str] | None) -> RunOptions:
             deepspeed=args.deepspeed,
             is_evaluation=args.mode == "eval",
             is_fast_dev_run=args.fast_dev_run,
+            is_check=args.check,
             is_verbose=args.verbose,
             reading=read_options(args),
             store=store,
@@ -193,6 +214,20 @@ def train(options: RunOptions, signals: StopSignals) -> int:
         return code
 
 
+def check(options: RunOptions) -> int:
+    """Check everything that a run needs before it restores its state; return the exit code.
+
+    Prints the lines that the run would begin with, among them the memory of the compiled steps.
+    """
+    with refusing_bad_input():
+        built = build_run(options)
+        built.run.compile()
+        built.planner.check_compiled(built.run)
+    if jax.process_index() == 0:
+        print("config is valid")
+    return FINISHED
+
+
 def _describe_end(run: Run, workdir: Path | str, logs: loop.Logs) -> str:
     goodput = logs.goodput.summary()
     return describe_end(
@@ -216,6 +251,8 @@ def evaluate(options: RunOptions) -> int:
         print_error(error)
         return FAILED
     if jax.process_index() == 0:
+        for line in evaluation.describe_limits(built.run, built.corpus):
+            _log.warning("%s", line)
         values = (f"{name} {value:.6g}" for name, value in scores.items())
         print(" ".join([f"step {step}", *values]))
     return FINISHED

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from models.text.gpt2 import GPT2Config
 from models.text.llama import LlamaConfig
 from tests.runs import ROOT
 from tests.train.config.loading import load
@@ -19,9 +20,10 @@ OTHER_MEANINGS = {"validator.steps", "training.dtype"}
 
 
 def known_keys() -> set[str]:
-    """Return the keys of the reference, and those of the model that most pages name."""
+    """Return the keys of the reference, and those of the models that most pages name."""
     reference = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    of_model = {f"model.{field.name}" for field in dataclasses.fields(LlamaConfig)}
+    fields = (*dataclasses.fields(GPT2Config), *dataclasses.fields(LlamaConfig))
+    of_model = {f"model.{field.name}" for field in fields}
     return {*re.findall(r"^\| `([\w.]+)` \|", reference, re.M), *of_model}
 
 

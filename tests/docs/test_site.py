@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,15 @@ def test_adapted_indents_paragraphs_of_list_items_and_ends_comments():
         "```\n<!-- code -->\n- no item\n  as it is\n```\n"
     )
     assert site_hooks.adapted(source) == expected
+
+
+def test_words_of_the_theme_are_chinese_on_chinese_pages():
+    config: Any = SimpleNamespace(theme={"language": "en"})
+    nav: Any = None
+    for uri, language in (("zh/index.md", "zh"), ("index.md", "en"), ("zh/meshes.md", "zh")):
+        page: Any = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        context = site_hooks.on_page_context({}, page, config, nav)
+        assert context == {} and config.theme["language"] == language
 
 
 def test_notebook_becomes_text_code_and_outputs():

@@ -136,6 +136,72 @@ def test_fast_dev_run_trains_three_steps_and_does_not_use_the_workdir(trained, c
     assert [f"step {i}/3" in printed for i in (1, 2, 3, 4)] == [True, True, True, False]
 
 
+def test_check_prints_the_header_of_a_run_and_writes_no_file(corpus_overrides, tmp_path, capsys):
+    overrides = (*TINY, *corpus_overrides)
+    assert run_main(tmp_path / "run", overrides, "--check") == 0
+    printed = capsys.readouterr()
+    assert printed.out == "config is valid\n"
+    starts = {line.split()[0] for line in printed.err.splitlines()}
+    assert {"workdir", "model", "mesh", "attention", "data", "memory"} <= starts
+    assert "a device, as compiled" in printed.err.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_refuses_what_a_run_refuses(trained, capsys):
+    workdir, overrides = trained
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+    assert run_main(workdir, overrides, "--check") == 0
+    assert run_main(workdir, (*overrides, "data.sequence_length=8"), "--check") == REFUSED
+    assert "data.sequence_length: 16 -> 8" in error_line(capsys)
+    assert run_main(workdir, (*overrides, "mesh.data=3"), "--check") == REFUSED
+    error_line(capsys)
+    assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
+
+
+def test_check_refuses_steps_that_do_not_fit_as_compiled(
+    corpus_overrides, tmp_path, capsys, monkeypatch
+):
+    def refuse(*_):
+        raise ValueError("too large as compiled")
+
+    monkeypatch.setattr("train.planning.memory.fitter.MemoryFitter.check_compiled", refuse)
+    assert run_main(tmp_path, (*TINY, *corpus_overrides), "--check") == REFUSED
+    assert "too large as compiled" in error_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--mode=eval",), "leave --mode=eval and --fast_dev_run out"),
+        (("--fast_dev_run",), "leave --mode=eval and --fast_dev_run out"),
+        (("--workdir=s3://bucket/run",), "--workdir=s3://bucket/run is in an object store"),
+    ],
+)
+def test_check_refuses_other_options(flags, message, capsys):
+    try:
+        code = main([f"--config={CONFIG}", "--check", *flags])
+    except SystemExit as error:
+        code = error.code
+    assert code == REFUSED
+    assert message in error_line(capsys)
+
+
+def test_evaluation_says_which_batches_it_leaves_out(trained, capsys):
+    workdir, overrides = trained
+    assert run_main(workdir, overrides, "--mode=eval") == 0
+    assert "evaluated" not in capsys.readouterr().err
+    assert run_main(workdir, (*overrides, "eval.num_batches=2"), "--mode=eval") == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"eval\.num_batches=2: evaluated 2 of \d+ batches of the validation split; "
+        r"--config\.eval\.num_batches=None evaluates all",
+        last,
+    )
+    cancelled = (*overrides, "eval.num_batches=2", "eval.num_batches=None")
+    assert run_main(workdir, cancelled, "--mode=eval") == 0
+    assert "evaluated" not in capsys.readouterr().err
+
+
 @pytest.mark.thorough
 def test_finished_run_reports_it_and_changes_nothing(trained, capsys):
     workdir, overrides = trained

@@ -20,7 +20,7 @@ from fields.types import split_at_commas
 from models.registry import find_model
 from models.section import ModelSettings
 from train.config.old_keys import NEW_KEYS, replace_old_keys
-from train.config.peer_keys import key_of_peer
+from train.config.peer_keys import hint_about
 from untrusted.imports import allow_imports_in, is_import_path
 
 _PREFIX = "--config."
@@ -58,8 +58,8 @@ class Override(NamedTuple):
             fields = _model_fields(config)
             if section != "model" or name not in fields:
                 known = [*keys, *(f"model.{field}" for field in fields)]
-                ours = key_of_peer(self.key)
-                hint = nearest(self.key, known) if ours is None else f"; here it is {ours}"
+                hint = hint_about(self.key)
+                hint = nearest(self.key, known) if hint is None else f"; {hint}"
                 raise ValueError(f"--config.{self.key}: unknown key{hint}")
             current_value = _default_of(fields[name])
         value = self.text if isinstance(current_value, str) else self.value

@@ -5,6 +5,8 @@ torchtitan and DeepSpeed; docs/coming_from/ has a page for each. Whatever sectio
 with, its last part is looked up:
 
     --config.optimizer.lr, --config.lr, --config.train.LR      optimizer.learning_rate
+
+A name whose meaning is no key here has a sentence instead.
 """
 
 #: Stands for the size of a microbatch, which has no key.
@@ -30,7 +32,7 @@ _NAMES = {
     "mesh.expert": """ep expert_parallel expert_parallel_size expert_model_parallel_size
         expert_parallel_degree ici_expert_parallelism""",
     "mesh.model": """tp tensor_parallel tensor_parallel_size tensor_model_parallel_size
-        tensor_parallel_degree ici_tensor_parallelism tp_size""",
+        tensor_parallel_degree ici_tensor_parallelism tp_size expert_tensor_parallel_size""",
     "tensor.mode": "tensor_parallel_mode tp_mode",
     "pipeline.chunks": """num_model_chunks virtual_pipeline_model_parallel_size
         num_layers_per_virtual_pipeline_stage num_pipeline_repeats""",
@@ -48,7 +50,7 @@ _NAMES = {
     "data.objective": "task task_type training_task",
     "data.packing": "packing pack_sequences packing_strategy",
     "data.tokenizer": """tokenizer tokenizer_name tokenizer_path tokenizer_model
-        tokenizer_name_or_path tokenizer_type hf_assets_path""",
+        tokenizer_name_or_path tokenizer_type hf_assets_path vocab_file merge_file merges_file""",
     "data.vocab_size": "vocab_size padded_vocab_size",
     "data.sequence_length": """seq_length seq_len max_seq_length max_seq_len max_length
         block_size sequence_length max_target_length encoder_seq_length context_length
@@ -82,8 +84,9 @@ _NAMES = {
     MICROBATCH_SIZE: """micro_batch_size train_micro_batch_size train_micro_batch_size_per_gpu
         per_device_train_batch_size per_device_batch_size local_batch_size microbatch_size""",
     "train.remat": """gradient_checkpointing activation_checkpoint activation_checkpointing
-        checkpoint_activations recompute recompute_granularity recompute_activations
-        remat_policy use_gradient_checkpointing remat gradient_checkpoint_config""",
+        checkpoint_activations recompute recompute_granularity recompute_activations remat_policy
+        use_gradient_checkpointing remat gradient_checkpoint_config recompute_method
+        recompute_num_layers recompute_modules distribute_saved_activations""",
     "train.seed": "seed random_seed init_weights_seed",
     "train.ema_decay": "ema use_ema ema_decay",
     "train.early_stopping": "early_stopping_patience patience early_stopping early_stop",
@@ -103,22 +106,24 @@ _NAMES = {
     "precision.compute": """bf16 fp16 fp8 float16 bfloat16 amp dtype torch_dtype precision
         mixed_precision mixed_precision_param compute_dtype use_fp8 fp8_format quantization""",
     "precision.params": "weight_dtype param_dtype params_dtype",
-    "precision.reduce": """mixed_precision_reduce grad_reduce_in_bf16 grad_dtype
-        communication_dtype communication_data_type""",
+    "precision.reduce": """mixed_precision_reduce grad_reduce_in_bf16 grad_dtype communication_dtype
+        communication_data_type accumulate_allreduce_grads_in_fp32""",
     "precision.loss_scale": "initial_loss_scale initial_scale_power initial_scale",
-    "log.every_steps": "logging_steps log_interval log_freq log_period log_every steps_per_print",
+    "log.every_steps": """logging_steps log_interval log_freq log_period log_every steps_per_print
+        tensorboard_log_interval""",
     "log.trackers": """wandb use_wandb enable_wandb wandb_project wandb_exp_name wandb_entity mlflow
         report_to logger loggers tracker trackers log_with""",
     "model.num_layers": """num_hidden_layers n_layer n_layers hidden_layers num_decoder_layers
-        base_num_decoder_layers depth""",
+        base_num_decoder_layers depth num_layers decoder_num_layers encoder_num_layers""",
     "model.num_heads": "num_attention_heads n_head n_heads num_query_heads base_num_query_heads",
-    "model.num_kv_heads": "num_key_value_heads n_kv_heads num_query_groups base_num_kv_heads",
+    "model.num_kv_heads": """num_key_value_heads n_kv_heads num_query_groups base_num_kv_heads
+        group_query_attention""",
     "model.embed_dim": "hidden_size n_embd d_model emb_dim base_emb_dim hidden_dim",
     "model.mlp_dim": "ffn_hidden_size intermediate_size ffn_dim base_mlp_dim n_inner d_ff",
     "model.scaling": "mup use_mup mup_enabled completep parametrization",
     "model.base_embed_dim": "mup_base_width base_width dim_model_base mup_base_hidden_size",
     "model.base_num_layers": "mup_base_depth base_depth completep_base_depth",
-    "model.num_experts": "num_local_experts n_routed_experts moe_num_experts",
+    "model.num_experts": "num_local_experts n_routed_experts moe_num_experts num_experts",
     "model.experts_per_token": "num_experts_per_tok moe_router_topk num_experts_per_token",
     "pipeline.layers_per_stage": """num_layers_per_stage decoder_first_pipeline_num_layers
         pipeline_model_parallel_layout custom_pipeline_stage_id
@@ -142,14 +147,128 @@ _NAMES = {
     "train.unroll": "scan_layers",
     "train.start_timeout_s": "init_timeout_seconds",
     "train.failure_timeout_s": "train_timeout_seconds",
-    "log.profile_steps": "profiler profile_steps",
+    "log.profile_steps": """profiler profile_steps profile use_pytorch_profiler profile_step_start
+        profile_step_end""",
     "model.vocab_multiple": "make_vocab_size_divisible_by",
-    "--workdir": """output_dir run_dir save_dir dump_folder base_output_directory checkpoint_dir
-        resume resume_from_checkpoint resume_from load_checkpoint run_name""",
+    "model.head_dim": "kv_channels qk_head_dim",
+    "model.activation": "openai_gelu squared_relu quick_geglu hidden_act activation_func",
+    "model.norm": "normalization",
+    "model.max_positions": "max_position_embeddings n_positions",
+    "model.dropout": "dropout hidden_dropout resid_pdrop embd_pdrop",
+    "model.rope_theta": "rotary_base rope_theta",
+    "model.rope_scaling": """use_rope_scaling rope_scaling_factor rotary_scaling_factor
+        rotary_seq_len_interpolation_factor""",
+    "model.rotary_fraction": "rotary_percent",
+    "model.tie_embeddings": """untie_embeddings_and_output_weights
+        share_embeddings_and_output_weights tie_word_embeddings""",
+    "model.init_stddev": "init_method_std initializer_range",
+    "model.attention": "use_flash_attn attention_backend transformer_impl attn_implementation",
+    "model.qk_norm": "qk_layernorm",
+    "model.qkv_bias": "add_qkv_bias",
+    "model.sliding_window": "window_size",
+    "model.router_loss": "moe_aux_loss_coeff router_aux_loss_coef",
+    "model.router_z_loss": "moe_z_loss_coeff",
+    "model.router_scores": "moe_router_score_function",
+    "model.router_groups": "moe_router_num_groups",
+    "model.router_groups_per_token": "moe_router_group_topk",
+    "model.router_scale": "moe_router_topk_scaling_factor",
+    "model.balancing_bias": "moe_router_enable_expert_bias",
+    "model.balancing_rate": "moe_router_bias_update_rate",
+    "model.expert_capacity": "moe_expert_capacity_factor",
+    "model.expert_dim": "moe_ffn_hidden_size moe_intermediate_size",
+    "model.shared_expert_dim": "moe_shared_expert_intermediate_size",
+    "model.dense_layers": "moe_layer_freq",
+    "model.latent_dim": "multi_latent_attention kv_lora_rank",
+    "model.query_latent_dim": "q_lora_rank",
+    "model.latent_rotary_dim": "qk_pos_emb_head_dim",
+    "model.value_dim": "v_head_dim",
+    "model.mtp_depths": "mtp_num_layers",
+    "model.mtp_loss": "mtp_loss_scaling_factor",
+    "data.cache_dir": "data_cache_path",
+    "data.mask_fraction": "mask_prob mlm_probability",
+    "optimizer.momentum": "sgd_momentum",
+    "--workdir": """output_dir run_dir save_dir dump_folder base_output_directory
+        checkpoint_dir resume resume_from_checkpoint resume_from load_checkpoint run_name save
+        load tensorboard_dir""",
+}
+#: Names of other trainers, mostly of Megatron-LM, that are no key here -> what the message says.
+_EXPLANATIONS = {
+    """sequence_parallel overlap_grad_reduce overlap_param_gather tp_comm_overlap align_grad_reduce
+    overlap_p2p_comm gradient_accumulation_fusion masked_softmax_fusion bias_swiglu_fusion
+    bias_gelu_fusion bias_dropout_fusion cross_entropy_loss_fusion rope_fusion moe_permute_fusion
+    persist_layer_norm distributed_backend moe_grouped_gemm moe_token_dispatcher_type""": (
+        "XLA and Taibai decide about it, so it has no key"
+    ),
+    "swiglu geglu gated_linear_unit use_swiglu": (
+        "the model decides about it: configs/llama.py has SwiGLU (model.is_gated and "
+        "model.activation=silu); GPT-2 has model.activation, but no gate"
+    ),
+    """position_embedding_type position_embedding use_rotary_position_embeddings
+    no_position_embedding""": (
+        "the model decides about it: GPT-2, OPT and BERT learn positions, LLaMA has rotary ones, "
+        "and T5 relative ones"
+    ),
+    "norm_epsilon layernorm_epsilon layer_norm_epsilon layer_norm_eps rms_norm_eps": (
+        "here it is model.rms_norm_epsilon for LLaMA and T5, and model.layer_norm_epsilon for "
+        "other models"
+    ),
+    "add_bias_linear disable_bias_linear attention_bias": (
+        "here it is model.qkv_bias, model.out_bias and model.mlp_bias for LLaMA; GPT-2, OPT and "
+        "BERT always have biases"
+    ),
+    "attention_dropout attn_pdrop attention_probs_dropout_prob": (
+        "attention weights have no dropout; model.dropout is for embeddings and residual branches"
+    ),
+    "moe_router_load_balancing_type": (
+        "here it is model.router_loss, or model.balancing_bias with model.balancing_rate"
+    ),
+    "train_samples lr_decay_samples": (
+        "here it is train.num_steps, which is samples / data.global_batch_size"
+    ),
+    "lr_warmup_samples": (
+        "here it is optimizer.warmup_steps, which is samples / data.global_batch_size"
+    ),
+    "lr_decay_iters lr_decay_steps": "schedules end at train.num_steps",
+    "split dataset_split train_split": (
+        "the share of documents to hold out is data.validation_fraction, and the name of a data "
+        "set's split is data.split"
+    ),
+    "attention_softmax_in_fp32 apply_query_key_layer_scaling": (
+        "attention computes its softmax in float32, so it has no key"
+    ),
+    "ckpt_format ckpt_fully_parallel_save async_save use_dist_ckpt use_checkpoint_args": (
+        "checkpoints have one format and are saved in the background; see docs/checkpoints.md"
+    ),
+    "no_load_optim no_load_rng no_save_optim no_save_rng": (
+        "init_from reads only parameters, and a run that resumes reads its whole state"
+    ),
+    "override_opt_param_scheduler use_checkpoint_opt_param_scheduler": (
+        "a run resumes with the schedule of its config, so it has no key"
+    ),
+    "exit_duration_in_mins exit_interval exit_signal_handler": (
+        "a run saves and ends when it gets a signal, or at train.num_steps; see docs/many_hosts.md"
+    ),
+    "mock_data": "data.name=python_stdlib needs no files",
+    "log_throughput": "it is always logged",
 }
 _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
+_EXPLANATION_OF = {name: text for names, text in _EXPLANATIONS.items() for name in names.split()}
 
 
 def key_of_peer(key: str) -> str | None:
     """Return our name of a key that another trainer has; None if none has it."""
-    return _KEYS.get(key.rpartition(".")[2].lower().replace("-", "_"))
+    return _KEYS.get(_last_part(key))
+
+
+def hint_about(key: str) -> str | None:
+    """Return what a message says about a key of another trainer; None if none has it."""
+    ours = key_of_peer(key)
+    if ours is None:
+        return _EXPLANATION_OF.get(_last_part(key))
+    if ours == key:
+        return "the model of this config has no such field"
+    return f"here it is {ours}"
+
+
+def _last_part(key: str) -> str:
+    return key.rpartition(".")[2].lower().replace("-", "_")

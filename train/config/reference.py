@@ -31,8 +31,9 @@ A config file starts from the defaults on this page (`get_config()` of `configs/
 changes the keys that it needs. You can set any key on the command line:
 `--config.section.key=value`. A tuple is written with commas, as in `--config.images.blur=1.0,0.1`.
 Unless its row states another bound, an integer is at most 2**31 - 1, and a float is finite and at
-most 3.4e38. An invalid value is rejected before the run starts. Keys of earlier versions are
-translated, and a warning says what to write instead.
+most 3.4e38. An invalid value is rejected before the run starts; `--check` ends a run there, so that
+you can try a config. Keys of earlier versions are translated, and a warning says what to write
+instead.
 """
 _WIDTH = 100  # columns of the text of --help
 
