@@ -29,6 +29,25 @@ _SEED_TAG = 0x10FA
 NAME = "lora"
 #: Weights of `Experts` that can have an adapter; the name of that one ends in `_lora`.
 _OF_EXPERTS = ("router", "gate", "up", "down")
+#: Name in PEFT's `target_modules` -> name in `lora.targets`, for an error.
+_OF_PEFT = {
+    "all-linear": "*",
+    "q_proj": "attention.q",
+    "k_proj": "attention.k",
+    "v_proj": "attention.v",
+    "o_proj": "attention.out",
+    "out_proj": "attention.out",
+    "query": "attention.q",
+    "key": "attention.k",
+    "value": "attention.v",
+    "c_attn": "attention.qkv",
+    "c_fc": "mlp.up",
+    "gate_proj": "mlp.gate",
+    "up_proj": "mlp.up",
+    "down_proj": "mlp.down",
+    "fc1": "mlp.up",
+    "fc2": "mlp.down",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,15 +133,17 @@ def matching_targets(model: nnx.Module, patterns: Sequence[str]) -> dict[str, Ta
         ValueError: a pattern matches no layer.
     """
     targets = all_targets(model)
+    endings = {".".join(name.split(".")[-2:]) for name in targets}
     chosen: dict[str, Target] = {}
     for pattern in patterns:
         matches = {name: t for name, t in targets.items() if _matches(name, pattern)}
         if not matches:
             near = difflib.get_close_matches(pattern, targets, n=3, cutoff=0.3) or [*targets]
-            raise ValueError(
-                f"lora.targets: {pattern!r} matches no linear layer; the nearest are "
-                f"{', '.join(near)}"
-            )
+            remedy = f"the nearest are {', '.join(near)}"
+            ours = _OF_PEFT.get(pattern)
+            if ours in {"*", *endings}:
+                remedy = f"that is a name of PEFT; here it is {ours!r}"
+            raise ValueError(f"lora.targets: {pattern!r} matches no linear layer; {remedy}")
         chosen |= matches
     return dict(sorted(chosen.items()))
 

@@ -141,7 +141,7 @@ def _build(corpus: Documents, tokenizer: Tokenizer, directory: Path) -> None:
     digest = hashlib.sha256(str(dtype).encode())
     num_tokens = {}
     for split, documents in corpus.open().items():
-        logger.info("Tokenizing %d documents of the %s split", len(documents), split)
+        logger.info("Tokenizing %d documents", len(documents))
         with open(directory / f"{split}.bin", "wb") as stream:
             # From the first end of document, the first token of the text is predicted.
             texts = (documents[index] for index in range(len(documents)))

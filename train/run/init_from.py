@@ -193,7 +193,7 @@ def _label_order(
                 f"train.init_labels=by_position if they mean the same in this order, or {remedy} "
                 "new classifier"
             )
-        return np.array([known.index(label) for label in ours])
+        return None if known == ours else np.array([known.index(label) for label in ours])
     kernel = (_TASK_HEAD, "kernel")
     if kernel in wanted and kernel in stored:
         ours, theirs = (params[kernel].shape[-1] for params in (wanted, stored))

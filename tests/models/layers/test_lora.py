@@ -171,6 +171,16 @@ def test_pattern_that_matches_nothing_is_rejected():
 
 
 @pytest.mark.parametrize(
+    ("pattern", "ours"), [("all-linear", "*"), ("c_attn", "attention.qkv"), ("fc2", "mlp.down")]
+)
+def test_names_of_peft_lead_to_ours(pattern, ours):
+    message = f"{pattern!r} matches no linear layer; that is a name of PEFT; here it is {ours!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gpt2(rank=2, targets=(pattern,))
+    assert gpt2(rank=2, targets=(ours,)) is not None
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"rank": 0}, "lora.rank=0 must be at least 1, or None"),
