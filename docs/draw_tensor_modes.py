@@ -27,6 +27,7 @@ _MODES = {
     "2d on 4 devices": (4, TensorConfig(mode="2d")),
     "2.5d on 8 devices, depth 2": (8, TensorConfig(mode="2.5d", depth=2)),
     "3d on 8 devices": (8, TensorConfig(mode="3d")),
+    "2d_stationary on 8 devices": (8, TensorConfig(mode="2d_stationary")),
 }
 #: Title -> (logical axes of the array, names of its dims).
 _ARRAYS = {
@@ -43,7 +44,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     plt.rcParams["svg.hashsalt"] = "taibai"
     plt.rcParams["svg.fonttype"] = "none"
-    figure, rows = plt.subplots(len(_MODES), len(_ARRAYS), figsize=(9, 11.5))
+    figure, rows = plt.subplots(len(_MODES), len(_ARRAYS), figsize=(9, 14.4))
     for title, axes_of_row in zip(_MODES, rows, strict=True):
         for name, axes in zip(_ARRAYS, axes_of_row, strict=True):
             _draw(axes, *_MODES[title], *_ARRAYS[name])

@@ -17,16 +17,15 @@ from typing import Any
 
 from convert.from_hf import load_model
 from data.text.tokenization.file_tokenizer import FileTokenizer
-from distributed.startup import start
 from fields.paths import local_path
 from generate.beam_search import Beams
 from generate.command import (
     add_model_options,
     add_sampling_options,
-    mesh_of,
     read_model,
     run,
     sampling_of,
+    start_mesh,
 )
 from generate.drafts import Drafts
 from generate.generator import Generator
@@ -110,7 +109,7 @@ def _continue(args: argparse.Namespace) -> None:
         banned=tuple(_numbers("banned", args.banned)),
     )
     beams = _beams_of(args, sampling)
-    mesh = start(mesh_of(args.mesh))
+    mesh = start_mesh(args)
     source = read_model(args.model, args)
     tokenizer = tokenizer_of(source)
     codec = None if tokenizer is None else TextCodec(tokenizer)

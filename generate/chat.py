@@ -26,14 +26,13 @@ import numpy as np
 from convert.from_hf import load_model
 from data.text.chat.rendering import Message
 from data.text.chat.template import ChatTemplate
-from distributed.startup import start
 from generate.command import (
     add_model_options,
     add_sampling_options,
-    mesh_of,
     read_model,
     run,
     sampling_of,
+    start_mesh,
 )
 from generate.loading import default_length, template_of
 from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
@@ -221,7 +220,7 @@ def _chat(args: argparse.Namespace) -> None:
     if args.max_new_tokens is not None and args.max_new_tokens < 1:
         raise ValueError(f"--max_new_tokens={args.max_new_tokens} must be at least 1")
     sampling = sampling_of(args)
-    mesh = start(mesh_of(args.mesh))
+    mesh = start_mesh(args)
     source = read_model(args.model, args)
     tokenizer = tokenizer_of(source)
     processes = template_processes()

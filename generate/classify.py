@@ -27,10 +27,9 @@ from data.image_config import ImageConfig
 from data.images.readability import MAX_IMAGE_BYTES, problem_of
 from data.images.transforms.augment import central
 from data.images.transforms.crops import open_image
-from distributed.startup import start
 from fields.paths import local_path
 from generate.batches import check_batch_size
-from generate.command import add_model_options, mesh_of, read_model, run
+from generate.command import add_model_options, read_model, run, start_mesh
 from generate.image_eval import read_sections, split_rows
 from generate.text_rows import check_classifies_texts, read_texts, text_rows
 from sharding.mesh import use_mesh
@@ -56,7 +55,7 @@ def _classify(args: argparse.Namespace) -> None:
         raise ValueError(f"--top={args.top} must be at least 1")
     if bool(args.inputs) == (args.texts is not None):
         raise ValueError("give either image files or texts, or --texts=FILE")
-    mesh = start(mesh_of(args.mesh))
+    mesh = start_mesh(args)
     check_batch_size(mesh, args.batch_size)
     source = read_model(args.model, args)
     inputs = _read_inputs(args, source)

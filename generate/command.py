@@ -16,9 +16,11 @@ from convert.options import add_read_options, read_options
 from convert.source import read_source
 from distributed.compilation_cache import use_compilation_cache
 from distributed.messages import LONGEST_START_S, Exchange
+from distributed.startup import start
 from fields.paths import cache_path
 from generate.sampling import Sampling
 from sharding.mesh import AXES, MeshConfig
+from sharding.tensor import MODES, TensorConfig
 from untrusted.commands import refuses_bad_input
 
 
@@ -43,6 +45,12 @@ def add_model_options(parser: argparse.ArgumentParser, *, batch_size: int | None
     )
     parser.add_argument(
         "--mesh", default="", metavar="AXIS=N,…", help="mesh, such as data=2,model=4"
+    )
+    parser.add_argument(
+        "--tensor_mode",
+        choices=MODES,
+        default="1d",
+        help="how the devices of model are divided further; 2d_stationary is for large models",
     )
     add_read_options(parser)
 
@@ -98,12 +106,20 @@ def read_model(path: Path, args: argparse.Namespace) -> Source:
     return exchange.on_all(lambda: read_source(pinned, read_options(args)))
 
 
-def mesh_of(text: str) -> MeshConfig:
-    """Return the mesh of `--mesh`: one device if the text is empty.
+def start_mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
+    """Join the other processes, and return the mesh of `--mesh`: one device if it is empty.
+
+    Args:
+        args: command's arguments, including the options from `add_model_options`.
 
     Raises:
-        ValueError: the text is not a mesh.
+        ValueError: the text is not a mesh, or as for `distributed.startup.start`.
+        OSError: as for `distributed.startup.start`.
     """
+    return start(_mesh_of(args.mesh), TensorConfig(mode=args.tensor_mode))
+
+
+def _mesh_of(text: str) -> MeshConfig:
     sizes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         axis, _, size = part.partition("=")

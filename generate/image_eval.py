@@ -33,11 +33,10 @@ from data.config import DataConfig
 from data.corpus import load_corpus
 from data.examples import Corpus
 from data.image_config import ImageConfig
-from distributed.startup import start
 from fields.keys import check_keys
 from fields.paths import local_path
 from generate.batches import check_batch_size
-from generate.command import add_model_options, mesh_of, read_model, run
+from generate.command import add_model_options, read_model, run, start_mesh
 from generate.evaluation.following import add_follow, check_follow, follow
 from models.vision.common import label_rank
 from sharding.mesh import BATCH_AXES, use_mesh
@@ -299,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
 def _evaluate(args: argparse.Namespace) -> None:
     """Evaluate the model, and print its scores; or follow a run."""
     check_new_directory(args.out)
-    mesh = start(mesh_of(args.mesh))
+    mesh = start_mesh(args)
     check_batch_size(mesh, args.batch_size)
     if args.follow:
         check_follow(args)

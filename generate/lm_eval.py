@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from convert.from_hf import load_model
-from distributed.startup import start
 from fields.paths import local_path
 from generate.batches import check_batch_size
-from generate.command import add_model_options, mesh_of, read_model, run
+from generate.command import add_model_options, read_model, run, start_mesh
 from generate.evaluation.following import add_follow, check_follow, follow
 from generate.prompts import generation_config_of, stop_tokens_of, tokenizer_of
 from sharding.mesh import use_mesh
@@ -66,7 +65,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     # lm-eval would fork processes for bootstraps, which jax's threads do not survive.
     os.environ["DISABLE_MULTIPROC"] = "1"
     check_file("--out", args.out)
-    mesh = start(mesh_of(args.mesh))
+    mesh = start_mesh(args)
     check_batch_size(mesh, args.batch_size)
     if args.follow:
         check_follow(args)

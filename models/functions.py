@@ -12,6 +12,7 @@ from flax import nnx
 from models.layers.basic import float8_kernels
 from models.losses import VocabLogits
 from models.stack import (
+    Period,
     Stack,
     Sums,
     block_function,
@@ -217,10 +218,31 @@ def _stacks(model: Any) -> dict[str, Stack]:
 
 def can_share_vocab(model: Any) -> bool:
     """Return whether the class that defines the model's `embed` and `head` can share the vocab."""
-    for cls in type(model).__mro__:
-        if "can_share_vocab" in vars(cls):
-            return model.can_share_vocab
-        if {"embed", "head"} & vars(cls).keys():
+    return _declares(model, "can_share_vocab", {"embed", "head"})
+
+
+def cannot_split_sequence(model: Any) -> str:
+    """Return the name of a class that does not declare that it sees a part of a sequence, or "".
+
+    It is the class of the model, or of one of its blocks, that defines the computation.
+    """
+    if not _declares(model, "can_split_sequence", {"embed", "head"}):
+        return type(model).__name__
+    for stack in _stacks(model).values():
+        layer = stack.layers
+        is_period = isinstance(layer, Period)
+        for block in [getattr(layer, name) for name in layer.names] if is_period else [layer]:
+            if not _declares(block, "can_split_sequence", {"__call__", "attend"}):
+                return type(block).__name__
+    return ""
+
+
+def _declares(module: Any, name: str, methods: set[str]) -> bool:
+    """Return the declaration of a class, or of its first base that has one or defines a method."""
+    for cls in type(module).__mro__:
+        if name in vars(cls):
+            return getattr(module, name)
+        if methods & vars(cls).keys():
             return False
     return False
 

@@ -29,9 +29,11 @@ each example in the run. A block finds the number of its layer, counted from 0 o
 B is the number of examples in the batch that a model sees. In a training step these are the
 examples of one microbatch on one replica; a model knows of no other microbatch or replica.
 
-A model whose class has `can_split_sequence = True` runs with `mesh.context` too: in a step it then
-sees only some tokens of every row. Attention takes care of that; for positions, for whole rows and
-for losses of whole rows a model uses sharding/ops/sequence.py.
+A model runs with `mesh.context` too if its class and those of its blocks have
+`can_split_sequence = True`; one that overrides `embed` or `head`, or `__call__` or `attend` of a
+block, must declare it again. In a step it then sees only some tokens of every row. Attention takes
+care of that; for positions, for whole rows and for losses of whole rows a model uses
+sharding/ops/sequence.py.
 
 The `__call__` of a model (such as `GPT2.__call__`) and of a `Stack`, and `run_layers`, are for use
 from Python and to check converted models; training runs the same blocks through

@@ -33,6 +33,8 @@ class ParallelConfig(GatedMeanConfig):
 class ParallelBlock(nnx.Module):
     """x + attention(norm(x)) + mlp(norm(x))."""
 
+    can_split_sequence = True  # mesh.context: nothing but attention reads other positions
+
     def __init__(self, config: ParallelConfig, *, rngs: nnx.Rngs):
         embed = config.embed_dim
         heads = config.num_heads
@@ -61,7 +63,7 @@ class ParallelModel(GatedMean):
     """The language model of gated_mean.py with these blocks."""
 
     Config = ParallelConfig
-    can_split_sequence = True  # mesh.context: nothing but attention reads other positions
+    can_split_sequence = True  # embed adds the positions of this device's tokens
 
     def __init__(self, config: ParallelConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

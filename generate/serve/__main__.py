@@ -18,8 +18,7 @@ from pathlib import Path
 from flax import nnx
 
 from convert.from_hf import load_model
-from distributed.startup import start
-from generate.command import add_model_options, mesh_of, read_model, run
+from generate.command import add_model_options, read_model, run, start_mesh
 from generate.loading import default_length, template_of
 from generate.prompts import TextCodec, stop_tokens_of, tokenizer_of
 from generate.serve.engine import Engine
@@ -110,7 +109,7 @@ def open_model(args: argparse.Namespace) -> Iterator[tuple[Served, Engine]]:
         ValueError: the model cannot be served, or an option does not fit.
         OSError: it cannot be read.
     """
-    mesh = start(mesh_of(args.mesh))
+    mesh = start_mesh(args)
     source = read_model(args.model, args)
     tokenizer = tokenizer_of(source)
     if tokenizer is None:

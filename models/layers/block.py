@@ -40,6 +40,7 @@ class Block(nnx.Module):
     """
 
     can_split_tokens = True
+    can_split_sequence = True
 
     def __init__(
         self,
@@ -136,6 +137,8 @@ class PlainBlock(Block):
         mlp: further arguments of `mlp_of`.
         rngs: random keys for the initialization.
     """
+
+    can_split_sequence = True
 
     def __init__(
         self,

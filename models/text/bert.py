@@ -100,6 +100,7 @@ class Bert(EncoderModel):
 
     Config = BertConfig
     can_share_vocab = True
+    can_split_sequence = True
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.config = config

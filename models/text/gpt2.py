@@ -49,6 +49,8 @@ class GPT2Config(BlockConfig, ScalingConfig, VocabConfig):
 
 
 class _Block(Block):
+    can_split_sequence = True
+
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         # Smaller for layers that write to the residual stream. `branch_scale` makes a deeper
         # model's contributions as small as they need to be, so these are the base model's.
@@ -74,6 +76,7 @@ class GPT2(CausalModel):
 
     Config = GPT2Config
     can_share_vocab = True
+    can_split_sequence = True
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(config.init_stddev)

@@ -191,6 +191,8 @@ def _attention(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 class _Block(MixtureBlock):
+    can_split_sequence = True
+
     def __init__(self, config: LlamaConfig, kind: tuple[str, bool], *, rngs: nnx.Rngs):
         self.layer_type, is_dense = kind
 

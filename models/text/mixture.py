@@ -105,6 +105,8 @@ def added_report(
 class MixtureBlock(Block):
     """A block whose MLP may be `Experts`; a subclass has a `config`."""
 
+    can_split_sequence = True
+
     config: Any
 
     def __call__(self, x: Any, batch: dict, keys: jax.Array | None) -> Any:
@@ -137,6 +139,8 @@ class MixtureModel(Mixture, CausalModel):
     A subclass has a `config`, stacks of `MixtureBlock`, `embed_tokens` and `outputs`, which is
     called with `activations_of(x)`.
     """
+
+    can_split_sequence = True
 
     def embed_tokens(self, batch: dict) -> jax.Array:
         """Return activations `[B, T, D]` for `batch["tokens"]`, int32[B, T]."""

@@ -71,6 +71,8 @@ class ModernBertConfig(BlockConfig, LayerTypesConfig):
 
 
 class _Block(Block):
+    can_split_sequence = True
+
     def __init__(self, config: ModernBertConfig, kind: tuple[str, bool], *, rngs: nnx.Rngs):
         self.layer_type, is_first = kind
         super().__init__(
@@ -97,6 +99,7 @@ class ModernBert(EncoderModel):
     Config = ModernBertConfig
     stacks = ("encoder", "last_encoder")
     can_share_vocab = True
+    can_split_sequence = True
 
     def __init__(self, config: ModernBertConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -71,6 +71,8 @@ class MultiTokenConfig:
 class MultiTokenBlock(MixtureBlock):
     """The block of a depth; a subclass has a `config`, and calls `add_joint`."""
 
+    can_split_sequence = True
+
     def add_joint(self, config: Any, rngs: nnx.Rngs) -> None:
         """Add the layers that join activations and embeddings, and the norm of the output.
 

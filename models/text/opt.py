@@ -66,6 +66,7 @@ class OPT(CausalModel):
 
     Config = OPTConfig
     can_share_vocab = True
+    can_split_sequence = True
 
     def __init__(self, config: OPTConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -94,6 +94,7 @@ class Block(nnx.Module):
     """
 
     can_split_tokens = True
+    can_split_sequence = True
 
     def __init__(self, config: T5Config, is_dense: bool, *, is_decoder: bool, rngs: nnx.Rngs):
         embed = config.embed_dim

@@ -10,7 +10,7 @@ import transformers as hf
 from jax.sharding import AxisType
 
 from generate.sampling import Sampling
-from sharding.mesh import AXES
+from sharding.mesh import MESH_AXES
 
 VOCAB = 211
 #: Lengths of the prompts; the window of the Mistral is shorter than most of them.
@@ -220,7 +220,7 @@ def theirs(model: Any, stop: int | None = None, **options: Any) -> list[list[int
 
 
 def mesh_of(sizes: dict[str, int]) -> jax.sharding.Mesh:
-    axes = {axis: sizes.get(axis, 1) for axis in AXES}
+    axes = {axis: sizes.get(axis, 1) for axis in MESH_AXES}
     mesh_axes = [*axes.values()], [*axes]
     devices = jax.devices()[: int(np.prod([*axes.values()]))]
     return jax.make_mesh(*mesh_axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices)

@@ -168,8 +168,9 @@ def test_samples_are_as_many_as_asked_for_and_the_same_on_a_mesh(directory, caps
     alone = lines(capsys.readouterr().out)
     assert [line["prompt"] for line in alone] == ["a"] * 3 + ["bc"] * 3
     assert len({tuple(line["tokens"]) for line in alone}) == 6
-    assert main([*options, "--seed=1", "--mesh=data=2,model=2"]) == 0
-    assert lines(capsys.readouterr().out) == alone
+    for mesh in (["data=2,model=2"], ["data=2,model=4", "--tensor_mode=2d_stationary"]):
+        assert main([*options, "--seed=1", f"--mesh={mesh[0]}", *mesh[1:]]) == 0
+        assert lines(capsys.readouterr().out) == alone
 
 
 def test_a_run_continues_prompts_with_its_own_tokenizer(tmp_path, corpus_overrides, capsys):
@@ -219,6 +220,7 @@ def test_a_path_that_does_not_exist_is_named(tmp_path, capsys):
         (["--prompt=a", "--out=/"], "--out=/ is a directory; add the name of a file"),
         (["--prompt="], "has no tokens"),
         (["--prompt=a", "--mesh=rows=2"], "'rows=2' is not one of pipeline, data"),
+        (["--prompt=a", "--mesh=model=2", "--tensor_mode=2d"], "mesh.model=2 must be a square"),
         (["--prompt=a", "--mesh=data=3", "--batch_size=4"], "batch_size=4 must be a positive"),
         (["--prompt=a", "--banned=x"], "--banned=x must be ids"),
         (["--prompt=a", "--top_p=2"], "top_p=2.0 must be in"),

@@ -92,7 +92,7 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
     assert generator.generate(prompts(), max_new_tokens=16, sampling=other) != together[::2]
 
 
-@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.thorough(but=["{'pipeline': 2, 'data': 2, 'model': 2}"])
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "sizes",
@@ -103,8 +103,10 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
         {"data": 3},
         {"context": 4},
         {"data": 2, "context": 2, "model": 2},
+        {"hidden": 2, "model": 2},
+        {"row": 2, "hidden": 2, "model": 2},
     ],
-    ids=["data=4", "model=2", "2x2x2", "data=3", "context=4", "data=2, context=2, model=2"],
+    ids=str,
 )
 def test_continuations_are_the_same_on_every_mesh(sizes, llama):
     def continued() -> list[list[list[int]]]:

@@ -16,6 +16,11 @@ from sharding.tensor import TensorConfig, modes_of
         ("2.5d", 3, 48, (3, 4, 1, 4)),
         ("3d", 1, 1, (1, 1, 1, 1)),
         ("3d", 1, 343, (1, 7, 7, 7)),
+        ("2d_stationary", 1, 1, (1, 1, 1, 1)),
+        ("2d_stationary", 1, 4, (1, 1, 2, 2)),
+        ("2d_stationary", 1, 8, (1, 1, 2, 4)),
+        ("2d_stationary", 1, 9, (1, 1, 3, 3)),
+        ("2d_stationary", 1, 64, (1, 1, 4, 16)),
     ],
 )
 def test_devices_are_a_line_squares_or_a_cube(mode, depth, count, expected):
@@ -32,6 +37,7 @@ def test_devices_are_a_line_squares_or_a_cube(mode, depth, count, expected):
         ("2.5d", 3, 24, r"tensor.depth=3 × a square; choose for example 12 or 27"),
         ("2.5d", 3, 4, r"tensor.depth=3 × a square"),
         ("3d", 1, 9, "mesh.model=9 must be a cube; choose for example 1 or 8"),
+        ("2d_stationary", 1, 5, "mesh.model=5 must be a product of two numbers of at least 2"),
     ],
 )
 def test_other_numbers_are_refused_with_the_nearest(mode, depth, count, sentence):
@@ -50,7 +56,8 @@ def test_other_numbers_are_refused_with_the_nearest(mode, depth, count, sentence
     ],
 )
 def test_all_modes_of_a_number_of_devices(count, expected):
-    assert [(tensor.mode, tensor.depth) for tensor in modes_of(count)] == expected
+    modes = [(tensor.mode, tensor.depth) for tensor in modes_of(count)]
+    assert modes == expected + [("2d_stationary", 1)] * (count > 2)
 
 
 def test_depth_belongs_to_one_mode():

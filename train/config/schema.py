@@ -131,9 +131,12 @@ class RunConfig:
         self._check_memory()
         is_text = not self.data.reads_images
         if is_text and mesh.context > 0 and self.data.sequence_length % mesh.context:
+            length = self.data.sequence_length
+            least = length // mesh.context * mesh.context
+            nearest = [least] * (least > 0) + [least + mesh.context]
             raise ValueError(
-                f"mesh.context={mesh.context} must divide "
-                f"data.sequence_length={self.data.sequence_length}"
+                f"mesh.context={mesh.context} must divide data.sequence_length={length}; choose "
+                f"{' or '.join(map(str, nearest))} tokens"
             )
 
     def _check_batch(self) -> None:

@@ -217,4 +217,10 @@ def _make_imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedu
             f"optimizer.name={config.name!r} is of type {type(make).__name__}, but must be a "
             "function of the config and the schedule that returns an optimizer"
         )
+    if (getattr(make, "__module__", None) or "").partition(".")[0] == "optax":
+        raise ValueError(
+            f"optimizer.name={config.name!r} is a function of hyperparameters, but must be one of "
+            "the config and the schedule; write a function such as 'def mine(config, schedule): "
+            f"return optax.{make.__name__}(schedule)', and name that"
+        )
     return make(config, learning_rate_schedule)

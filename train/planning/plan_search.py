@@ -161,7 +161,7 @@ class PlanSearch:
     def _in_other_modes(self, choices: Sequence[Choice]) -> list[Costed]:
         """Return the fastest plan with `mesh.model` in other modes, if it is nearly the fastest.
 
-        The composed costs, which only know the mode of the config, are those of this plan.
+        They get the composed costs of this plan, because costs only know the mode of the config.
 
         Args:
             choices: plans that were compiled, the fastest first.

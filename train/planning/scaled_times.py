@@ -33,7 +33,7 @@ from train.planning.state_bytes import UPDATE, UPDATE_OF_STATE
 from train.run.model_traces import LayerCosts
 
 #: Mesh axes whose devices have different parts of the parameters in every mode of the section
-#: `tensor`. Those of `row` gather them in each layer, which is in the times of the layers.
+#: `tensor`. Devices of `row` gather them in each layer, which is in the times of the layers.
 _PARTS = ("row", "hidden", "model")
 #: Tokens of the base, and images of it.
 _BASE_TOKENS = 8192

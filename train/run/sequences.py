@@ -7,6 +7,7 @@ import numpy as np
 from flax import nnx
 
 from data.shapes import token_arrays
+from models.functions import cannot_split_sequence
 from models.layers.attention import AttentionCall
 from predict.machines.datasheets import datasheet_machine
 from sharding.ops.heads import heads_on_one_device
@@ -36,8 +37,7 @@ def choose_sequence_split(
     num_devices = mesh.shape["context"]
     if num_devices == 1:
         return WHOLE
-    name = type(model).__name__
-    if not getattr(model, "can_split_sequence", False):
+    if name := cannot_split_sequence(model):
         raise ValueError(
             f"mesh.context={num_devices} splits sequences, but {name} does not declare that it "
             "works on a part of them (can_split_sequence = True; see models/stack.py); set "

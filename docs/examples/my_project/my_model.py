@@ -41,6 +41,8 @@ class MyConfig(VocabConfig):
 class GatedBlock(nnx.Module):
     """Attention and an MLP, each behind a norm and a gate."""
 
+    can_split_sequence = True  # mesh.context: nothing but attention reads other positions
+
     def __init__(self, config: MyConfig, *, rngs: nnx.Rngs):
         size = config.embed_dim
         heads = (config.num_heads, size // config.num_heads)
@@ -66,6 +68,7 @@ class MyModel(CausalModel):
 
     Config = MyConfig
     can_share_vocab = True
+    can_split_sequence = True  # mesh.context: nothing but attention reads other positions
 
     def __init__(self, config: MyConfig, *, rngs: nnx.Rngs):
         shape = (config.max_positions, config.embed_dim)

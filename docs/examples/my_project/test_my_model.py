@@ -30,7 +30,7 @@ def test_losses_are_equal_on_every_mesh(tmp_path):
         "eval.every_steps": 0,
         "model.num_layers": 2,
     }
-    cube = {"mesh.pipeline": 2, "mesh.data": 2, "mesh.model": 2, "train.num_microbatches": 2}
+    cube = {"mesh.pipeline": 2, "mesh.context": 2, "mesh.model": 2, "train.num_microbatches": 2}
     losses = []
     for name, mesh in {"one": {}, "cube": cube}.items():
         built = build_run("my_config.py", overrides | mesh, workdir=tmp_path / name)

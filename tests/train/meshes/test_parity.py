@@ -59,6 +59,7 @@ MESHES = {
         "train.num_microbatches=4",
     ),
     "3D": ("mesh.model=8", "tensor.mode=3d"),
+    "2D stationary": ("mesh.data=2", "mesh.model=4", "tensor.mode=2d_stationary"),
     "whole tokens 2x2x2": (
         "mesh.pipeline=2",
         "mesh.data=2",

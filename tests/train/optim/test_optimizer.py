@@ -175,6 +175,8 @@ def plain_descent(config: OptimizerConfig, schedule: optax.Schedule):
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("optax:no_such", "optax has no 'no_such'"),
         (f"{__name__}:BASE", "is of type OptimizerConfig, but must be a function"),
+        ("optax:lion", "is a function of hyperparameters, but must be one of the config and"),
+        ("optax.contrib:muon", "is a function of hyperparameters"),
     ],
 )
 def test_unknown_optimizer_is_rejected(name, message):
