@@ -242,7 +242,7 @@ def _differences(architecture: Architecture, config: Any, hf: Mapping[str, Any])
         read_back = read(hf, architecture.keys, harmless=list(hf)) | dict(architecture.fields)
         back = dataclasses.asdict(type(config)(**read_back | others))
     except ValueError as error:
-        yield str(error)
+        yield f"these settings ({error})"
         return
     for name, value in wanted.items():
         if plain(back[name]) != plain(value):

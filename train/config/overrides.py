@@ -146,15 +146,21 @@ class Overrides:
             config: ConfigDict, changed in place.
 
         Raises:
-            ValueError: a key is unknown.
+            ValueError: keys are unknown; it names all of them.
         """
         for override in self.command_line:
             allow_imports_in(override.text)
         # Names come first: the model's name decides which other keys there are.
         overrides = [*self.deepspeed, *self.command_line]
         names = [o for o in overrides if o.key.endswith(".name") or is_import_path(o.text)]
+        problems = []
         for override in [*names, *(o for o in overrides if o not in names)]:
-            override.set_in(config)
+            try:
+                override.set_in(config)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("; and ".join(dict.fromkeys(problems)))
         with config.unlocked(), config.ignore_type():
             replace_old_keys(config)
 

@@ -251,6 +251,13 @@ _EXPLANATIONS = {
     "mock_data": "data.name=python_stdlib needs no files",
     "log_throughput": "it is always logged",
 }
+#: Names of switches -> the value of our key that they stand for.
+_SWITCHES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "float8",
+    "gradient_checkpointing": "full",
+}
 _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()}
 _EXPLANATION_OF = {name: text for names, text in _EXPLANATIONS.items() for name in names.split()}
 
@@ -267,7 +274,8 @@ def hint_about(key: str) -> str | None:
         return _EXPLANATION_OF.get(_last_part(key))
     if ours == key:
         return "the model of this config has no such field"
-    return f"here it is {ours}"
+    switched = _SWITCHES.get(_last_part(key))
+    return f"here it is {ours}" if switched is None else f"here it is {ours}={switched}"
 
 
 def _last_part(key: str) -> str:

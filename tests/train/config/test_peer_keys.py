@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[3]
         ("micro_batch_size", r"data.global_batch_size / \(train.num_microbatches × replicas\), .*"),
         ("tp", "mesh.model"),
         ("pipeline_model_parallel_size", "mesh.pipeline"),
-        ("train.bf16", "precision.compute"),
-        ("gradient_checkpointing", "train.remat"),
+        ("train.bf16", "precision.compute=bfloat16"),
+        ("gradient_checkpointing", "train.remat=full"),
         ("num-train-epochs", "train.num_epochs"),
         ("train.output_dir", "--workdir"),
         ("train.report_to", "log.trackers"),
@@ -84,3 +84,13 @@ def known_keys() -> set[str]:
     models = (GPT2Config, LlamaConfig)
     fields = {field.name for model in models for field in dataclasses.fields(model)}
     return {*re.findall(r"^\| `([\w.]+)` \|", reference, re.M), *(f"model.{f}" for f in fields)}
+
+
+def test_all_unknown_keys_are_named_at_once():
+    typed = ["optimizer.lr=1e-3", "train.num_steps=4", "bf16=true"]
+    expected = (
+        "--config.optimizer.lr: unknown key; here it is optimizer.learning_rate; and "
+        "--config.bf16: unknown key; here it is precision.compute=bfloat16"
+    )
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        load(CONFIG, typed)
