@@ -24,18 +24,22 @@ def describe(run: Run, corpus: Corpus) -> str:
         *([f"context {run.sequence}"] if run.sequence.num_devices > 1 else []),
         *(f"attention {kernel}" for kernel in run.attention_kernels),
         *([f"stages  {_describe_stages(run)}"] if run.mesh.shape["pipeline"] > 1 else []),
-        f"data    {run.config.data.name}: {_describe_training(corpus)} and "
-        f"{_describe_validation(corpus)} {_describe_rows(run, corpus)}",
+        f"data    {_describe_training(run, corpus)}{_describe_validation(corpus)} "
+        f"{_describe_rows(run, corpus)}",
         *_describe_rampup(run),
         *_describe_epochs(run, corpus),
     ]
     return "\n".join(lines)
 
 
-def _describe_training(corpus: Corpus) -> str:
+def _describe_training(run: Run, corpus: Corpus) -> str:
+    """Describe the training data, up to the validation data."""
+    name = run.config.data.name
     if corpus.stream is not None:
-        return f"training sequences {corpus.stream.description}"
-    return f"{len(corpus.train):,} training"
+        return f"{name}: training sequences {corpus.stream.description} and "
+    if not len(corpus.train) and run.config.data.validation_paths:  # an evaluation reads no other
+        return "data.validation_paths: "
+    return f"{name}: {len(corpus.train):,} training and "
 
 
 def _describe_epochs(run: Run, corpus: Corpus) -> list[str]:
