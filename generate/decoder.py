@@ -108,9 +108,13 @@ class Decoder:
     def _separate_prepared(self, prepare: Callable[[Tree], Tree], params: Tree) -> dict[str, Tree]:
         return self.separate(prepare(params))
 
+    def split(self, params: Tree) -> dict[str, Tree]:
+        """Split parameters, or a tree like theirs, into those of the stacks and all others."""
+        return self._functions.split(params)
+
     def separate(self, params: dict[str, Tree]) -> dict[str, Tree]:
         """Split the stacked parameters into separate arrays for each layer."""
-        parts = self._functions.split(params)
+        parts = self.split(params)
         stacks = {
             name: [
                 jax.tree.map(lambda leaf, i=i: leaf[i], parts["stacks"][name])
