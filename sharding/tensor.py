@@ -106,7 +106,7 @@ class TensorConfig(Section, section="tensor"):
 
 
 def modes_of(num_devices: int) -> list[TensorConfig]:
-    """Return all modes that can divide the devices of `mesh.model`, each more than one dim.
+    """Return the modes for training that can divide the devices of `mesh.model`.
 
     Args:
         num_devices: `mesh.model`.
@@ -114,7 +114,7 @@ def modes_of(num_devices: int) -> list[TensorConfig]:
     depths = [depth for depth in range(2, num_devices + 1) if num_devices % depth == 0]
     several_depths = [(depth, "2.5d") for depth in depths]
     modes = [TensorConfig()]
-    for depth, mode in [(1, "2d"), *several_depths, (1, "3d"), (1, "2d_stationary")]:
+    for depth, mode in [(1, "2d"), *several_depths, (1, "3d")]:
         config = TensorConfig(mode=mode, depth=depth)
         try:
             factors = config.factors(num_devices)

@@ -42,10 +42,10 @@ CONFIG = GPT2Config(
 )
 
 
-def with_blocks(*kinds: type[nnx.Module]) -> GPT2:
+def with_blocks(*kinds: Callable[..., nnx.Module]) -> GPT2:
     model = GPT2(CONFIG, rngs=nnx.Rngs(0))
 
-    def maker(kind: type[nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    def maker(kind: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
         return lambda rngs: kind(CONFIG, rngs=rngs)
 
     makers = [maker(kind) for kind in kinds]

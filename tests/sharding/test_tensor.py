@@ -55,9 +55,8 @@ def test_other_numbers_are_refused_with_the_nearest(mode, depth, count, sentence
         (64, [("1d", 1), ("2d", 1), ("2.5d", 4), ("2.5d", 16), ("3d", 1)]),
     ],
 )
-def test_all_modes_of_a_number_of_devices(count, expected):
-    modes = [(tensor.mode, tensor.depth) for tensor in modes_of(count)]
-    assert modes == expected + [("2d_stationary", 1)] * (count > 2)
+def test_all_modes_for_training_on_a_number_of_devices(count, expected):
+    assert [(tensor.mode, tensor.depth) for tensor in modes_of(count)] == expected
 
 
 def test_depth_belongs_to_one_mode():

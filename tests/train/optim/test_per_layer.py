@@ -90,7 +90,7 @@ def test_optimizer_of_an_import_path_updates_each_layer_like_optax(make):
 
 @pytest.mark.parametrize("make", [clipped_by_global_norm, prodigy])
 def test_optimizer_that_combines_parameters_is_refused(make):
-    params = stacked(np.random.default_rng(0))
+    params = jax.tree.map(jnp.float32, stacked(np.random.default_rng(0)))
     config = dataclasses.replace(BASE, name=of_this_module(make))
     with pytest.raises(ValueError, match="depends on another parameter, .*optimizer.clip_norm"):
         make_optimizer(config, lambda count: 0.1, params=params, stacks=STACKS)
