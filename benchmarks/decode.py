@@ -78,9 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         comparison = generation_peer.compare({}, sizes, num_tokens=64, num_rounds=args.rounds)
         return _report({"command": command, **comparison}, args.out)
     target = parse_target(args.target)
+    tensor = TensorConfig(mode=args.tensor_mode)
+    tensor.factors(target.num_devices)  # an error before the model is built
     config = load_config(args.config, Overrides.parse(others))
     model = run_for(validate_config(config), parse_target(_ONE_GPU)).model
-    tensor = TensorConfig(mode=args.tensor_mode)
     passes = [predicted(model, target, size, args.length, tensor=tensor) for size in sizes]
     figures = {"command": command, "versions": report.versions(), "target": target.name}
     figures |= {"config": args.config, "length": args.length, "passes": passes}

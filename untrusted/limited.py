@@ -177,9 +177,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def _end(processes: "set[_Process]", owner: int) -> None:
     if os.getpid() == owner:
-        for process in [*processes]:
-            process.end()
-        processes.clear()
+        while processes:  # also those that other threads are still adding
+            processes.pop().end()
 
 
 class _Process:

@@ -29,6 +29,6 @@ def test_decoding_reaches_most_of_the_memory_bandwidth(each):
     assert each["tokens_per_s"] == pytest.approx(each["batch_size"] / each["predicted_s"])
 
 
-def test_target_must_be_one_gpu(capsys):
-    assert decode.main(["--target=h100:1x2"]) == 2
-    assert "--target=h100:1x2 has 2 GPUs; give it one" in capsys.readouterr().err
+def test_mode_must_divide_the_gpus(capsys):
+    assert decode.main(["--target=h100:1x2", "--tensor_mode=2d"]) == 2
+    assert "mesh.model=2 must be a square" in capsys.readouterr().err
