@@ -30,7 +30,8 @@ NOT_RUN = {
     r".*runs/vit|.*runs/chat": "needs a run that no command of the page makes",
     r".*lm_eval": "needs a task of your own: tests/generate",
     r".*(train\.compile|taibai plan)": "needs XLA's compiler for GPUs: tests/gpu",
-    r".*(llama\.py:2-7b)": "needs GPUs",
+    r".*(llama\.py:2-7b|gpt2\.py:small)": "needs GPUs",
+    r".*(checkpoints/gpt|output/gpt2|llama_maxtext) ": "tests/convert/trainers writes and reads them",
     r"--config": "options, not a command",
     r"python -c": "several lines: tests/convert compares the tokens",
 }
