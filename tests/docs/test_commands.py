@@ -31,7 +31,7 @@ NOT_RUN = {
     r".*lm_eval": "needs a task of your own: tests/generate",
     r".*(train\.compile|taibai plan)": "needs XLA's compiler for GPUs: tests/gpu",
     r".*(llama\.py:2-7b|gpt2\.py:small)": "needs GPUs",
-    r".*(checkpoints/gpt|output/gpt2|llama_maxtext) ": "tests/convert/trainers writes and reads them",
+    r".*(checkpoints/gpt|output/gpt2|llama_maxtext) ": "tests/convert/trainers reads such files",
     r"--config": "options, not a command",
     r"python -c": "several lines: tests/convert compares the tokens",
 }
