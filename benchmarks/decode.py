@@ -152,12 +152,8 @@ def _params(model: Any, decoder: Any, mesh: AbstractMesh) -> Any:
     """Return the parameters as the decoder takes them, in bfloat16, with their shardings."""
     params = nnx.to_pure_dict(nnx.split(model)[1])
     specs = partition_specs(params, logical_axes(model), make_rules(), mesh)
-    whole = jax.tree.map(
-        lambda x, spec: _placed(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), spec, mesh),
-        params,
-        specs,
-    )
-    separate = jax.eval_shape(decoder.separate, whole)
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
+    separate = jax.eval_shape(decoder.separate, stacked)
     in_stacks = decoder.split(specs)
 
     def layer(tree: Any, stack: Any) -> Any:

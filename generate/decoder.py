@@ -109,7 +109,7 @@ class Decoder:
         return self.separate(prepare(params))
 
     def split(self, params: Tree) -> dict[str, Tree]:
-        """Split parameters, or a tree like theirs, into those of the stacks and all others."""
+        """Separate the parameters of the stacks from all others, in a tree like the model's."""
         return self._functions.split(params)
 
     def separate(self, params: dict[str, Tree]) -> dict[str, Tree]:
