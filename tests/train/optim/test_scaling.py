@@ -270,13 +270,14 @@ def test_logits_do_not_grow_with_the_width(name):
 
 @pytest.mark.thorough
 def test_best_learning_rate_transfers_to_another_width():
-    rates = 8.0 ** np.array([-3, -2, -1])
+    # Not 1/8: there, the loss of the wide model differs by 0.3 between versions of jax.
+    rates = 8.0 ** np.array([-3, -2, 0])
 
     def best_rate(width: int, **fields: Any) -> float:
         _, losses = trained(gpt2(width, **fields), jnp.asarray(rates), num_steps=100, size=8)
         return rates[np.argmin(np.mean(losses[:, -20:], axis=1))]
 
-    # The best loss is lower than the others by at least 0.07 in all three.
+    # The best loss is lower than the others by at least 0.08 in all three.
     base = best_rate(16)  # the base model: the same with the rule
     assert best_rate(128, **{**MUP, "base_embed_dim": 16}) == base
     # Without the rule, the best rate is inversely proportional to the width.
