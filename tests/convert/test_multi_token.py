@@ -98,7 +98,7 @@ def our_losses(model, tokens):
     return functions.head(parts["non_stack"], x, batch)[0]
 
 
-@pytest.mark.thorough(but=["glm4_moe"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_of_layers_ahead_equal_transformers(name, tmp_path):
     save_with_layers_ahead(name, tmp_path)

@@ -30,6 +30,7 @@ def adapter(tmp_path_factory):
     return directory
 
 
+@pytest.mark.thorough
 def test_base_of_continued_adapters_is_the_model_that_they_are_for(adapter, tmp_path):
     """The adapters of a run that continues others are not added to those."""
     expected = ours(adapter / "adapter")
@@ -162,6 +163,7 @@ def test_adapters_under_the_names_of_files_are_read(tmp_path):
     np.testing.assert_array_equal(ours(tmp_path / "adapter"), expected)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("model_class", "sizes", "targets"),
     [

@@ -65,10 +65,8 @@ def make(family, parameters, directory):
     ("family", "parameters"),
     [
         ("mixtral", ["experts.gate_up_proj", "experts.down_proj", "gate.weight"]),
-        pytest.param(
-            "qwen3", ["experts.gate_up_proj", "experts.down_proj"], marks=pytest.mark.thorough
-        ),
-        pytest.param("qwen3", ["experts.down_proj"], marks=pytest.mark.thorough),
+        ("qwen3", ["experts.gate_up_proj", "experts.down_proj"]),
+        ("qwen3", ["experts.down_proj"]),
     ],
 )
 def test_adapters_of_experts_compute_the_same(family, parameters, tmp_path):

@@ -212,6 +212,7 @@ def test_port_is_free_right_after_the_handshake():
         other.join()
 
 
+@pytest.mark.thorough
 def test_slow_stranger_does_not_delay_the_deadline():
     coordinator = free_address()
     replies = []

@@ -192,7 +192,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("launcher", PAIRS)
-@pytest.mark.thorough(but=["torchrun"])
+@pytest.mark.thorough
 def test_two_processes_join(launcher):
     prefixes = ("TAIBAI_", "SLURM_", "OMPI_", "XLA_")
     shared = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}

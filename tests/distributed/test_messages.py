@@ -63,6 +63,7 @@ def test_all_processes_receive_the_first_ones_message_and_every_error():
     assert converse(Service(), 3, talk) == [({"step": 7, "by": 0}, wrong, None)] * 3
 
 
+@pytest.mark.thorough
 def test_a_process_that_does_not_answer_is_no_answer_of_its_own():
     """All processes fail with a timeout, which says nothing about data and may not recur."""
 

@@ -173,6 +173,7 @@ def test_samples_are_as_many_as_asked_for_and_the_same_on_a_mesh(directory, caps
         assert lines(capsys.readouterr().out) == alone
 
 
+@pytest.mark.thorough
 def test_a_run_continues_prompts_with_its_own_tokenizer(tmp_path, corpus_overrides, capsys):
     workdir = tmp_path / "run"
     assert train.main(arguments(workdir, (*TINY, *corpus_overrides, "train.num_steps=2"))) == 0

@@ -88,6 +88,7 @@ def test_wrong_drafts_do_not_change_continuations(sampling, takes_from_model, ll
     assert plain.num_passes == (NEW - 1) * len(LENGTHS)
 
 
+@pytest.mark.thorough
 def test_streams_yield_each_token_once(llama):
     target = load(llama[1])
     prompt = [5, 6, 7, 5, 6]
@@ -112,6 +113,7 @@ def test_continuations_are_the_same_on_every_mesh(sizes, llama, draft_model):
         assert generator.generate(prompts(), max_new_tokens=NEW, sampling=SAMPLED) == expected
 
 
+@pytest.mark.thorough
 def test_texts_may_reach_the_last_position(llama):
     # Drafts go beyond the last position of the model; they are not taken.
     target = load(llama[1])
@@ -122,6 +124,7 @@ def test_texts_may_reach_the_last_position(llama):
         assert generator.generate([prompt], max_new_tokens=NEW, sampling=GREEDY) == expected
 
 
+@pytest.mark.thorough
 def test_draft_model_may_have_fewer_positions(tmp_path):
     torch.manual_seed(1)
     names = ("long", "short")

@@ -58,6 +58,7 @@ def test_repetition_penalty_and_banned_tokens_are_those_of_transformers(llama, g
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_adapters_continue_prompts_as_in_peft(llama, tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(llama[1])
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
@@ -77,6 +78,7 @@ def test_adapters_continue_prompts_as_in_peft(llama, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_samples_do_not_depend_on_the_other_rows(llama):
     model = load(llama[1])
     together = Generator(model).generate(

@@ -132,6 +132,7 @@ def test_losses_of_experts_are_near_those_of_bfloat16(corpus):
     assert found != expected
 
 
+@pytest.mark.thorough
 def test_scales_adapt_from_their_first_values(one_device):
     run, data = one_device
     _, exponents = trained(run, data, 3)

@@ -74,7 +74,7 @@ def test_run_records_its_machine_and_memory_for_the_report(trained):
     assert memory["compiled_device"] / 2**20 == pytest.approx(planned, rel=0.5)
 
 
-@pytest.mark.thorough(but=["overrides1-2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("overrides, code", [((), 0), (("mesh.data=3",), 2)])
 def test_exit_code_does_not_depend_on_a_full_log(overrides, code, corpus_overrides, tmp_path):
     arguments = [
@@ -352,6 +352,7 @@ def test_bad_input_is_reported_before_data_is_read_in_one_sentence(
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.thorough
 def test_run_that_exceeds_the_memory_of_the_machine_is_refused(
     corpus_overrides, tmp_path, capsys, monkeypatch
 ):

@@ -109,6 +109,7 @@ def test_an_interrupted_run_releases_its_workdir_and_resumes(overrides, tmp_path
     assert resumed.values("loss") == undisturbed.values("loss")
 
 
+@pytest.mark.thorough
 def test_errors_are_raised_and_settings_of_jax_stay(overrides, tmp_path):
     with pytest.raises(ValueError, match="mesh data=4 × model=4 needs 16 devices but 8 are"):
         run(tmp_path, overrides, **{"mesh.data": 4, "mesh.model": 4})

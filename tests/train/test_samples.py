@@ -48,6 +48,7 @@ def lines_of(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_samples_are_the_greedy_continuations_of_each_checkpoint(corpus_overrides, tmp_path):
     assert main(arguments(tmp_path, with_prompts(corpus_overrides))) == 0
     lines = lines_of(tmp_path)
@@ -94,6 +95,7 @@ def test_samples_of_a_sequence_to_sequence_model_answer_the_prompt(corpus_overri
     assert line["step"] == 1 and line["prompt"] == "def scan(" and isinstance(line["text"], str)
 
 
+@pytest.mark.thorough
 def test_samples_fail_once_and_the_run_goes_on(corpus_overrides, tmp_path, monkeypatch, capsys):
     def fail(self, state):
         raise RuntimeError("out of memory")
@@ -105,6 +107,7 @@ def test_samples_fail_once_and_the_run_goes_on(corpus_overrides, tmp_path, monke
     assert "RuntimeError: out of memory" in log and not (tmp_path / "samples.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_samples_that_take_longer_than_the_watchdog_allows_are_the_last(
     corpus_overrides, tmp_path, caplog
 ):

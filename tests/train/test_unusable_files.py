@@ -80,6 +80,7 @@ def test_link_that_leads_out_of_the_workdir_is_refused_by_name(
     assert os.listdir(tmp_path / "run") == [name.partition("/")[0]]
 
 
+@pytest.mark.thorough
 def test_link_that_appears_after_the_check_is_not_followed(
     private, overrides, tmp_path, capsys, monkeypatch
 ):

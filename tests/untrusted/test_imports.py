@@ -139,6 +139,7 @@ def write_yaml(directory, **sections):
     return file
 
 
+@pytest.mark.thorough
 def test_source_of_a_received_mixture_is_not_imported(payload, tmp_path, capsys):
     data = {"name": "mixture", "mixture": ["1 gift_payload:corpus"], "sequence_length": 16}
     data |= {"global_batch_size": 8, "tokenizer": "bytes", "cache_dir": str(tmp_path / "cache")}

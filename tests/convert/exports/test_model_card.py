@@ -24,6 +24,7 @@ def run(tmp_path_factory):
     return directory / "run"
 
 
+@pytest.mark.thorough
 def test_card_describes_the_run(run, tmp_path):
     to_hf.convert(run, tmp_path / "model", merge=True)
     card = huggingface_hub.ModelCard.load(tmp_path / "model" / "README.md")

@@ -93,6 +93,7 @@ def test_models_that_cannot_be_exported_are_refused(tmp_path, capsys):
     assert not (tmp_path / "onnx").exists()
 
 
+@pytest.mark.thorough
 def test_a_file_that_computes_something_else_is_not_kept(tmp_path, monkeypatch):
     cases.make("vit").save_pretrained(tmp_path / "hf")
     cases.make("vit").save_pretrained(tmp_path / "other")

@@ -112,6 +112,7 @@ def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     assert_rows(list(validation_batches(other, config, rows)), evaluated, slice(None))
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("num_workers", [1, 3, 8])
 def test_any_number_of_workers_reads_the_same_batches(num_workers, tmp_path):

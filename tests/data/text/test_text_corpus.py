@@ -313,6 +313,7 @@ def build_in_process(config, barrier, results):
     results.put(load_text(config).fingerprint)
 
 
+@pytest.mark.thorough
 def test_processes_that_start_together_build_one_cache(tmp_path, monkeypatch):
     (tmp_path / "counted_corpus.py").write_text(COUNTED_CORPUS)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -69,6 +69,7 @@ def followed(
     return read_json_lines(run / "mine.jsonl")
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_evaluated_as_they_appear(run, tmp_path, capsys):
     shutil.rmtree(run / "goodput")  # it says that the run has finished
     (run / "checkpoints" / "4").rename(tmp_path / "4")

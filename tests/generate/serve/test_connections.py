@@ -105,6 +105,7 @@ def test_bytes_one_at_a_time_do_not_move_the_deadline():
         assert time.monotonic() < started + 3
 
 
+@pytest.mark.thorough
 def test_client_that_does_not_read_its_answer_is_closed():
     limits = ConnectionLimits(head_s=0.3, request_s=0.6, max_connections=10)
     with serving_slowly(limits) as address, socket.create_connection(address) as connection:

@@ -125,6 +125,7 @@ def test_completions_are_those_of_the_generator(client, generator):
     assert found.usage.completion_tokens <= 60
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.8}, {"extra_body": {"top_k": 5}}])
 def test_samples_are_those_of_the_generator_with_the_same_seed(client, generator, settings):

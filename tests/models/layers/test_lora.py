@@ -42,6 +42,7 @@ def params_of(model) -> dict:
     return nnx.traversals.flatten_mapping(nnx.to_pure_dict(nnx.split(model)[1]))
 
 
+@pytest.mark.thorough
 def test_adapters_start_without_an_effect_and_leave_other_parameters():
     plain = gpt2()
     for variant in ({}, {"use_dora": True}):

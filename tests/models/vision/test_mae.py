@@ -176,6 +176,7 @@ def test_encoder_has_the_names_and_shapes_of_a_vit():
     assert mae["position_embedding"][0, 1:].min() < 0
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("normalise", [True, False])
 def test_reconstructions_show_visible_and_predicted_patches(normalise):

@@ -105,6 +105,7 @@ def test_padding_of_a_batch_changes_neither_loss_nor_gradients(functions):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+@pytest.mark.thorough
 def test_views_share_the_encoder_but_not_the_dropout():
     config = MoCoConfig(**SIZES, drop_path=0.9, dropout=0.5)
     model = MoCo(config, rngs=nnx.Rngs(0))

@@ -199,7 +199,7 @@ MODELS = {
 
 
 @pytest.mark.drawn(1)
-@pytest.mark.thorough(but=["ViT", "ResMLP"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_images_of_a_batch_are_independent(name):
     model: Any = drawn(MODELS[name]())
@@ -208,6 +208,7 @@ def test_images_of_a_batch_are_independent(name):
     assert np.abs(gradient[0]).max() > 0 and not np.asarray(gradient[1]).any()
 
 
+@pytest.mark.thorough
 def test_swin_2_blocks_are_initially_the_identity():
     model: Any = Swin(SWIN_2, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 11, 11, 8)), jnp.float32)

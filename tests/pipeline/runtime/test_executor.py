@@ -136,7 +136,7 @@ def test_teacher_outputs_belong_to_their_examples(schedule, mesh, share_vocab):
             np.testing.assert_allclose(teacher_outputs["total"][index], expected, rtol=1e-13)
 
 
-@pytest.mark.thorough(but=["EncoderDecoder-1f1b-1-{}-none"])
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("remat", ["stage", "none"])
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def float64():
         yield
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("sizes", [{}, {"batch": 1, "length": 1}, {"length": 131, "per_token": 1}])
 def test_experts_equal_a_loop_over_all_of_them(choose, sizes):

@@ -52,6 +52,7 @@ def test_shipped_config_has_the_mesh_that_its_section_says():
     assert run.num_replicas == 2
 
 
+@pytest.mark.thorough
 def test_shipped_config_trains_like_one_device():
     """The headline line of Colossal-AI: two stages of four devices in the mode 2.5d."""
     small = [f"model.{name}" for name in ("embed_dim=32", "num_layers=2", "num_heads=4")]

@@ -34,6 +34,7 @@ def position(**changes) -> dict:
     return {"batches": {"next_index": 2}, "corpus": "a", "contents": ""} | changes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "file, content, reason",
     [

@@ -227,6 +227,7 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_and_save_the_batch(corpus_over
         assert np.isnan(saved["weights"]).all() and saved["tokens"].shape == (16, 16)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "num_steps, bad_steps, rollbacks",

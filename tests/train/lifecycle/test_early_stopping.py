@@ -121,6 +121,7 @@ def evaluations(workdir) -> dict[int, float]:
     return {entry["step"]: entry["eval_loss"] for entry in entries if "eval_loss" in entry}
 
 
+@pytest.mark.thorough
 def test_run_ends_early_and_keeps_the_best_checkpoint(stopped, capsys):
     workdir, overrides = stopped
     losses = evaluations(workdir)

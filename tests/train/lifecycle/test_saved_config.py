@@ -64,6 +64,7 @@ def drop_checksums_of_configs(run: Path) -> None:
         file.write_text("".join([f"# {len(kept)} files\n", *kept]))
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [Path.unlink, change_seed])
 def test_another_seed_is_rejected_even_if_the_config_of_the_workdir_was_changed(
@@ -126,6 +127,7 @@ def test_run_resumes_from_checkpoints_without_configs(copy, capsys):
     assert "step 4 of train.num_steps=5" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_run_of_an_earlier_version_resumes_without_a_changed_config(copy, capsys):
     """Its stored configs have `pipeline.remat`, which is a part of `train.remat` now."""
     workdir, overrides = copy

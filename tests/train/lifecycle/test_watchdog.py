@@ -167,6 +167,7 @@ def test_a_single_process_shows_its_stack(tmp_path, start):
     assert "in wait_in_vain" in report
 
 
+@pytest.mark.thorough
 def test_files_of_another_start_are_ignored(tmp_path, watch, capfd):
     directory = tmp_path / "signs"
     write_sign(directory, 1, run_id="an earlier run", phase="data")
@@ -180,6 +181,7 @@ def test_files_of_another_start_are_ignored(tmp_path, watch, capfd):
     assert "n1" not in report and "process 2" not in report
 
 
+@pytest.mark.thorough
 def test_broken_file_is_no_heartbeat(tmp_path, watch, capfd):
     (tmp_path / "signs").mkdir()
     for index, text in enumerate(("", "{", "[]", '{"step": 3}'), start=1):
@@ -192,6 +194,7 @@ def test_broken_file_is_no_heartbeat(tmp_path, watch, capfd):
     assert all(f"process {index} has no heartbeat" in report for index in range(1, 5))
 
 
+@pytest.mark.thorough
 def test_the_report_of_thousands_of_processes_is_short(tmp_path, watch, capfd):
     for index in range(1, 1000):
         write_sign(tmp_path / "signs", index)
@@ -225,6 +228,7 @@ def test_process_furthest_behind_is_named_first(tmp_path, watch, capfd):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_removed_later", [False, True])
 def test_watchdog_that_cannot_write_reports_it_once_and_keeps_watching(
     tmp_path, watch, capfd, is_removed_later
@@ -244,6 +248,7 @@ def test_watchdog_that_cannot_write_reports_it_once_and_keeps_watching(
     assert "the step itself hangs" in report
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("function", ["read_json", "write_text"])
 def test_hanging_file_system_does_not_delay_the_watchdog(watch, capfd, monkeypatch, function):
     monkeypatch.setattr(watchdog, "_READ_LIMIT_S", 1.0)
@@ -265,6 +270,7 @@ def test_the_watchdog_reports_before_jax_may_end_the_process(watch, timeout_s):
     assert jax_heartbeat_timeout_s(timeout_s) / 2 >= report_s + 30
 
 
+@pytest.mark.thorough
 def test_unwatched_phases_may_take_arbitrarily_long(watch, tmp_path, capfd):
     with contextlib.ExitStack() as stack:
         for phase in UNWATCHED:
@@ -275,6 +281,7 @@ def test_unwatched_phases_may_take_arbitrarily_long(watch, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.thorough
 def test_save_has_its_own_timeout(watch, capfd):
     phases = Phases()
     with phases("save"):
@@ -318,6 +325,7 @@ def test_step_that_completes_during_the_report_does_not_end_the_process(watch, c
         assert watch.hangs.wait(LONG_S)
 
 
+@pytest.mark.thorough
 def test_close_stops_watching_and_leaves_no_file(tmp_path, watch):
     phases = Phases()
     with phases("step", 17):

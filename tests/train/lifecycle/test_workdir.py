@@ -76,6 +76,7 @@ def test_run_starts_as_soon_as_the_lock_is_released(holder, tmp_path, caplog):
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+@pytest.mark.thorough
 def test_only_one_process_at_a_time_holds_the_lock(tmp_path):
     """Several processes increment a counter without atomicity; the lock makes the sum right."""
     counter = tmp_path / "counter"

@@ -77,7 +77,7 @@ FLOAT64_TOLERANCE = 1e-9
 FLOAT32_TOLERANCE = 1e-4
 
 
-@pytest.mark.thorough(but=["2x2x2", "3D"])
+@pytest.mark.thorough(but=["2x2x2"])
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_losses_equal_one_device_float64(mesh, corpus_overrides):

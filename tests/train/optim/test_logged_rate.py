@@ -96,7 +96,7 @@ def test_logged_rate_is_the_one_that_the_update_used(name, corpus_overrides):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thorough(but=["with_hidden_schedule", "with_changed_schedule"])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

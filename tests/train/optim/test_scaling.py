@@ -258,6 +258,7 @@ def logits_after_training(name: str, width: int, **fields: Any) -> float:
     return float(np.std(logits_of(model)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_do_not_grow_with_the_width(name):
     """The check of coordinates of Yang et al., section D.1."""

@@ -120,6 +120,7 @@ def test_request_for_far_too_many_devices_names_one_that_works():
     assert batch > 16 and [*space_of(config_of(f"data.global_batch_size={batch}"), 4096)]
 
 
+@pytest.mark.thorough
 def test_large_batch_that_nothing_divides_names_the_nearest_multiple():
     def spaces(config, num_devices) -> PlanSpace:
         one = space(most_model=1)

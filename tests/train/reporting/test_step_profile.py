@@ -48,6 +48,7 @@ def test_profile_has_the_steps_for_xprof_and_perfetto(overrides, tmp_path, capsy
     assert len(milliseconds) == 8 and milliseconds == sorted(milliseconds, reverse=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_steps")
 def test_profile_that_cannot_be_written_is_a_warning(overrides, tmp_path, capsys):
     (tmp_path / "profile").write_text("a file in the place of the folder")

@@ -57,6 +57,7 @@ def opt(tmp_path_factory):
     return directory, save_model(directory, "OPTForCausalLM", **OPT)
 
 
+@pytest.mark.thorough
 def test_run_can_start_from_a_converted_model_but_not_resume_it(opt, text, tmp_path, capsys):
     from_hf(opt[0], tmp_path / "converted")
     overrides = (*text[1], *SHORT, f"init_from={tmp_path / 'converted'}")

@@ -253,6 +253,7 @@ def test_window_size_without_positions_is_rejected(name, cache, tmp_path):
         run_from(tmp_path, SWIN, cache, "images.size=8")
 
 
+@pytest.mark.thorough
 def test_window_size_may_change_if_positions_are_relative_to_the_pretraining(cache, tmp_path):
     measured = {"pretrained_window_sizes": [4, 4]}
     save(tmp_path, "Swinv2ForImageClassification", **TINY_SWIN, **measured, num_labels=10)

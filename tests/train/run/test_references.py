@@ -51,6 +51,7 @@ def losses_of(overrides: tuple[str, ...], directory) -> list[float]:
     return losses(run, corpus, NUM_STEPS)
 
 
+@pytest.mark.thorough
 def test_losses_begin_at_the_logarithm_of_2_and_fall(pairs, tmp_path):
     found = losses_of(pairs, tmp_path)
     assert found[0] == pytest.approx(np.log(2), abs=1e-5) and found[-1] < 0.6

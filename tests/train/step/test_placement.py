@@ -67,7 +67,7 @@ def combinations():
         "half the parameters-2x2x2-3-names kept and moved",
     ]
 )
-@pytest.mark.thorough(but=["all-one device-0-nothing kept"])
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("placement", "mesh", "stage", "level"), list(combinations()))
 def test_losses_equal_one_device(placement, mesh, stage, level, corpus_overrides):

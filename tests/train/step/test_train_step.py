@@ -75,6 +75,7 @@ def test_loss_is_the_weighted_mean_for_any_number_of_microbatches(corpus_overrid
     assert abs(values[0] - np.log(257)) < 0.5  # an untrained model: log of 257 tokens
 
 
+@pytest.mark.thorough
 def test_step_with_non_finite_loss_changes_only_the_counters(corpus_overrides):
     run, corpus = make_run((*TINY, *corpus_overrides))
     before = run.state_layout.initial()

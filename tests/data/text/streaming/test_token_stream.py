@@ -123,6 +123,7 @@ def test_tokens_equal_those_of_a_corpus_that_is_not_streamed(directory):
         file.unlink()
 
 
+@pytest.mark.thorough
 def test_cache_does_not_exceed_its_bound(tmp_path):
     """Two processes of a run share it with another run, and all read what they would without it."""
     texts = {number: [f"{number} " * 2000] * (1 + number) for number in range(10)}
