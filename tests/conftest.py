@@ -24,7 +24,7 @@ from jax._src import compilation_cache
 from distributed.compilation_cache import use_compilation_cache
 from distributed.variables import CPU_XLA_FLAGS
 from fields.paths import cache_path
-from tests.drawn import SEED, draw_cases
+from tests.drawn import SEED, draw_cases, take_turns
 from tests.hub import StandInHub, use_hub
 from tests.runs import write_corpus
 from tests.shared_steps import assemble_with_shared_steps
@@ -198,8 +198,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Apply the markers of tiers, and run the longest tests first.
 
     `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
-    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the others CI runs
-    (tests/drawn.py). If the longest tests ran last, one worker would still be busy when the others
+    `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the others CI runs;
+    thorough tests without a draw take turns (tests/drawn.py). If the longest tests ran last, one worker would still be busy when the others
     have finished.
     """
     for item in items:
@@ -209,6 +209,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if (marker.name == "thorough" and is_kept) or (marker.name == "slow" and is_other):
                 item.own_markers.remove(marker)
     draw_cases(items)
+    take_turns(items)
     for item in items:
         if item.path.stem in _TIMED:
             item.add_marker(pytest.mark.flaky(reruns=2))
@@ -225,7 +226,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_report_header() -> str:
     """Print the seed of the drawn cases."""
-    return f"cases of tests with many cases: TAIBAI_TEST_SEED={SEED} (-m slow runs all)"
+    return (
+        f"cases of tests with many cases, and thorough tests: TAIBAI_TEST_SEED={SEED} "
+        "(-m slow runs the others)"
+    )
 
 
 @pytest.fixture

@@ -7,12 +7,15 @@ time; set TAIBAI_TEST_SEED to repeat a draw.
 `pytestmark = pytest.mark.drawn(3, among="thorough")` does the same with the thorough tests of a
 file that have no draw of their own. `@pytest.mark.drawn(4, of="whole runs")` draws from all tests
 with this name, in all files: those that start, kill and restart whole runs.
+
+Thorough tests without a draw take turns: CI runs each on every second day (`take_turns`).
 """
 
 import collections
 import datetime
 import os
 import random
+import zlib
 
 import pytest
 
@@ -67,3 +70,20 @@ def draw_cases(items: list[pytest.Item]) -> None:
         for index, item in enumerate(cases):
             if index not in chosen:
                 item.add_marker(pytest.mark.slow)
+
+
+def turn(name: str, seed: str = SEED) -> bool:
+    """Return whether a test is run with this seed; if it is a day, either today or tomorrow."""
+    try:
+        number = datetime.date.fromisoformat(seed).toordinal()
+    except ValueError:
+        number = zlib.crc32(seed.encode())
+    return (zlib.crc32(name.encode()) + number) % 2 == 0
+
+
+def take_turns(items: list[pytest.Item]) -> None:
+    """Mark the thorough tests without a draw whose turn it is not as slow."""
+    for item in items:
+        is_thorough = item.get_closest_marker("thorough") and not item.get_closest_marker("drawn")
+        if is_thorough and not turn(item.nodeid):
+            item.add_marker(pytest.mark.slow)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.drawn import draw, draw_cases
+from tests.drawn import draw, draw_cases, take_turns, turn
 
 
 def test_draw_is_repeated_by_its_seed_and_covers_all_cases():
@@ -49,3 +49,19 @@ def test_draw_of_a_name_is_among_the_tests_of_all_files(pytestconfig):
         item.markers["drawn"] = pytest.mark.drawn(2, of="whole runs").mark
     draw_cases(items)
     assert sum("slow" not in item.markers for item in items) == 2
+
+
+def test_thorough_tests_run_on_one_of_two_days(pytestconfig):
+    names = [f"test_{i}" for i in range(100)]
+    days = [[turn(name, f"2026-01-0{day}") for name in names] for day in (1, 2, 3)]
+    assert days[0] == days[2] == [not runs for runs in days[1]]
+    assert 25 < sum(days[0]) < 75
+    thorough = [Item(name, pytestconfig, "thorough") for name in names]
+    quick = [Item(name, pytestconfig) for name in names]
+    drawn = [Item(name, pytestconfig, "thorough") for name in names]
+    for item in (*thorough, *quick):
+        del item.markers["drawn"]
+    items: list[Any] = [*thorough, *quick, *drawn]
+    take_turns(items)
+    assert ["slow" not in item.markers for item in thorough] == [turn(x.nodeid) for x in thorough]
+    assert not any("slow" in item.markers for item in (*quick, *drawn))
