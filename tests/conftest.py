@@ -199,8 +199,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     `thorough(but=ids)` names the cases of a parametrized test that stay among the quick tests,
     `slow(only=ids)` those that CI does not run, and `drawn(count)` how many of the others CI runs;
-    thorough tests without a draw take turns (tests/drawn.py). If the longest tests ran last, one worker would still be busy when the others
-    have finished.
+    thorough tests without a draw take turns (tests/drawn.py). If the longest tests ran last, one
+    worker would still be busy when the others have finished.
     """
     for item in items:
         for marker in [*item.own_markers]:

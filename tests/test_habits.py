@@ -107,5 +107,6 @@ def test_prose_finds_literal_translations(text, num_found):
     assert len(prose.constructions_in(text)) == num_found
 
 
+@pytest.mark.thorough
 def test_prose_reads_like_english(capsys):
     assert prose.main([]) == 0, capsys.readouterr().out

@@ -197,6 +197,7 @@ def test_loaded_model_has_the_losses_and_gradients_of_transformers(name, tmp_pat
         assert np.linalg.norm(found - theirs_part) < 1e-3 * scale, place.theirs
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", CASES)
 def test_round_trip_preserves_every_tensor_and_config(name, tmp_path):
     make(name).save_pretrained(tmp_path / "theirs")
@@ -265,6 +266,7 @@ def make_encoder(name: str):
     return getattr(hf, name)(config(**sizes, projection_dim=23)).eval()
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_one_encoder_equals_that_of_transformers_and_comes_back(name, tmp_path):
     config, output = ENCODERS[name]

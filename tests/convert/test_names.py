@@ -99,6 +99,7 @@ def _tied(tensors: dict, name: str) -> dict:
     return {"lm_head.weight": tensors[name]}
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("what", HARMLESS)
 def test_published_forms_of_names_are_read(what, tmp_path):
     case, change = HARMLESS[what]

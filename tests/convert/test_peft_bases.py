@@ -144,6 +144,7 @@ def test_a_base_that_is_no_hugging_face_model_is_warned_of(adapter, tmp_path, ca
     assert f"adapters are for {tmp_path}/first, which is not a Hugging Face model" in caplog.text
 
 
+@pytest.mark.thorough
 def test_adapters_under_the_names_of_files_are_read(tmp_path):
     """Older versions of transformers name the modules of a ViT as their weights in files."""
     make("vit", "DoRA", tmp_path)

@@ -60,6 +60,7 @@ def make(family, parameters, directory):
 
 
 # PEFT converts the rank of gate and up, and then warns of its own conversion.
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize(
     ("family", "parameters"),

@@ -36,6 +36,7 @@ def assert_same_pixels(directory, config):
     np.testing.assert_allclose(config.normalised(images, np.float32), theirs, 0, atol=tolerance)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "said",
     [

@@ -233,6 +233,7 @@ def test_published_modernbert_has_the_layers_of_transformers(size):
     assert dataclasses.asdict(ours) == dataclasses.asdict(published)
 
 
+@pytest.mark.thorough
 def test_switch_transformer_is_that_of_configs_and_has_the_logits_of_transformers(
     tmp_path,
 ):

@@ -196,6 +196,7 @@ def test_strangers_at_the_port_are_passed_over():
         connection.close()
 
 
+@pytest.mark.thorough
 def test_port_is_free_right_after_the_handshake():
     for _ in range(10):
         coordinator = free_address()

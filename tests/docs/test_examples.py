@@ -71,6 +71,7 @@ def test_own_block_with_attention_has_equal_losses_on_any_mesh(tmp_path):
     assert expected[-1] < expected[0] - 0.3
 
 
+@pytest.mark.thorough
 def test_own_block_sees_only_earlier_tokens_and_their_distance():
     config = ParallelConfig(vocab_size=8, num_layers=2, embed_dim=16, dropout=0.0, num_heads=2)
     x = jax.random.normal(jax.random.key(0), (1, 6, 16))

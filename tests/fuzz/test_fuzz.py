@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", PARSERS)
 def test_damaged_input_is_read_or_refused(name, tmp_path):
     attack(PARSERS[name], tmp_path, QUICK_INPUTS, derandomize=True)

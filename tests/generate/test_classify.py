@@ -55,6 +55,7 @@ def photos(tmp_path_factory):
     return run, directory / "images"
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["", "data=2,model=2"])
 def test_probabilities_equal_those_of_a_pipeline_of_transformers(photos, mesh, tmp_path, capsys):

@@ -116,6 +116,7 @@ def test_a_second_start_loads_the_programs_of_the_first(
     assert printed[0] == printed[1] and compiled == []
 
 
+@pytest.mark.thorough
 def test_texts_are_continued_in_python_as_by_the_command(directory, tmp_path):
     texts = ["def main(", "héllo"]
     options = [*(f"--prompt={text}" for text in texts), "--num_samples=2", "--top_k=20", "--seed=5"]

@@ -58,7 +58,7 @@ def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     assert 0 < generator.num_passes < (NEW - 1) * len(LENGTHS)  # some drafts were right
 
 
-@pytest.mark.thorough(but=["mistral-penalized"])
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.slow(only=[f"{name}-{how}" for name in ("opt", "qwen3") for how in _SETTINGS])
 @pytest.mark.parametrize("sampling", _SETTINGS.values(), ids=_SETTINGS)

@@ -39,6 +39,7 @@ def test_greedy_continuations_equal_those_of_transformers(model):
     assert found == expected
 
 
+@pytest.mark.thorough
 def test_stop_tokens_end_a_continuation(llama, greedy):
     reference, directory = llama
     stop = greedy[1][5]

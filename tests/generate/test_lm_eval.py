@@ -279,6 +279,7 @@ def test_texts_equal_those_of_the_hugging_face_backend(backends):
     assert_equal_texts(backends, until=["q"], max_gen_toks=40)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("stop, penalty", [("[CLS]", 1.0), ("[SEP]", 30.0)])
 @pytest.mark.parametrize("directory", ["plain"], indirect=True)
 def test_special_tokens_stop_texts_as_in_the_hugging_face_backend(stop, penalty, backends):

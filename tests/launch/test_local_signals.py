@@ -127,6 +127,7 @@ def test_stopping_process_that_cannot_save_decides_the_exit_code(tmp_path):
     assert (done.returncode, done.stderr) == (74, "")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("numbers", "code"),
     [

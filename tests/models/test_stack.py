@@ -67,7 +67,7 @@ def test_stacks_are_listed_in_the_order_of_execution(make):
     assert functions.join(functions.split(params)).keys() == params.keys()
 
 
-@pytest.mark.thorough(but=["stage-interleaved_1f1b-2-2", "none-1f1b-1-1"])
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "schedule, chunks, stages", [("1f1b", 1, 1), ("interleaved_1f1b", 2, 2), ("zbv", 2, 2)]

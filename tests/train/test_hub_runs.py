@@ -80,6 +80,7 @@ def closed_address() -> str:
         return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
+@pytest.mark.thorough
 def test_evaluation_reads_checkpoint_tokenizer_and_data(filled_hub, tmp_path, monkeypatch, capsys):
     arguments = [*flags(tmp_path / "run", HUB), "--mode=eval"]
     assert main(arguments) == FINISHED

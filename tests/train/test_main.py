@@ -212,6 +212,7 @@ def test_finished_run_reports_it_and_changes_nothing(trained, capsys):
     assert (workdir / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.thorough
 def test_run_trains_with_an_empty_validation_split_and_warnings(corpus_overrides, tmp_path, capsys):
     overrides = (*TINY, *corpus_overrides, "data.validation_fraction=0", "train.num_steps=2")
     assert run_main(tmp_path, overrides) == 0

@@ -46,6 +46,7 @@ def overrides(corpus_overrides):
     return (*TINY, *corpus_overrides, "train.num_steps=1", "model.num_layers=1")
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_obstacle_in_the_workdir_is_refused_by_name(obstacle, overrides, tmp_path, capsys):
     path = tmp_path / obstacle.rstrip("/|")

@@ -98,6 +98,7 @@ def test_wrong_fields_are_named():
         check_fields({"a": [1]}, {"a": dict[str, str]}, "f.json")
 
 
+@pytest.mark.thorough
 def test_json_of_the_largest_size_takes_little_memory():
     tracemalloc = pytest.importorskip("tracemalloc")
     content = b"[" + b"{}," * (MAX_VALUES // 2 - 1) + b"0]"

@@ -10,6 +10,7 @@ from tests.convert.trainers import models
 from tests.convert.trainers.maxtext_layout import write_maxtext
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("case", ["llama", "llama_tied", "llama3", "qwen2", "qwen3"])
 def test_stack_has_the_logits_of_the_hugging_face_model(tmp_path, case):
     model = models.make(case)

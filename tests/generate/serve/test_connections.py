@@ -74,6 +74,7 @@ def is_closed(connection: socket.socket, within_s: float) -> bool:
 HEAD = b" HTTP/1.1\r\nHost: localhost\r\n"
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "sent",
     [

@@ -19,6 +19,7 @@ _SAMPLINGS = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "model": 2}])
 def test_rows_that_begin_at_different_times_have_the_tokens_of_the_generator(mesh, llama):
     model = load(llama[1])

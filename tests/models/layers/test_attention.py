@@ -67,6 +67,7 @@ def test_attend_narrow_dtypes_are_close(dtype, tolerance):
     np.testing.assert_allclose(np.asarray(ours, np.float64), y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("position", [0, 63, 128, 299])
 def test_attend_gradients_vanish_after_the_position(position):
     """Position 128 is not in the first block."""
@@ -232,6 +233,7 @@ def test_attend_implementations_agree():
     np.testing.assert_allclose(ours, theirs, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_attend_returns_the_mean_for_queries_that_see_no_key():
     """As in `jax.nn.dot_product_attention`. Such rows are padding; no key is padding."""
     rng = np.random.default_rng(0)

@@ -123,6 +123,7 @@ def our_losses(params, model, batch):
     return functions.head(parts["non_stack"], x, batch)
 
 
+@pytest.mark.thorough
 def test_losses_and_gradients_equal_torch_document_by_document():
     with jax.enable_x64(True):
         model = Llama(CONFIG, rngs=nnx.Rngs(0))

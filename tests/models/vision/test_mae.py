@@ -81,6 +81,7 @@ def test_hidden_patches_depend_only_on_the_seed():
     assert (hidden(inputs) != hidden(seeds)).any(axis=1).all()
 
 
+@pytest.mark.thorough
 def test_patches_with_the_least_noise_are_kept_with_ties_in_order():
     noise = np.random.default_rng(0).random((3, NUM_PATCHES), np.float32)
     noise[1] = 0.5
@@ -90,6 +91,7 @@ def test_patches_with_the_least_noise_are_kept_with_ties_in_order():
     np.testing.assert_array_equal(np.flatnonzero(~is_hidden[1]), np.arange(NUM_KEPT))
 
 
+@pytest.mark.thorough
 def test_encoder_gets_the_patches_that_the_head_does_not_predict():
     mae = model()
     inputs = batch(2)

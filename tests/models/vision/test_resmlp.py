@@ -95,6 +95,7 @@ def test_other_numbers_of_patches_are_rejected():
         model(jnp.zeros((1, 12, 11, 2), jnp.uint8))
 
 
+@pytest.mark.thorough
 def test_every_layer_drops_branches_at_the_same_rate():
     config = ResMLPConfig(**{**vars(CONFIG), "drop_path": 0.3})
     block = Block(config, rngs=nnx.Rngs(0))

@@ -108,6 +108,7 @@ HUGE_TABLES = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", HUGE_TABLES)
 def test_huge_table_is_refused_in_one_short_sentence(name, tmp_path):
     path = tmp_path / "huge.csv"

@@ -155,6 +155,7 @@ def test_adapters_of_a_hugging_face_model_are_written_for_peft(corpus_overrides,
     assert np.abs(trained - load(tmp_path / "opt")(tokens)).max() > 0.01
 
 
+@pytest.mark.thorough
 def test_magnitudes_start_as_the_norms_of_loaded_kernels(corpus_overrides, tmp_path):
     save_model(tmp_path / "opt", "OPTForCausalLM", **OPT)
     overrides = (

@@ -69,6 +69,7 @@ def of_this_module(function: Any) -> str:
     return f"{__name__}:{function.__name__}"
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "make",
     [masked_decay, masked, multi_transform, muon, adafactor, accumulated, clipped_by_block],

@@ -140,6 +140,7 @@ def stddev_of(params: Any, *path: str) -> float:
     return float(np.std(functools.reduce(lambda tree, name: tree[name], path, params)))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("depth", [2, 8])
@@ -170,6 +171,7 @@ def logits_of(model: Any) -> np.ndarray:
     return np.asarray(model(jnp.asarray(batches(1, 2)[0, :, :-1])))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_model_of_the_base_sizes_is_the_unscaled_model(name):
     plain = MODELS[name](32)
@@ -212,6 +214,7 @@ def test_scores_of_larger_heads_are_divided_by_their_size():
     assert gpt2(64, **MUP).config.scaled_scores(16) == 1 / 4
 
 
+@pytest.mark.thorough
 def test_updates_equal_adamw_with_the_scaled_hyperparameters():
     model = gpt2(64, 4, **COMPLETEP)
     params = params_of(model)

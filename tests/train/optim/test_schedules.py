@@ -45,6 +45,7 @@ def test_learning_rate_decays_to_its_final_fraction(schedule, middle, end):
     assert rate(1000, schedule=schedule) == pytest.approx(end)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_rate_of_a_compiled_step_is_never_negative(schedule):
     """A compiler may multiply by the reciprocal of the number of steps, which is rounded."""

@@ -23,6 +23,7 @@ def overrides(corpus_overrides):
     return (*SMALL, *corpus_overrides)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_steps")
 def test_profile_has_the_steps_for_xprof_and_perfetto(overrides, tmp_path, capsys):
     mesh = ("mesh.pipeline=2", "model.num_layers=2")

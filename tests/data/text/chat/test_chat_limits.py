@@ -53,6 +53,7 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_hostile_template_is_refused_within_the_limits(name):
     text, message = TEMPLATES[name]

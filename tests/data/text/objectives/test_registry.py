@@ -66,6 +66,7 @@ def test_batches_have_the_shapes_given_by_the_config(case):
             assert 0 <= ids.min() <= ids.max() < corpus.tokenizer.vocab_size
 
 
+@pytest.mark.drawn(4)
 def test_batches_do_not_depend_on_processes_or_restarts(case):
     _, config, corpus = case
     whole = take(train_batches(corpus, config, range(6), seed=SEED), 40)

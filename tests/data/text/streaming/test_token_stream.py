@@ -57,6 +57,7 @@ def test_tokens_of_each_shard_are_used_exactly_once_per_epoch(directory, seed):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("window", "seed"), [(2, 0), (8, 1), (1000, 0)])
 def test_rows_are_shuffled_within_a_window_and_an_epoch(directory, window, seed):
     in_order = rows_of(config_of(directory, shuffle_window=1), 3 * EPOCH // LENGTH, seed).tolist()
