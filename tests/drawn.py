@@ -5,7 +5,7 @@ marked as slow, so that `-m slow` runs them. The seed is the day, so that CI cov
 time; set TAIBAI_TEST_SEED to repeat a draw.
 
 `pytestmark = pytest.mark.drawn(3, among="thorough")` does the same with the thorough tests of a
-file that have no draw of their own. `@pytest.mark.drawn(4, of="whole runs")` draws from all tests
+file that have no draw of their own. `@pytest.mark.drawn(3, of="whole runs")` draws from all tests
 with this name, in all files: those that start, kill and restart whole runs.
 
 Thorough tests without a draw take turns: CI runs each on every second day (`take_turns`).

@@ -52,7 +52,7 @@ def test_compare_names_the_step_that_differs():
         compare({2: expected[2]}, expected)
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_run_survives_signals_unreadable_checkpoints_and_hard_links(tmp_path):
     setting = prepare(tmp_path, [*SMALL, "model.num_layers=1"], num_steps=60)

@@ -106,7 +106,7 @@ def undisturbed(cluster, corpus, tmp_path_factory):
     return losses
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_requeued_and_killed_job_continues_with_the_same_losses(
     cluster, corpus, undisturbed, tmp_path

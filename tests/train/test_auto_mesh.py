@@ -51,7 +51,7 @@ def mesh_in(workdir) -> dict:
     return yaml.safe_load((workdir / "config.yaml").read_text())["mesh"]
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_planned_run_has_the_losses_of_one_device_and_resumes_with_a_new_plan(
     corpus_overrides, tmp_path
@@ -90,7 +90,7 @@ def test_plans_use_all_devices_if_they_exceed_the_batch_or_data_is_fixed(
     assert sizes["data"] == 2 and np.prod([*sizes.values()]) == 8
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_batch_size_of_a_deepspeed_json_counts_all_devices(corpus_overrides, tmp_path):
     file = tmp_path / "ds.json"

@@ -211,7 +211,7 @@ def after_evaluation(event):
 """
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 @pytest.mark.parametrize("when, last_step", [("step", 4), ("evaluation", 3)])
 def test_processes_stop_at_the_same_step(when, last_step, corpus_overrides, tmp_path):

@@ -206,7 +206,7 @@ def test_bad_name_is_refused_before_data_is_read(setting, problem, filled_hub, t
     assert not [path for path in filled_hub.downloads() if path.endswith(".txt")]
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_processes_resolve_a_revision_once(filled_hub, tmp_path):
     done = subprocess.run(

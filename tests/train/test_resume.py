@@ -74,7 +74,7 @@ def trajectory(workdir: Path) -> dict[int, tuple]:
     return steps
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_killed_run_logs_equal_values_to_the_bit(corpus_overrides, tmp_path):
     overrides = (*KILLED, *corpus_overrides)

@@ -89,7 +89,7 @@ def trajectory(workdir: Path) -> dict[tuple[int, str], float]:
     }
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_killed_run_on_a_store_has_the_same_losses_with_a_small_cache(server, tmp_path):
     """To the bit. The tokens of all shards take more than the cache, whose bound always holds."""
@@ -133,7 +133,7 @@ def test_losses_on_another_mesh_equal_one_device(mesh, local_shards):
         )
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_two_processes_equal_one_device(local_shards, tmp_path):
     base = (*STREAMED, *local_shards, *FLOAT64, "train.num_steps=12", "data.cache_gb=5e-5")

@@ -114,7 +114,7 @@ def test_signal_before_the_first_step_is_a_preemption(corpus_overrides, tmp_path
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_signal_to_one_process_stops_all_and_all_restart_when_one_is_killed(
     overrides, undisturbed, tmp_path
@@ -158,7 +158,7 @@ sys.exit(main.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_hanging_process_is_named_and_the_others_exit(overrides, tmp_path):
     """A process that starts after the others by more than failure_timeout_s does not hang."""
@@ -180,7 +180,7 @@ def test_hanging_process_is_named_and_the_others_exit(overrides, tmp_path):
     assert "in phase step" in output
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.slow(only=["1"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])

@@ -133,7 +133,7 @@ def of_two(tmp_path, overrides, workdir: str, setup: str = "") -> subprocess.Com
     )
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_workdir_that_is_not_shared_is_rejected_by_all_processes(corpus_overrides, tmp_path):
     overrides = (*TINY, *corpus_overrides, "mesh.data=2")

@@ -127,7 +127,7 @@ def launch(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_two_processes_start_from_the_same_bits(corpus_overrides):
     base = (*TINY, *corpus_overrides)
@@ -135,7 +135,7 @@ def test_two_processes_start_from_the_same_bits(corpus_overrides):
     assert f"digest {reference_digest(base)}\n" in printed
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.slow(only=["float32"])
 @pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["float64", "float32"])

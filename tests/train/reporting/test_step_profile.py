@@ -108,7 +108,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.drawn(4, of="whole runs")
+@pytest.mark.drawn(3, of="whole runs")
 @pytest.mark.thorough
 def test_slowest_process_is_named(overrides, tmp_path):
     mesh = ("mesh.pipeline=2", "mesh.data=4", "model.num_layers=2", "log.profile_steps=2,3")
