@@ -105,10 +105,13 @@ def main(argv: list[str] | None = None) -> int:
 def _inputs(
     config: str, target: str, network: float | None, others: list[str]
 ) -> tuple[RunConfig, PlanDevices, set[str]]:
-    """Return the config, the devices, and the keys that the command line fixes."""
+    """Return the config, the devices, and the keys that the command line fixes.
+
+    `train.unroll` is fixed, too: the planner unrolls only the best plan, after the search.
+    """
     overrides = Overrides.parse(others)
     config_dict = load_config(config, overrides)
-    fixed = overrides.keys
+    fixed = overrides.keys | {"train.unroll"}
     opened = open_config(config_dict, fixed)
     return opened, devices_of(target, opened, network), fixed
 

@@ -34,6 +34,7 @@ FIXED = [
     "precision.compute=bfloat16",
     "train.num_microbatches=4",
     "train.remat=none",
+    "train.unroll=false",
     "memory.zero_stage=0",
     "pipeline.schedule=1f1b",
     "pipeline.share_vocab=false",
@@ -111,6 +112,24 @@ def test_best_mode_of_tensor_parallelism_is_the_best_of_all(capfd):
     assert len(seconds) == 2
     assert best["predicted"]["step_time_s"] == pytest.approx(min(seconds.values()))
     assert seconds["2d"] < seconds["1d"]
+
+
+def test_layers_of_the_best_plan_are_unrolled_if_that_is_faster(capfd, tmp_path):
+    fixed = ["--config.mesh.data=2", "--config.mesh.pipeline=1", "--config.model.num_layers=6"]
+    fixed += ["--config.train.num_microbatches=1"]
+    open_arguments = [each for each in ARGUMENTS if "unroll" not in each]
+    out = tmp_path / "plan.yaml"
+    options = [*open_arguments, *fixed, "--target=h100:1x2", "--json", f"--out={out}"]
+    assert plan.main([f"--config={CONFIG}", *options]) == 0
+    plans = json.loads(capfd.readouterr().out)["plans"]
+    unrolled, loop = sorted(plans, key=lambda each: "train.unroll" not in each["settings"])
+    assert unrolled["settings"] == loop["settings"] | {"train.unroll": True}
+    assert plans[0] == unrolled  # the fastest
+    saved = validate_config(load(str(out)))
+    assert saved.train.unroll
+    seconds = compile_run(run_for(saved, parse_target("h100:1x2"))).prediction.step_s
+    assert seconds == pytest.approx(unrolled["predicted"]["step_time_s"])
+    assert seconds < loop["predicted"]["step_time_s"]
 
 
 def test_plan_without_a_pipeline_replaces_the_stages_of_its_config(tmp_path, capfd):

@@ -126,6 +126,7 @@ class CompiledReplica:
             "data.rampup_batch_size": (),
             "train.num_microbatches": 1,
             "train.remat": part.remat,
+            "train.unroll": False,
             "pipeline.schedule": "1f1b",
             "pipeline.chunks": 1,
             "pipeline.layers_per_stage": (),

@@ -39,15 +39,17 @@ UNPLANNED: Mapping[str, Any] = {
     "pipeline.share_vocab": False,
     "tensor.mode": "1d",
     "tensor.depth": 1,
+    "train.unroll": False,
 }
-#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`, and one
-#: in the mode `1d` none of the section `tensor`.
+#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`, one in
+#: the mode `1d` none of the section `tensor`, and one whose layers are a loop no `train.unroll`.
 SETTINGS = (
     *(f"mesh.{axis}" for axis in AXES),
     "tensor.mode",
     "tensor.depth",
     "train.num_microbatches",
     "train.remat",
+    "train.unroll",
     "memory.zero_stage",
     "memory.placement",
     "pipeline.schedule",
@@ -105,6 +107,7 @@ class ParallelPlan:
     layers_per_stage: tuple[str, ...]  # () or BALANCED
     share_vocab: bool
     remat: Remat
+    unroll: bool
     zero_stage: int
     placement: str
 
@@ -157,6 +160,8 @@ class ParallelPlan:
             "memory.zero_stage": self.zero_stage,
             "memory.placement": self.placement,
         }
+        if self.unroll:
+            values["train.unroll"] = True
         if self.mesh.pipeline > 1:
             values |= {
                 "pipeline.schedule": self.schedule,
@@ -184,6 +189,7 @@ class ParallelPlan:
         # With one stage, there is next to nothing between the two passes of a microbatch.
         remat = str(self.remat) if self.mesh.pipeline > 1 else self.remat.layers
         parts += [f"remat {remat}"] * (remat != "none")
+        parts += ["unrolled"] * self.unroll
         parts += ["state in host memory"] * (self.placement == "host")
         return ", ".join(parts)
 
@@ -260,7 +266,7 @@ class PlanSpace:
             mesh = MeshConfig(**dict(zip(AXES, parts, strict=True)))
             batch = config.data.global_batch_size
             is_divided = self._replicas(mesh) and batch % self._replicas(mesh) == 0
-            has_stages = mesh.pipeline <= self.num_layers
+            has_stages = mesh.pipeline <= (1 if config.train.unroll else self.num_layers)
             if is_divided and has_stages and self.allows(mesh):
                 yield mesh
 
@@ -377,6 +383,7 @@ class PlanSpace:
                 num_microbatches=count,
                 **pipeline,
                 remat=remat,
+                unroll=config.train.unroll,
                 zero_stage=zero_stage,
                 placement=config.memory.placement,
             )

@@ -59,6 +59,8 @@ _LEAST_GAIN = 0.995
 #: fastest one's time: in its best mode, LLaMA-2-7B on 8 H100s takes 0.78 of its time in `1d`.
 _NUM_MODES = 4
 _MODE_MARGIN = 1.3
+#: Most layers of a plan that is compiled without a loop: XLA takes half a second for each layer.
+_MOST_UNROLLED = 48
 _MAX_PARTS = 8  # that are compiled, not counting the base parts that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
 _NUM_LEAN = 4  # of the leanest plans, which are compiled if none of these fits
@@ -156,7 +158,8 @@ class PlanSearch:
             raise self._compiled.error()
         variants = self._zero_variants(choices[0])
         choices = self._compiled.compile(variants, Selection(count=_NUM_VARIANTS, of_each_shape=4))
-        return self._compiled.compile(self._in_other_modes(choices), Selection(count=_NUM_MODES))
+        choices = self._compiled.compile(self._in_other_modes(choices), Selection(count=_NUM_MODES))
+        return self._compiled.compile(self._unrolled(choices[0]), Selection(count=1))
 
     def _in_other_modes(self, choices: Sequence[Choice]) -> list[Costed]:
         """Return the fastest plan with `mesh.model` in other modes, if it is nearly the fastest.
@@ -175,6 +178,22 @@ class PlanSearch:
             if pairs := [Costed(other, cost) for other in others]:
                 return pairs
         return []
+
+    def _unrolled(self, best: Choice) -> list[Costed]:
+        """Return the best plan with layers that are not a loop, if that may be faster on a GPU.
+
+        It is not if layers keep no activations, which a loop would copy. The plan gets the composed
+        cost of the loop.
+        """
+        plan = best.plan
+        base = self._layers.compiled(self._layers.base).run
+        are_few = sum(base.functions.num_layers.values()) <= _MOST_UNROLLED
+        keeps = plan.remat.layers != "full" and not self._config.memory.offload_activations
+        is_device = plan.placement == "device" and not self._devices.machine.shares_cores
+        can = plan.mesh.pipeline == 1 and is_device and keeps and are_few
+        if not can or "train.unroll" in self._fixed:
+            return []
+        return [Costed(dataclasses.replace(plan, unroll=True), best.cost)]
 
     def _zero_variants(self, best: Choice) -> list[Costed]:
         """Return plans that differ from the best only in the ZeRO stage, if they may be faster."""

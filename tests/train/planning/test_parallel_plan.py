@@ -92,6 +92,13 @@ def test_fixed_mode_of_tensor_parallelism_stays_as_it_is():
     assert all(plan.settings()["tensor.depth"] == 2 for plan in plans)
 
 
+def test_fixed_unrolling_leaves_meshes_without_a_pipeline():
+    plans = [*space(8, "train.unroll=true")]
+    assert {plan.mesh.pipeline for plan in plans} == {1}
+    assert all(plan.settings()["train.unroll"] is True for plan in plans)
+    assert "train.unroll" not in next(iter(space(8))).settings()
+
+
 @pytest.mark.parametrize(
     ("override", "name"),
     [("mesh.model=2", "model"), ("mesh.pipeline=4", "pipeline"), ("mesh.fsdp=2", "fsdp")],

@@ -76,7 +76,8 @@ def plan(num_microbatches: int = 4, *, zero_stage: int = 0, **values) -> Paralle
     sizes = {axis: 1 for axis in given.sizes} | mesh
     whole = {"schedule": "1f1b", "chunks": 1, "remat": Remat.parse("none")}
     tensor = values.pop("tensor", TensorConfig())
-    whole |= {"layers_per_stage": (), "share_vocab": False, "placement": "device"} | values
+    whole |= {"layers_per_stage": (), "share_vocab": False, "placement": "device"}
+    whole |= {"unroll": False} | values
     return ParallelPlan(
         mesh=dataclasses.replace(given, **sizes),
         tensor=tensor,
