@@ -145,7 +145,12 @@ def compile_step(
     run = run_for(config, target)
     if expert_load is not None:
         _check_expert_load(expert_load, run.model)
-    return compile_run(run, sizes_without_data(config).assumed, expert_load=expert_load)
+    step = compile_run(run, sizes_without_data(config).assumed, expert_load=expert_load)
+    compiled = step.memory.in_all
+    if step.fits or compiled is None:
+        return step
+    remedies = _fitter(run.config, target).remedies(run, compiled)
+    return dataclasses.replace(step, remedies=remedies)
 
 
 def _check_expert_load(load: float, model: Any) -> None:
@@ -193,20 +198,30 @@ def run_for(config: RunConfig, target: Target) -> Run:
             f"has {target.num_devices}; make them equal, for example with mesh.data=-1"
         )
     config = dataclasses.replace(config, mesh=mesh_config)
-    mesh = config.make_mesh(target.devices())
+    if config.memory.placement == AUTO:
+        return _fitter(config, target).search(config)
+    return _assembler(config, target)(config)
+
+
+def _assembler(config: RunConfig, target: Target) -> Callable[[RunConfig], Run]:
+    """Return a function that builds the runs of a config with other settings for target GPUs.
+
+    Args:
+        config: config whose mesh has the target's GPUs.
+    """
     sizes = sizes_without_data(config)
-    budget = target_budget(config.memory, target)
-    assemble = partial(
+    return partial(
         assemble_run,
-        mesh=mesh,
+        mesh=config.make_mesh(target.devices()),
         vocab_size=sizes.vocab_size,
         num_labels=sizes.num_labels,
         target=target,
-        device_budget=budget.device_bytes,
+        device_budget=target_budget(config.memory, target).device_bytes,
     )
-    if config.memory.placement == AUTO:
-        return MemoryFitter(assemble, budget).search(config)
-    return assemble(config)
+
+
+def _fitter(config: RunConfig, target: Target) -> MemoryFitter:
+    return MemoryFitter(_assembler(config, target), target_budget(config.memory, target))
 
 
 def compile_run(

@@ -112,6 +112,26 @@ def test_compile_refuses_in_one_sentence(capsys, arguments, message):
     assert printed.out == ""
 
 
+def test_step_that_does_not_fit_is_reported_with_settings_that_would(capsys):
+    arguments = ["--target=h100:1x8", "--config.precision.compute=bfloat16", "--json"]
+    arguments += ["--config.train.remat=none", "--config.data.global_batch_size=128"]
+    arguments += ["--config.model.num_layers=8"]
+
+    def memory(*others: str):
+        code, printed = run(capsys, *arguments, *others)
+        assert code == 0
+        return json.loads(printed.out)["memory"]
+
+    whole = memory()
+    assert whole["fits"] and whole["remedies"] == []
+    budget = f"--config.memory.device_budget={0.7 * whole['compiled_bytes'] / 2**30}"
+    small = memory(budget)
+    assert not small["fits"] and small["remedies"]
+    settings, _, costs = small["remedies"][0].partition(": ")
+    assert "a device, " in costs and " × the step time" in costs
+    assert memory(budget, *settings.split())["fits"]
+
+
 @pytest.mark.parametrize(("budget", "length", "disables"), [(70, 64, True), (0.001, 96, False)])
 def test_xla_recomputes_only_if_the_step_does_not_fit(capsys, budget, length, disables):
     code, printed = run(

@@ -35,6 +35,7 @@ class CompiledStep:
         prediction: predicted time of the step.
         expert_load: load of experts of `skewed`; see predict/time/prediction.py.
         skewed: predicted time with this load; None without one.
+        remedies: settings with which a step that does not fit would, as text.
     """
 
     run: Run
@@ -48,6 +49,13 @@ class CompiledStep:
     prediction: Prediction
     expert_load: float = 1.0
     skewed: Prediction | None = None
+    remedies: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled step fits into the budget of a device."""
+        compiled = self.memory.in_all
+        return compiled is not None and compiled <= self.budget.device_bytes
 
     @property
     def units_per_s(self) -> float:
@@ -89,7 +97,8 @@ class CompiledStep:
                 "device_bytes": _known_bytes(self.budget.limit_bytes),
                 "budget_bytes": _known_bytes(self.budget.device_bytes),
                 "warning": pressure_of(run, self.budget),
-                "fits": compiled is not None and compiled <= self.budget.device_bytes,
+                "fits": self.fits,
+                "remedies": list(self.remedies),
                 "host_bytes": (self.memory.host_bytes or 0) * per_host,
                 "estimated_host_bytes": needs_of(run, self.budget).host_bytes,
             },
@@ -126,7 +135,7 @@ class CompiledStep:
         run = self.run
         figures = self.to_json()
         memory = figures["memory"]
-        fits = "fits" if memory["fits"] else "does not fit"
+        fits = "fits" if self.fits else "does not fit"
         lines = [
             f"target     {figures['target']}: {run.mesh.size} × {run.hardware.device_kind}",
             f"mesh       {describe_mesh(run.mesh)}",
@@ -140,6 +149,7 @@ class CompiledStep:
             f"budget of {size(memory['budget_bytes'])}",
             f"           {size(memory['host_bytes'])} per host",
             *([f"warning    {memory['warning']}"] if memory["warning"] else []),
+            *(f"would fit  {remedy}" for remedy in self.remedies),
             "",
             format_prediction(self.prediction),
             "",

@@ -109,6 +109,16 @@ class MemoryFitter:
         if compiled > self._budget.device_bytes:
             raise ValueError(self._refusal(run, compiled))
 
+    def remedies(self, run: Run, compiled: int) -> tuple[str, ...]:
+        """Return settings with which a run would fit, as text; () if none are known.
+
+        Args:
+            run: run whose steps exceed the budget.
+            compiled: bytes per device of its compiled steps.
+        """
+        search, candidates = self._fitting(run, compiled)
+        return tuple(self._describe(search, candidate) for candidate in candidates)
+
     def facts(self, run: Run) -> MemoryFacts:
         """Return the memory of a compiled run for its record. All processes must call this."""
         needs = needs_of(run, self._budget)
@@ -125,17 +135,11 @@ class MemoryFitter:
         Args:
             compiled: bytes per device of the compiled steps, if they are known.
         """
-        needs = needs_of(run, self._budget)
-        how = ""
-        search = MemorySearch(run.config, self._assemble, self._budget)
-        if compiled is not None:
-            search.correction = max(1.0, compiled / needs.device_bytes)
-            how = f", and {size(compiled)} a device as compiled"
-        candidates = search.single()
-        if not candidates:
-            candidates = list(itertools.islice(search.fitting(), 1))
+        search, candidates = self._fitting(run, compiled)
         if not candidates:
             return self._nothing_fits(search)
+        needs = needs_of(run, self._budget)
+        how = "" if compiled is None else f", and {size(compiled)} a device as compiled"
         _log.warning("%s", table(needs, self._budget))
         choices = "; ".join(self._describe(search, candidate) for candidate in candidates)
         return (
@@ -143,6 +147,17 @@ class MemoryFitter:
             f"would fit: {choices}; memory.placement=auto chooses the fastest that fits, and "
             "memory.device_budget and memory.host_budget set the budget"
         )
+
+    def _fitting(self, run: Run, compiled: int | None) -> tuple[MemorySearch, list[Candidate]]:
+        """Return candidates with which a run would fit, and the search that found them.
+
+        Arguments as for `_refusal`. Each candidate changes one lever, unless only several do.
+        """
+        search = MemorySearch(run.config, self._assemble, self._budget)
+        if compiled is not None:
+            needs = needs_of(run, self._budget)
+            search.correction = max(1.0, compiled / needs.device_bytes)
+        return search, search.single() or list(itertools.islice(search.fitting(), 1))
 
     def _nothing_fits(self, search: MemorySearch) -> str:
         leanest = search.leanest
