@@ -86,3 +86,39 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
         return spec
 
     return jax.tree.map(split, specs, params, layers, is_leaf=is_spec)
+
+
+def spec_of_state(
+    shape: tuple[int, ...], param_shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh
+) -> PartitionSpec:
+    """Return the spec of optimizer state that belongs to a parameter, and may have another shape.
+
+    Leading dims of the same size as the parameter's are split in the same way. All other axes of
+    the parameter split the first dim that they divide: the slots of a stack, so that a device has
+    the state of whole layers, or else a dim of the state's own. If together they divide no dim, the
+    last of them are left out.
+
+    Args:
+        shape: shape of the state.
+        param_shape: shape of the parameter.
+        spec: spec of the parameter.
+        mesh: mesh.
+    """
+    if shape == param_shape:
+        return spec
+    parts = axes_by_dim(spec, len(param_shape))
+    pairs = enumerate(zip(shape, param_shape, strict=False))
+    num_kept = next((i for i, (n, m) in pairs if n != m), min(len(shape), len(param_shape)))
+    if not num_kept:
+        return PartitionSpec()
+    own = [*parts[:num_kept], *[()] * (len(shape) - num_kept)]
+    num_parts = [math.prod(mesh.shape[axis] for axis in part) for part in own]
+    rest = tuple(axis for part in parts[num_kept:] for axis in part if mesh.shape[axis] > 1)
+    new_dims = range(num_kept, len(shape))
+    for end in range(len(rest), 0, -1):
+        count = math.prod(mesh.shape[axis] for axis in rest[:end])
+        for dim in (0, *new_dims) if end == len(rest) else new_dims:
+            if shape[dim] % (num_parts[dim] * count) == 0:
+                own[dim] = (*own[dim], *rest[:end])
+                return spec_of(own)
+    return spec_of(own)

@@ -7,7 +7,19 @@ from fields.section import Section
 from train.optim.muon import SCALES
 from untrusted.imports import is_import_path
 
-OPTIMIZERS = ("adamw", "muon", "lion", "adafactor", "schedule_free", "lamb", "lars", "sgd")
+OPTIMIZERS = (
+    "adamw",
+    "muon",
+    "shampoo",
+    "lion",
+    "adafactor",
+    "schedule_free",
+    "lamb",
+    "lars",
+    "sgd",
+)
+#: Optimizers that update the matrices of stacks in another way than all other parameters.
+FOR_MATRICES = ("muon", "shampoo")
 #: Optimizers whose updates can be computed one layer of a stack, or some rows of another parameter,
 #: at a time.
 SLICED = ("adamw", "muon", "lion", "sgd")
@@ -35,8 +47,8 @@ class OptimizerConfig(Section, section="optimizer"):
 
     name: str = field(
         "adamw",
-        "The optimizer: `adamw`, `muon`, `lion`, `adafactor`, `schedule_free`, `lamb`, `lars`, "
-        "`sgd`, or `package.module:function` for one of your own (see docs/own_parts.md).",
+        "The optimizer: `adamw`, `muon`, `shampoo`, `lion`, `adafactor`, `schedule_free`, `lamb`, "
+        "`lars`, `sgd`, or `package.module:function` for one of your own (see docs/own_parts.md).",
         required=True,
     )
     learning_rate: float = field(1e-3, "Peak learning rate.", ge=0, required=True)
@@ -104,24 +116,25 @@ class OptimizerConfig(Section, section="optimizer"):
     )
     beta1: float = field(
         0.9,
-        "Decay of the first moment of `adamw`, `muon`'s AdamW and `lamb`; for `lion`, share of the "
-        "momentum in an update; for `schedule_free`, share of the average in the parameters.",
+        "Decay of the first moment of `adamw`, `muon`'s AdamW, `shampoo` and `lamb`; for `lion`, "
+        "share of the momentum in an update; for `schedule_free`, share of the average in the "
+        "parameters.",
         ge=0,
         lt=1,
         required=True,
     )
     beta2: float = field(
         0.95,
-        "Decay of the second moment of `adamw`, `muon`'s AdamW, `schedule_free` and `lamb`; for "
-        "`lion`, decay of the momentum.",
+        "Decay of the second moment of `adamw`, `muon`'s AdamW, `shampoo`, `schedule_free` and "
+        "`lamb`, and of `shampoo`'s statistics; for `lion`, decay of the momentum.",
         ge=0,
         lt=1,
         required=True,
     )
     epsilon: float = field(
         1e-8,
-        "For `adamw`, `muon`'s AdamW, `schedule_free` and `lamb`: added to the root of the second "
-        "moment.",
+        "For `adamw`, `muon`'s AdamW, `shampoo`, `schedule_free` and `lamb`: added to the root of "
+        "the second moment.",
         gt=0,
         required=True,
     )
@@ -141,6 +154,18 @@ class OptimizerConfig(Section, section="optimizer"):
     )
     muon_adamw_rate: float = field(
         1.0, "For `muon`: learning rate of its AdamW / `learning_rate`.", ge=0
+    )
+    shampoo_block: int = field(
+        1024,
+        "For `shampoo`: largest number of rows and of columns of the blocks into which each matrix "
+        "is cut.",
+        ge=1,
+    )
+    shampoo_every: int = field(
+        10,
+        "For `shampoo`: number of updates from one computation of the inverse roots to the next; "
+        "the first update computes them too.",
+        ge=1,
     )
     layer_decay: float = field(
         1.0,

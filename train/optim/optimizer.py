@@ -12,9 +12,11 @@ from models.adapters import is_adapter
 from models.scaling import ParamScales
 from train.optim.config import OPTIMIZERS, OptimizerConfig
 from train.optim.layer_decay import Depths, scaled_by_depth
-from train.optim.muon import Matrices, for_matrices, path_names, scale_by_muon
+from train.optim.matrices import Matrices, for_matrices, path_names
+from train.optim.muon import scale_by_muon
 from train.optim.per_layer import check_independent, per_layer
 from train.optim.schedule_free import schedule_free
+from train.optim.shampoo import scale_by_shampoo
 from untrusted.imports import import_object
 
 Tree = Any
@@ -82,7 +84,7 @@ def make_optimizer(
         params: trained parameters, as arrays or ShapeDtypeStructs.
         stacks: first keys of parameters with shape `[slots, ...]`, which hold one tensor per slot.
         not_decayed: names from the model's class; see models/stack.py.
-        matrices: matrices of the stacks, for Muon.
+        matrices: matrices of the stacks, for Muon and Shampoo.
         compute_dtype: dtype of the products of matrices, for Muon.
         depths: depths of the parameters; required if `layer_decay` is not 1.
         scales: factors of AdamW's hyperparameters; None: all are 1. See models/scaling.py.
@@ -95,6 +97,8 @@ def make_optimizer(
     mask = partial(decay_mask, not_decayed=not_decayed)
     if config.name == "muon":
         optimizer = _make_muon(config, learning_rate_schedule, mask, matrices or {}, compute_dtype)
+    elif config.name == "shampoo":
+        optimizer = _make_shampoo(config, learning_rate_schedule, mask, matrices or {})
     elif scales is not None:
         assert config.name == "adamw"
         optimizer = _make_scaled_adamw(config, learning_rate_schedule, mask, scales)
@@ -207,7 +211,29 @@ def _make_muon(
         return config.muon_adamw_rate * learning_rate_schedule(count)
 
     adamw = _make_adamw(config, adamw_rate, mask)
-    return for_matrices(matrices, muon, adamw)
+    return for_matrices("muon", matrices, muon, adamw)
+
+
+def _make_shampoo(
+    config: OptimizerConfig,
+    learning_rate: optax.Schedule,
+    mask: Callable[[Tree], Tree],
+    matrices: Matrices,
+) -> optax.GradientTransformation:
+    """Return Shampoo for `matrices`, and AdamW for all other parameters."""
+    shampoo = optax.chain(
+        scale_by_shampoo(
+            matrices,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            epsilon=config.epsilon,
+            max_block=config.shampoo_block,
+            every=config.shampoo_every,
+        ),
+        optax.add_decayed_weights(config.weight_decay, mask=mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return for_matrices("shampoo", matrices, shampoo, _make_adamw(config, learning_rate, mask))
 
 
 def _make_imported(config: OptimizerConfig, learning_rate_schedule: optax.Schedule) -> Any:

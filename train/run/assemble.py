@@ -27,9 +27,10 @@ from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.rules import make_rules
 from train.config.schema import RunConfig
+from train.optim.config import FOR_MATRICES
 from train.optim.ema import average_params
 from train.optim.freeze import frozen_params, trained_params
-from train.optim.muon import matrices_of
+from train.optim.matrices import matrices_of
 from train.optim.optimizer import make_optimizer
 from train.optim.schedules import make_learning_rate_schedule
 from train.run.compatibility import (
@@ -242,7 +243,7 @@ def _optimizer(
         average = average_params(train.ema_decay, train.ema_schedule, train.num_steps)
     frozen = frozen_params(traces.params, config.optimizer.frozen, config.lora)
     matrices = None
-    if config.optimizer.name == "muon":
+    if config.optimizer.name in FOR_MATRICES:
         matrices = matrices_of(model, functions.num_layers, not_decayed)
     optimizer = make_optimizer(
         config.optimizer,

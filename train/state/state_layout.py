@@ -28,7 +28,7 @@ from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
 from sharding.rules import partition_specs, split_experts_first
 from sharding.spec import axes_by_dim, spec_of
-from sharding.zero import split_over_replicas
+from sharding.zero import spec_of_state, split_over_replicas
 from train.optim.per_layer import map_state
 from train.state.amax_history import HISTORY_SPEC
 from train.state.initialize import StateInit, StateSpec
@@ -95,7 +95,7 @@ class StateLayout:
         self.is_offloaded = state_spec.trained(is_offloaded)
         specs = self._per_leaf(
             slots,
-            _spec_of_state,
+            lambda leaf, param, spec: spec_of_state(leaf.shape, param.shape, spec, mesh),
             lambda _: PartitionSpec(),
             slots.params,
             param_specs,
@@ -268,13 +268,6 @@ def _with_history(tree: TrainState, of_stack: Callable[[str], Any]) -> TrainStat
 def _converter(convert: Callable, sharding: NamedSharding) -> Callable:
     """Return the jitted conversion of an array; cached, so that equal arrays share it."""
     return jax.jit(convert, out_shardings=sharding)
-
-
-def _spec_of_state(leaf: Any, param: Any, spec: PartitionSpec) -> PartitionSpec:
-    """Return the spec of a parameter, or of state that belongs to it and may have another shape."""
-    if leaf.shape == param.shape:
-        return spec
-    return PartitionSpec(*spec[:1]) if leaf.shape[:1] == param.shape[:1] else PartitionSpec()
 
 
 _PLAIN = StackLayout(num_layers=1, chunks=(((0, 1),),))

@@ -17,7 +17,8 @@ from tests.runs import ROOT, TINY, losses, make_run
 from tests.train.optim.stacked import BASE, STACKS, stacked, tensors, train_beside
 from train.config.config_files import load
 from train.config.schema import validate_config
-from train.optim.muon import Matrix, matrices_of, newton_schulz
+from train.optim.matrices import Matrix, matrices_of
+from train.optim.muon import newton_schulz
 from train.optim.optimizer import make_optimizer
 from train.run.assemble import assemble_run
 

@@ -1,0 +1,82 @@
+"""Functions of whole matrices on a mesh: what each device gets, and what comes back."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.mesh import MeshConfig, make_mesh, use_mesh
+from sharding.ops.matrices import on_whole_matrices
+from sharding.spec import axes_by_dim
+
+SIZES = {"pipeline": 2, "data": 2, "model": 2}
+#: spec of matrices [layers, 3, 4, 8], spec of a second array [layers, 3, 4, 4]
+SPECS = {
+    "inner dims and layers": (
+        PartitionSpec("pipeline", None, "data", "model"),
+        PartitionSpec(("pipeline", "data", "model")),
+    ),
+    "inner dims and one dim": (
+        PartitionSpec("pipeline", None, "data", "model"),
+        PartitionSpec("pipeline", None, None, ("data", "model")),
+    ),
+    "another order": (
+        PartitionSpec("pipeline", None, "data", "model"),
+        PartitionSpec("pipeline", None, "model", "data"),
+    ),
+    "an order that no chunk has": (
+        PartitionSpec("pipeline", None, "data", "model"),
+        PartitionSpec("pipeline", None, None, ("model", "data")),
+    ),
+    "a part": (
+        PartitionSpec("pipeline", None, "data", "model"),
+        PartitionSpec("pipeline", None, None, "model"),
+    ),
+    "copies and layers": (
+        PartitionSpec("pipeline", None, "data"),
+        PartitionSpec(("pipeline", "data")),
+    ),
+    "copies": (PartitionSpec("pipeline"), PartitionSpec("pipeline")),
+    "layers without pipeline": (PartitionSpec(None, None, "model"), PartitionSpec("model")),
+}
+
+
+CASES = [
+    (name, num_layers)
+    for name, specs in SPECS.items()
+    for num_layers in (8, 6)
+    # JAX splits an argument into equal parts only.
+    if all(num_layers % math.prod(SIZES[a] for a in axes_by_dim(s)[0]) == 0 for s in specs)
+]
+
+
+@pytest.mark.drawn(6)
+@pytest.mark.parametrize(("name", "num_layers"), CASES)
+def test_each_matrix_is_computed_once(name, num_layers):
+    """With a second argument and result that are split in another way."""
+    specs = SPECS[name]
+    mesh = make_mesh(MeshConfig(**SIZES), jax.devices())
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(num_layers, 3, 4, n)).astype(np.float32) for n in (8, 4)]
+    shapes = []
+
+    def function(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        shapes.append((x.shape, y.shape))
+        return jnp.flip(x, 1) * y.sum((1, 2), keepdims=True), y + x.sum((1, 2), keepdims=True)
+
+    shardings = [NamedSharding(mesh, spec) for spec in specs]
+    with use_mesh(mesh):
+        run = jax.jit(
+            lambda *args: on_whole_matrices(function, args, specs, specs, 2),
+            out_shardings=tuple(shardings),
+        )
+        found = run(*map(jax.device_put, arrays, shardings))
+    num_stages = 2 if specs[0][0] == "pipeline" else 1
+    num_matrices = -(-num_layers * 3 // num_stages // 4)  # data=2 and model=2 divide them
+    assert shapes == [((num_matrices, 4, 8), (num_matrices, 4, 4))]
+    x, y = arrays
+    np.testing.assert_allclose(found[0], x[:, :, ::-1] * y.sum((2, 3), keepdims=True), rtol=1e-4)
+    np.testing.assert_allclose(found[1], y + x.sum((2, 3), keepdims=True), rtol=1e-4)
