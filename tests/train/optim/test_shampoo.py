@@ -12,12 +12,16 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from data.corpus import load_corpus
 from sharding.mesh import MeshConfig, make_mesh, use_mesh
 from sharding.zero import spec_of_state
-from tests.runs import FLOAT64, TINY, losses, make_run
+from tests.runs import FLOAT64, TINY, digest, losses, make_run
 from tests.train.optim.stacked import BASE, STACKS
+from train.lifecycle.restore import RestoredRun, restore_or_initialize
+from train.lifecycle.workdir import write_run_files
 from train.optim.matrices import Matrix
 from train.optim.optimizer import make_optimizer
+from train.run.run import Run
 
 SHAMPOO = dataclasses.replace(BASE, name="shampoo", shampoo_block=5, shampoo_every=2)
 RATE = 0.25
@@ -253,3 +257,56 @@ def test_losses_on_a_mesh_equal_one_device(mesh, corpus_overrides):
         wanted = losses(*make_run(overrides), 5)
         found = losses(*make_run((*overrides, *MESHES[mesh])), 5)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+
+
+@pytest.mark.thorough
+def test_a_run_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_path):
+    """Step 3 uses the roots of step 1, which the checkpoint of step 2 holds."""
+    base = (*TINY, *corpus_overrides, *FLOAT64, "optimizer.name=shampoo")
+    base = (*base, "optimizer.shampoo_block=24", "optimizer.shampoo_every=3")
+    uneven = ("mesh.pipeline=2", "mesh.data=2", "pipeline.layers_per_stage=3,1")
+    with jax.enable_x64(True):
+        run, corpus = make_run((*base, *uneven, "memory.zero_stage=1"))
+        write_run_files(tmp_path, run, corpus)
+        start = restore_or_initialize(run, corpus, tmp_path)
+        first_losses, state = continued(run, start, 2)
+        fingerprint = load_corpus(run.config.data).fingerprint
+        data_state = {"batches": start.batches.get_state(), "corpus": fingerprint}
+        start.checkpoints.save(2, run.state_layout.to_portable(state), data_state)
+        start.checkpoints.wait()
+        wanted, state = continued(run, dataclasses.replace(start, state=state), 3)
+        restored = restore_or_initialize(run, corpus, tmp_path)
+        found, found_state = continued(run, restored, 3)
+        assert found == wanted and digest(found_state) == digest(state)
+        other, _ = make_run((*base, "mesh.fsdp=2", "mesh.model=2", "memory.zero_stage=2"))
+        found, _ = continued(other, restore_or_initialize(other, corpus, tmp_path), 3)
+    assert len({*first_losses, *wanted}) == 5
+    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=0)
+
+
+def continued(run: Run, start: RestoredRun, num_steps: int) -> tuple[list[float], Any]:
+    """Train for some steps; return their losses and the state."""
+    state = start.state
+    found = []
+    for _ in range(num_steps):
+        state, metrics = run.compile_train_step()(state, run.place_batch(next(start.batches)))
+        found.append(float(metrics["loss"]))
+    return found, state
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optimizer.shampoo_block=0"], "shampoo_block=0"),
+        (["optimizer.shampoo_every=0"], "shampoo_every=0"),
+        (["optimizer.shampoo_blok=64"], "shampoo_block"),
+        (["memory.placement=host"], "may need whole arrays; set optimizer.name=adamw or muon"),
+        (
+            ["model.scaling=mup", "model.base_embed_dim=32"],
+            "optimizer.name='shampoo'; set optimizer.name=adamw",
+        ),
+    ],
+)
+def test_what_does_not_go_with_shampoo_is_refused(overrides, message, corpus_overrides):
+    with pytest.raises(ValueError, match=message):
+        make_run([*TINY, *corpus_overrides, "optimizer.name=shampoo", *overrides])
