@@ -99,10 +99,9 @@ def spec_of_state(
     last of them are left out.
 
     Args:
-        shape: shape of the state.
-        param_shape: shape of the parameter.
-        spec: spec of the parameter.
-        mesh: mesh.
+        shape: shape of the state, with the slots of a stack.
+        param_shape: shape of the parameter, with the slots of a stack.
+        spec: how the parameter is split.
     """
     if shape == param_shape:
         return spec

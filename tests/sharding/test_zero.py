@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.memory import MemoryConfig
 from sharding.mesh import MeshConfig, make_mesh
-from sharding.zero import split_over_replicas
+from sharding.spec import axes_by_dim
+from sharding.zero import spec_of_state, split_over_replicas
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -66,3 +67,23 @@ def test_nothing_is_split_with_one_replica():
 def test_config_that_means_nothing_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         MemoryConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        pytest.param((6, 12, 16), P("pipeline", "data", "model"), id="like the parameter"),
+        pytest.param((8, 3, 5, 5), P(("pipeline", "data", "model")), id="by layers"),
+        pytest.param((6, 4, 5, 5), P("pipeline", ("data", "model")), id="by blocks"),
+        pytest.param((6, 1, 8, 8), P("pipeline", None, ("data", "model")), id="by rows"),
+        pytest.param((6, 2, 5, 5), P("pipeline", "data"), id="over some axes"),
+        pytest.param((6, 1, 5, 5), P("pipeline"), id="only over stages"),
+        pytest.param((6, 12), P("pipeline", "data"), id="a factor of the moments"),
+        pytest.param((), P(), id="no dim of the parameter"),
+    ],
+)
+def test_state_of_another_shape_is_divided_as_far_as_its_dims_divide(sizes, expected):
+    mesh = make_mesh(MeshConfig(pipeline=2, data=2, model=2), jax.devices())
+    param = (*sizes[:1], 12, 16)
+    found = spec_of_state(sizes, param, P("pipeline", "data", "model"), mesh)
+    assert axes_by_dim(found, len(sizes)) == axes_by_dim(expected, len(sizes))

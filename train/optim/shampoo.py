@@ -104,9 +104,10 @@ def scale_by_shampoo(
         return ShampooState(adam.init(params), Statistics(left, right, left, right))
 
     def update(
-        updates: Tree, state: ShampooState, params: Tree = None, param_layout: Tree = None, **_: Any
+        updates: Tree, state: Any, params: Tree = None, param_layout: Tree = None, **_: Any
     ) -> tuple[Tree, ShampooState]:
         layouts = {} if param_layout is None else dict(jax.tree.leaves_with_path(param_layout))
+        new_adam: Any
         targets, new_adam = adam.update(updates, state.adam, params)
         is_due = state.adam.count % every == 0
 
@@ -123,13 +124,25 @@ def scale_by_shampoo(
         results = jax.tree_util.tree_map_with_path(
             of_parameter, updates, new_adam.mu, targets, *state.statistics
         )
-        structure = jax.tree.structure(updates)
-        pairs = structure.flatten_up_to(results)
-        directions = structure.unflatten(direction for direction, _ in pairs)
-        by_name = zip(*(statistics for _, statistics in pairs), strict=True)
-        return directions, ShampooState(new_adam, Statistics(*map(structure.unflatten, by_name)))
+        directions, statistics = _separated(results, jax.tree.structure(updates))
+        return directions, ShampooState(new_adam, statistics)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _separated(results: Tree, structure: Any) -> tuple[Tree, Statistics]:
+    """Return a tree of directions and trees of statistics, from a tree of pairs of them.
+
+    Args:
+        results: tree with a pair of (direction, statistics) for each parameter.
+        structure: structure of the parameters.
+    """
+    pairs = structure.flatten_up_to(results)
+    directions = structure.unflatten([direction for direction, _ in pairs])
+    # By index, because zip would give nothing if all matrices are frozen.
+    fields = range(len(Statistics._fields))
+    trees = [structure.unflatten([statistics[i] for _, statistics in pairs]) for i in fields]
+    return directions, Statistics(*trees)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
