@@ -94,7 +94,7 @@ def per_layer(
         stacks: as for `one_layer`.
 
     Returns:
-        A transformation whose `update` takes an additional argument `param_layout`, for Muon.
+        A transformation whose `update` takes an additional argument `param_layout`, for matrices.
     """
     wrapped = optax.with_extra_args_support(optimizer)
 
