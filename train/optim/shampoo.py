@@ -44,8 +44,14 @@ from train.optim.matrices import Matrices, Matrix, on_slots, path_names
 
 Tree = Any
 
-#: Share of a covariance's largest eigenvalue that is added to all of them.
+#: Share of a covariance's norm that is added to its eigenvalues.
 RIDGE = 1e-6
+#: Newton steps, after which eigenvalues from RIDGE to 1 are exact in float64.
+_NUM_STEPS = 20
+#: Largest eigenvalue that a Newton iteration starts with; all below 5 converge, this fast.
+_LARGEST = 2.5
+#: How many roots are computed at the same time: enough to fill a GPU, and little memory.
+_NUM_AT_A_TIME = 8
 
 
 class Statistics(NamedTuple):
@@ -308,23 +314,42 @@ def _graft(matrix: Matrix, direction: jax.Array, target: jax.Array) -> jax.Array
 
 
 def inverse_fourth_roots(x: jax.Array) -> tuple[jax.Array]:
-    """Return (x + RIDGE × largest eigenvalue)^(-1/4) of covariances `[matrices, n, n]`, in a tuple.
+    """Return (x + RIDGE × its norm × I)^(-1/4) of covariances `[matrices, n, n]`, in a tuple.
 
-    The root of zeros is the identity: of an expert without tokens, for example.
+    The norm is Frobenius's, which no eigenvalue exceeds. The root of zeros is the identity: of an
+    expert without tokens, for example.
+
+    A coupled Newton iteration needs only products of matrices, unlike an eigendecomposition, whose
+    many dependent steps take long on GPUs. With I for the root R and A for M at first, each step is
+
+        T = 5/4 I - 1/4 M,   R <- R T,   M <- T^4 M        M = R^4 A at any time
+
+    An eigenvalue of M grows 2.4-fold as long as it is small, and then becomes 1.
+
+    Source: Guo and Higham, "A Schur-Newton method for the matrix pth root and its inverse" (2006),
+    as in Anil et al. (2020).
     """
 
     def root(x: jax.Array) -> jax.Array:
-        values, vectors = jnp.linalg.eigh(x)
-        largest = values[-1]
-        # Rounding can make the smallest eigenvalues negative.
-        positive = jnp.maximum(values, 0) + RIDGE * largest
-        is_zero = largest < jnp.finfo(x.dtype).tiny / RIDGE
-        powers = jnp.where(is_zero, 1, positive) ** -0.25
-        return _product("ij,j,kj->ik", vectors, powers, vectors)
+        identity = jnp.eye(len(x), dtype=x.dtype)
+        norm = jnp.sqrt(jnp.square(x).sum())
+        is_zero = norm < jnp.finfo(x.dtype).tiny / RIDGE
+        scale = jnp.where(is_zero, 1, norm)
+        # Eigenvalues from RIDGE to 1 become those from 2.5 RIDGE to 2.5, for which it converges.
+        factor = _LARGEST / (1 + RIDGE)
+        matrix = factor * jnp.where(is_zero, identity, x / scale + RIDGE * identity)
 
-    # One after another: on CPUs, LAPACK's kernel for a batch waits for threads that devices which
-    # wait for this one in a collective may hold, and on GPUs a batch needs more memory.
-    return (jax.lax.map(root, x),)
+        def step(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            root, matrix = carry
+            change = 1.25 * identity - 0.25 * matrix
+            squared = _product("ij,jk->ik", change, change)
+            fourth = _product("ij,jk->ik", squared, squared)
+            return _product("ij,jk->ik", root, change), _product("ij,jk->ik", fourth, matrix)
+
+        root, _ = jax.lax.fori_loop(0, _NUM_STEPS, step, (identity, matrix))
+        return root * (factor / scale) ** 0.25
+
+    return (jax.lax.map(root, x, batch_size=_NUM_AT_A_TIME),)
 
 
 def _product(subscripts: str, *arrays: jax.Array) -> jax.Array:

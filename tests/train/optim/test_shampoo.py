@@ -28,7 +28,7 @@ RATE = 0.25
 
 def inverse_root(x: np.ndarray) -> np.ndarray:
     values, vectors = np.linalg.eigh(x)
-    return vectors @ np.diag((values + 1e-6 * values[-1]) ** -0.25) @ vectors.T
+    return vectors @ np.diag((values + 1e-6 * np.linalg.norm(x)) ** -0.25) @ vectors.T
 
 
 def blocks_of(length: int, block: int) -> list[slice]:
