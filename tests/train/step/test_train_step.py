@@ -48,14 +48,14 @@ def test_pipeline_loop_sends_once_each_way(corpus_overrides):
 @pytest.mark.thorough
 def test_1f1b_memory_is_bounded_by_the_stages_and_gpipe_grows(corpus_overrides):
     def temporaries(schedule, count):
-        overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count))
+        overrides = (*TINY, *corpus_overrides, *CUBE, *microbatches(count), "train.remat=none")
         run, _ = make_run((*overrides, f"pipeline.schedule={schedule}", "model.embed_dim=64"))
         temp_bytes = memory(run.compile_train_step()).temp_bytes
         assert temp_bytes is not None
         return temp_bytes
 
     assert temporaries("1f1b", 32) <= 1.15 * temporaries("1f1b", 8)
-    assert temporaries("gpipe", 128) > 1.15 * temporaries("gpipe", 8)
+    assert temporaries("gpipe", 32) > 2 * temporaries("gpipe", 8)
 
 
 @pytest.mark.thorough
