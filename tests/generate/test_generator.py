@@ -95,7 +95,7 @@ def test_samples_do_not_depend_on_the_other_rows(llama):
     assert generator.generate(prompts(), max_new_tokens=16, sampling=other) != together[::2]
 
 
-@pytest.mark.thorough(but=["{'pipeline': 2, 'data': 2, 'model': 2}"])
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "sizes",

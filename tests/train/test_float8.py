@@ -190,6 +190,7 @@ def test_clipped_values_are_counted(one_device, corpus, monkeypatch):
     assert overflows(*make_run((*FLOAT8, *corpus))) == 8
 
 
+@pytest.mark.thorough
 def test_step_with_infinite_activations_is_skipped(one_device):
     """An infinite bias before a GELU gives the next layer an infinite input."""
     run, data = one_device

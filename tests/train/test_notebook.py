@@ -76,6 +76,7 @@ def test_a_process_trains_twice_on_other_meshes_without_traces(overrides, tmp_pa
     assert not [*tmp_path.glob("*/lock")]
 
 
+@pytest.mark.thorough
 def test_values_equal_those_of_the_command_and_a_second_call_resumes(
     overrides, corpus_overrides, tmp_path
 ):

@@ -62,7 +62,7 @@ def test_samples_are_the_greedy_continuations_of_each_checkpoint(corpus_override
         assert [line["text"] for line in lines if line["step"] == step] == texts
 
 
-@pytest.mark.thorough(but=["pipeline"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", MESHES)
 def test_samples_do_not_depend_on_the_mesh(mesh, corpus_overrides, tmp_path):
     texts = []

@@ -111,6 +111,7 @@ def test_hard_link_in_the_place_of_the_lock_is_refused_by_name(
     assert private.read_text() == "private" and private.stat().st_nlink == 2
 
 
+@pytest.mark.thorough
 def test_metrics_that_have_other_names_are_replaced(private, overrides, tmp_path):
     """Copies made by `cp --link`, such as backups, keep their content."""
     (tmp_path / "run").mkdir()

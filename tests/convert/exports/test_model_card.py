@@ -41,6 +41,7 @@ def test_card_describes_the_run(run, tmp_path):
     assert (tmp_path / "model" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_card_has_other_evaluations_of_the_same_checkpoint(run, tmp_path):
     settings = {"tasks": "my_task"}
     follow(run, "lm_eval", settings, lambda step: {"my_task/acc": int(step.name) / 8})
@@ -53,6 +54,7 @@ def test_card_has_other_evaluations_of_the_same_checkpoint(run, tmp_path):
     assert "| my_task/acc | 0.25 |" in text and "0.5 |" not in text
 
 
+@pytest.mark.thorough
 def test_card_of_an_earlier_checkpoint_ends_there(run, tmp_path):
     to_hf.convert(run / "checkpoints" / "2", tmp_path / "adapter")
     card = huggingface_hub.ModelCard.load(tmp_path / "adapter" / "README.md")

@@ -103,6 +103,7 @@ def test_encoder_gets_the_patches_that_the_head_does_not_predict():
     assert mae.embed(inputs).shape == (2, 1 + NUM_KEPT, 8)
 
 
+@pytest.mark.thorough
 def test_decoder_gets_patches_in_image_order():
     noise = np.random.default_rng(2).random((3, NUM_PATCHES), np.float32)
     mae = model()

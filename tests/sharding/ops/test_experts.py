@@ -103,6 +103,7 @@ def float64():
         yield
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("sizes", [{}, {"batch": 1, "length": 1}, {"length": 131, "per_token": 1}])

@@ -64,6 +64,7 @@ def test_changed_checkpoint_is_refused(file, content, reason, trained, tmp_path,
     assert reason in error and str(tmp_path) in error
 
 
+@pytest.mark.thorough
 def test_parameters_of_another_dtype_are_not_converted(trained, tmp_path):
     """Checkpoints of older versions do not list dtypes, so that only the model shows the change."""
     shutil.copytree(trained[0], tmp_path, dirs_exist_ok=True)

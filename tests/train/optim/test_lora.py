@@ -84,6 +84,7 @@ def test_losses_equal_one_device(variant, mesh, corpus_overrides):
     assert reference[-1] < reference[0]
 
 
+@pytest.mark.thorough
 def test_only_adapters_change_and_have_moments(corpus_overrides):
     trained = ("precision.frozen=bfloat16", "lora.also_trained=final_norm.*")
     run, corpus = make_run((*TINY, *corpus_overrides, *ADAPTERS, *trained))

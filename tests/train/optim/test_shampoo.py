@@ -157,6 +157,7 @@ def test_other_parameters_get_adamw(is_frozen):
         assert not np.allclose(shampoo["blocks"]["kernel"], adamw["blocks"]["kernel"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_zero_gradients_change_nothing_and_later_ones_count(dtype):
     """For an expert without tokens, and padding layers."""
@@ -230,13 +231,9 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param(name, marks=() if name.endswith("3") else pytest.mark.thorough)
-        for name in MESHES
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_losses_on_a_mesh_equal_one_device(mesh, corpus_overrides):
     with jax.enable_x64(True):
         overrides = (*TINY, *corpus_overrides, *FLOAT64, "optimizer.name=shampoo")

@@ -112,6 +112,7 @@ def test_request_that_contradicts_itself_names_what_to_leave_out():
     )
 
 
+@pytest.mark.thorough
 def test_request_for_far_too_many_devices_names_one_that_works():
     message = no_division(request(num_devices=4096))
     devices, _, rest = message.partition("the nearest that works: ")[2].partition(" devices, or ")

@@ -63,7 +63,7 @@ def combinations():
         "everything, some on the host-2x2x2, nothing recomputed by the pipeline",
     ]
 )
-@pytest.mark.thorough(but=["everything, some on the host-one device"])
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("level", "mesh"), list(combinations()))
 def test_losses_equal_one_device_without_remat(level, mesh, corpus_overrides):
