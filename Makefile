@@ -1,10 +1,10 @@
 # make train: trains a model; CONFIG, WORKDIR and ARGS are optional, for example
 #   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
-# make test: runs the quick tests, at least one per feature (16 minutes on 2 cores)
+# make test: runs the quick tests, at least one per feature (8 minutes on 2 cores)
 # make test-thorough: runs only the thorough tests
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
-# make test-all: runs these three, one after another (an hour)
+# make test-all: runs these three, one after another (40 minutes)
 # make docs: builds the site of the documentation into .site/, and checks its links (a few seconds; installs MkDocs)
 # make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
 # make lint: runs ruff, codespell and the type checker, and prints large files and folders
