@@ -76,4 +76,5 @@ def test_each_matrix_is_computed_once(name, num_layers):
     assert shapes == [((num_matrices, 4, 8), (num_matrices, 4, 4))]
     x, y = arrays
     np.testing.assert_allclose(found[0], x[:, :, ::-1] * y.sum((2, 3), keepdims=True), rtol=1e-4)
-    np.testing.assert_allclose(found[1], y + x.sum((2, 3), keepdims=True), rtol=1e-4)
+    # Rounding in float32; sums of about 5 can cancel.
+    np.testing.assert_allclose(found[1], y + x.sum((2, 3), keepdims=True), rtol=1e-4, atol=1e-5)

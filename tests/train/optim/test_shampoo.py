@@ -151,8 +151,9 @@ def test_other_parameters_get_adamw(is_frozen):
             optimizer = optimizer_of(params, KERNEL, name=name)
             results.append(optimizer.update(grads, optimizer.init(params), params)[0])
     shampoo, adamw = results
-    np.testing.assert_array_equal(shampoo["table"], adamw["table"])
-    np.testing.assert_array_equal(shampoo["blocks"]["bias"], adamw["blocks"]["bias"])
+    # Rounding in float64, in operations that are compiled apart.
+    np.testing.assert_allclose(shampoo["table"], adamw["table"], rtol=1e-14)
+    np.testing.assert_allclose(shampoo["blocks"]["bias"], adamw["blocks"]["bias"], rtol=1e-14)
     if not is_frozen:
         assert not np.allclose(shampoo["blocks"]["kernel"], adamw["blocks"]["kernel"])
 
