@@ -110,14 +110,14 @@ def spec_of_state(
     num_kept = next((i for i, (n, m) in pairs if n != m), min(len(shape), len(param_shape)))
     if not num_kept:
         return PartitionSpec()
-    own = [*parts[:num_kept], *[()] * (len(shape) - num_kept)]
-    num_parts = [math.prod(mesh.shape[axis] for axis in part) for part in own]
-    rest = tuple(axis for part in parts[num_kept:] for axis in part if mesh.shape[axis] > 1)
+    axes = [*parts[:num_kept], *[()] * (len(shape) - num_kept)]
+    num_parts = [math.prod(mesh.shape[axis] for axis in part) for part in axes]
+    others = tuple(axis for part in parts[num_kept:] for axis in part if mesh.shape[axis] > 1)
     new_dims = range(num_kept, len(shape))
-    for end in range(len(rest), 0, -1):
-        count = math.prod(mesh.shape[axis] for axis in rest[:end])
-        for dim in (0, *new_dims) if end == len(rest) else new_dims:
+    for end in range(len(others), 0, -1):
+        count = math.prod(mesh.shape[axis] for axis in others[:end])
+        for dim in (0, *new_dims) if end == len(others) else new_dims:
             if shape[dim] % (num_parts[dim] * count) == 0:
-                own[dim] = (*own[dim], *rest[:end])
-                return spec_of(own)
-    return spec_of(own)
+                axes[dim] = (*axes[dim], *others[:end])
+                return spec_of(axes)
+    return spec_of(axes)

@@ -73,7 +73,7 @@ def draw_cases(items: list[pytest.Item]) -> None:
 
 
 def turn(name: str, seed: str = SEED) -> bool:
-    """Return whether a test is run with this seed; if it is a day, either today or tomorrow."""
+    """Return whether a test that takes turns runs with this seed: on one of two days in a row."""
     try:
         number = datetime.date.fromisoformat(seed).toordinal()
     except ValueError:

@@ -174,7 +174,7 @@ class _Division:
         return flat[: math.prod(batch)].reshape(*batch, *flat.shape[1:])
 
     def _is_by_chunk(self, axes: Axes) -> bool:
-        """Return whether the first dim alone splits an array into the chunks of the devices."""
+        """Return whether an array is split by its first dim only, as the devices compute it."""
         lead = (*self.batch[0], *self.inner)
         return bool(self.inner) and axes[: len(self.batch)] == (lead, *self.batch[1:])
 

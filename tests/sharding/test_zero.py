@@ -85,5 +85,5 @@ def test_config_that_means_nothing_is_refused(fields, message):
 def test_state_of_another_shape_is_divided_as_far_as_its_dims_divide(sizes, expected):
     mesh = make_mesh(MeshConfig(pipeline=2, data=2, model=2), jax.devices())
     param = (*sizes[:1], 12, 16)
-    found = spec_of_state(sizes, param, P("pipeline", "data", "model"), mesh)
-    assert axes_by_dim(found, len(sizes)) == axes_by_dim(expected, len(sizes))
+    state_spec = spec_of_state(sizes, param, P("pipeline", "data", "model"), mesh)
+    assert axes_by_dim(state_spec, len(sizes)) == axes_by_dim(expected, len(sizes))

@@ -183,15 +183,13 @@ class PlanSearch:
         """Return the best plan with layers that are not a loop, if that may be faster on a GPU.
 
         It is not if layers keep no activations, which a loop would copy. The plan gets the composed
-        cost of the loop.
+        cost of the loop. A run's own check refuses plans that cannot be unrolled.
         """
         plan = best.plan
         base = self._layers.compiled(self._layers.base).run
         are_few = sum(base.functions.num_layers.values()) <= _MOST_UNROLLED
-        keeps = plan.remat.layers != "full" and not self._config.memory.offload_activations
-        is_device = plan.placement == "device" and not self._devices.machine.shares_cores
-        can = plan.mesh.pipeline == 1 and is_device and keeps and are_few
-        if not can or "train.unroll" in self._fixed:
+        may_pay = plan.remat.layers != "full" and not self._devices.machine.shares_cores
+        if not (may_pay and are_few) or "train.unroll" in self._fixed:
             return []
         return [Costed(dataclasses.replace(plan, unroll=True), best.cost)]
 

@@ -57,7 +57,7 @@ def test_each_matrix_is_computed_once(name, num_layers):
     specs = SPECS[name]
     mesh = make_mesh(MeshConfig(pipeline=2, data=2, model=2), jax.devices())
     rng = np.random.default_rng(0)
-    arrays = [rng.normal(size=(num_layers, 3, 4, n)).astype(np.float32) for n in (8, 4)]
+    arrays = [rng.normal(size=(num_layers, 3, 4, n)) for n in (8, 4)]
     shapes = []
 
     def function(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,16 +65,17 @@ def test_each_matrix_is_computed_once(name, num_layers):
         return jnp.flip(x, 1) * y.sum((1, 2), keepdims=True), y + x.sum((1, 2), keepdims=True)
 
     shardings = [NamedSharding(mesh, spec) for spec in specs]
-    with use_mesh(mesh):
+    with jax.enable_x64(True), use_mesh(mesh):
         run = jax.jit(
             lambda *args: on_whole_matrices(function, args, specs, specs, 2),
             out_shardings=tuple(shardings),
         )
-        found = run(*map(jax.device_put, arrays, shardings))
+        results = run(*map(jax.device_put, arrays, shardings))
     num_stages = 2 if specs[0][0] == "pipeline" else 1
     num_matrices = -(-num_layers * 3 // num_stages // 4)  # data=2 and model=2 divide them
     assert shapes == [((num_matrices, 4, 8), (num_matrices, 4, 4))]
     x, y = arrays
-    np.testing.assert_allclose(found[0], x[:, :, ::-1] * y.sum((2, 3), keepdims=True), rtol=1e-4)
-    # Rounding in float32; sums of about 5 can cancel.
-    np.testing.assert_allclose(found[1], y + x.sum((2, 3), keepdims=True), rtol=1e-4, atol=1e-5)
+    wanted = x[:, :, ::-1] * y.sum((2, 3), keepdims=True), y + x.sum((2, 3), keepdims=True)
+    # Rounding in float64; sums of about 5 can cancel.
+    np.testing.assert_allclose(results[0], wanted[0], rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(results[1], wanted[1], rtol=1e-12, atol=1e-13)

@@ -63,11 +63,11 @@ class Reference:
         if (self.count - 1) % self.every == 0:
             pairs = zip(self.left, self.right, strict=True)
             self.roots = [(inverse_root(x / bias2), inverse_root(y / bias2)) for x, y in pairs]
-        found = np.zeros_like(grad)
+        direction = np.zeros_like(grad)
         for block, (left, right) in zip(self.blocks, self.roots, strict=True):
-            found[block] = left @ (self.moment[block] / bias1) @ right
+            direction[block] = left @ (self.moment[block] / bias1) @ right
         adam = self.moment / bias1 / (np.sqrt(self.second_moment / bias2) + SHAMPOO.epsilon)
-        return found * np.linalg.norm(adam) / np.linalg.norm(found)
+        return direction * np.linalg.norm(adam) / np.linalg.norm(direction)
 
 
 def fused(x: np.ndarray) -> list[np.ndarray]:
@@ -129,8 +129,8 @@ def test_shampoo_equals_a_reference(name):
             updates, state = update({"blocks": {"kernel": jnp.asarray(grads)}}, state, params)
             params = optax.apply_updates(params, updates)
             for i, layer in enumerate(references):
-                found = [r.direction(g) for r, g in zip(layer, split(grads[i]), strict=True)]
-                wanted[i] -= RATE * (join(found) + SHAMPOO.weight_decay * wanted[i])
+                directions = [r.direction(g) for r, g in zip(layer, split(grads[i]), strict=True)]
+                wanted[i] -= RATE * (join(directions) + SHAMPOO.weight_decay * wanted[i])
     np.testing.assert_allclose(params["blocks"]["kernel"], wanted, rtol=1e-9, atol=1e-11)  # float64
 
 
@@ -210,8 +210,8 @@ def test_shampoo_on_a_mesh_equals_one_device(name, num_layers):
         placed = jax.device_put(grads, sharding)
         layout = {"blocks": {"kernel": jax.ShapeDtypeStruct(shape, np.float64, sharding=sharding)}}
         with use_mesh(mesh):
-            found = jax.jit(lambda grads: train(grads, param_layout=layout))(placed)
-    for ours, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            ours_on_mesh = jax.jit(lambda grads: train(grads, param_layout=layout))(placed)
+    for ours, theirs in zip(*map(jax.tree.leaves, (ours_on_mesh, wanted)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-9)  # float64
 
 
@@ -240,8 +240,8 @@ def test_losses_on_a_mesh_equal_one_device(mesh, corpus_overrides):
         overrides = (*TINY, *corpus_overrides, *FLOAT64, "optimizer.name=shampoo")
         overrides = (*overrides, "optimizer.shampoo_block=24", "optimizer.shampoo_every=3")
         wanted = losses(*make_run(overrides), 5)
-        found = losses(*make_run((*overrides, *MESHES[mesh])), 5)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+        losses_on_mesh = losses(*make_run((*overrides, *MESHES[mesh])), 5)
+    np.testing.assert_allclose(losses_on_mesh, wanted, rtol=0, atol=1e-9)
 
 
 @pytest.mark.thorough
@@ -261,22 +261,22 @@ def test_a_run_resumes_to_the_bit_and_on_another_mesh(corpus_overrides, tmp_path
         start.checkpoints.wait()
         wanted, state = continued(run, dataclasses.replace(start, state=state), 3)
         restored = restore_or_initialize(run, corpus, tmp_path)
-        found, found_state = continued(run, restored, 3)
-        assert found == wanted and digest(found_state) == digest(state)
+        resumed, resumed_state = continued(run, restored, 3)
+        assert resumed == wanted and digest(resumed_state) == digest(state)
         other, _ = make_run((*base, "mesh.fsdp=2", "mesh.model=2", "memory.zero_stage=2"))
-        found, _ = continued(other, restore_or_initialize(other, corpus, tmp_path), 3)
+        resumed, _ = continued(other, restore_or_initialize(other, corpus, tmp_path), 3)
     assert len({*first_losses, *wanted}) == 5
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(resumed, wanted, rtol=1e-9, atol=0)
 
 
 def continued(run: Run, start: RestoredRun, num_steps: int) -> tuple[list[float], Any]:
     """Train for some steps; return their losses and the state."""
     state = start.state
-    found = []
+    step_losses = []
     for _ in range(num_steps):
         state, metrics = run.compile_train_step()(state, run.place_batch(next(start.batches)))
-        found.append(float(metrics["loss"]))
-    return found, state
+        step_losses.append(float(metrics["loss"]))
+    return step_losses, state
 
 
 @pytest.mark.parametrize(
