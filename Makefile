@@ -70,6 +70,9 @@ setup-browser:
 train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
+# Python keeps the modules that it compiles: without them, each process of a test would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: setup-test
 	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), tests/device (make test-device), campaigns (-m slow)"
 	.venv/bin/python -m pytest -m "not (thorough or gpu_compiler or slow)" --budget=6 $(ARGS)

@@ -8,7 +8,7 @@ time; set TAIBAI_TEST_SEED to repeat a draw.
 file that have no draw of their own. `@pytest.mark.drawn(3, of="whole runs")` draws from all tests
 with this name, in all files: those that start, kill and restart whole runs.
 
-Thorough tests without a draw take turns: CI runs each on every second day (`take_turns`).
+Thorough tests without a draw take turns: CI runs each on every third day (`take_turns`).
 """
 
 import collections
@@ -73,12 +73,12 @@ def draw_cases(items: list[pytest.Item]) -> None:
 
 
 def turn(name: str, seed: str = SEED) -> bool:
-    """Return whether a test that takes turns runs with this seed: on one of two days in a row."""
+    """Return whether a test that takes turns runs with this seed: on one of three days in a row."""
     try:
         number = datetime.date.fromisoformat(seed).toordinal()
     except ValueError:
         number = zlib.crc32(seed.encode())
-    return (zlib.crc32(name.encode()) + number) % 2 == 0
+    return (zlib.crc32(name.encode()) + number) % 3 == 0
 
 
 def take_turns(items: list[pytest.Item]) -> None:

@@ -39,6 +39,7 @@ def run(folder, *words, **variables) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_taibai_trains_next_to_files_with_the_names_of_our_packages(
     folder, tmp_path, corpus_overrides
 ):

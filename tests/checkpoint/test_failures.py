@@ -188,6 +188,7 @@ assert checkpoints.last_failure is None
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("broken", [0, 1])
 def test_all_processes_continue_when_one_cannot_write(tmp_path, broken):

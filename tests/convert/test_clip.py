@@ -266,6 +266,7 @@ def make_encoder(name: str):
     return getattr(hf, name)(config(**sizes, projection_dim=23)).eval()
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", ENCODERS)
 def test_one_encoder_equals_that_of_transformers_and_comes_back(name, tmp_path):
@@ -304,6 +305,7 @@ def test_one_encoder_equals_that_of_transformers_and_comes_back(name, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.thorough
 def test_padding_before_a_text_must_be_another_token(tmp_path):
     theirs = make("clip")
     theirs.save_pretrained(tmp_path / "theirs")

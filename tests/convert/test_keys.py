@@ -288,6 +288,7 @@ def test_models_without_a_matching_architecture_are_rejected(tmp_path, capsys):
     assert "LlamaForCausalLM, cannot have model.activation='gelu'" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_model_with_another_head_gets_another_architecture(tmp_path):
     """This is the case after fine-tuning: hf/ describes the model that training started from."""
     cases.save("bert_mlm", tmp_path / "began_with")

@@ -111,6 +111,7 @@ def ours(path: Path) -> np.ndarray:
     return np.asarray(model(tokens, *extra))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "variant"),
     [

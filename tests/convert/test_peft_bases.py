@@ -51,6 +51,7 @@ def test_base_of_continued_adapters_is_the_model_that_they_are_for(adapter, tmp_
         read_source(tmp_path / "back")
 
 
+@pytest.mark.thorough
 def test_parameters_that_the_base_lacks_are_written_with_the_adapters(tmp_path):
     """PEFT would start them from random values."""
     sizes: Any = {

@@ -16,6 +16,7 @@ from data.text.token_files import write_token_file
 from tests.data.corpora import SEED, documents, jsonl_config
 
 
+@pytest.mark.thorough
 @settings(max_examples=100, deadline=None)
 @given(
     weights=st.lists(st.integers(1, 60), min_size=1, max_size=12),

@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", PARSERS)
 def test_damaged_input_is_read_or_refused(name, tmp_path):

@@ -76,6 +76,7 @@ def test_probabilities_equal_those_of_a_pipeline_of_transformers(photos, mesh, t
             assert probability == pytest.approx(expected[label], abs=1e-5)  # float32
 
 
+@pytest.mark.thorough
 def test_images_are_prepared_as_in_evaluations(photos):
     run, images = photos
     source = read_source(run)

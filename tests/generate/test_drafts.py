@@ -48,7 +48,7 @@ def passes_of(num_tokens: int, num_drafts: int) -> int:
     return -(-(num_tokens - 1) // (num_drafts + 1))
 
 
-@pytest.mark.thorough(but=["gpt2"])
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 def test_drafts_of_the_text_do_not_change_greedy_continuations(model):
     reference, directory = model

@@ -72,6 +72,7 @@ def by_hand(vit) -> tuple[list[str], np.ndarray]:
         return [file.parent.name for file in files], model(pixels).logits.numpy()
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["", "data=4", "data=2,model=2"])
 def test_scores_equal_those_of_scikit_learn(vit, mesh, tmp_path, capsys):

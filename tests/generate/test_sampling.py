@@ -78,6 +78,7 @@ def test_the_vocabulary_is_not_sorted():
         assert "sort" not in str(traced) and "top_k" not in str(traced)
 
 
+@pytest.mark.thorough
 def test_tokens_are_drawn_with_their_probabilities():
     count = 20_000
     sampling = Sampling(temperature=0.8, top_k=4, seed=5)
@@ -115,6 +116,7 @@ def test_a_vocabulary_may_not_be_banned_as_a_whole():
         Sampling(banned=(0, 1)).check_vocab(2)
 
 
+@pytest.mark.thorough
 def test_rows_with_their_own_settings_have_the_tokens_of_equal_settings():
     settings = (
         Sampling(temperature=0),

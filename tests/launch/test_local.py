@@ -112,6 +112,7 @@ def test_run_reports_the_signal_that_killed_a_process(tmp_path):
     assert "process 0 killed by SIGKILL; stopping the 1 still running" in done.stderr
 
 
+@pytest.mark.thorough
 def test_run_kills_processes_that_ignore_sigterm_after_the_grace_time(tmp_path):
     script = f"""
     ready = {str(tmp_path / "ready")!r}
@@ -222,6 +223,7 @@ def test_main_reports_bad_arguments_in_one_sentence(options, message, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_run_joins_jax_processes_into_one_mesh(tmp_path):
     script = f"""
     import jax

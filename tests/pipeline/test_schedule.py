@@ -160,6 +160,7 @@ def documented_commands() -> list[list[str]]:
     return [line.split() for line in re.findall(r"pipeline\.schedule (--.*)", text)]
 
 
+@pytest.mark.thorough
 def test_documented_pictures_can_be_drawn_again(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs" / "pipelines").mkdir(parents=True)

@@ -137,6 +137,7 @@ def test_callbacks_ask_for_saves(watch, corpus_overrides, tmp_path):
     assert saved_steps(tmp_path) == {4, 5, 6}
 
 
+@pytest.mark.thorough
 def test_failing_callback_is_logged_once_and_changes_nothing(
     watch, corpus_overrides, tmp_path, capsys
 ):

@@ -200,6 +200,7 @@ def test_evaluation_of_two_losses_does_not_depend_on_the_batch_size(files):
     }
 
 
+@pytest.mark.thorough
 def test_metrics_with_weights_of_their_own_do_not_depend_on_the_batch_size(files):
     metrics = check_groups("causal_lm", files, [(8, 4)], OWN_METRICS)
     assert metrics["eval_space_surprise"] != pytest.approx(metrics["eval_surprise"], rel=1e-3)

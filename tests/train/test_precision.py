@@ -33,6 +33,7 @@ class Overflows(GPT2):
         return super().head(x_BTD * factor * factor, batch)
 
 
+@pytest.mark.thorough
 def test_stochastic_rounding_is_unbiased_between_neighbours():
     step = 2.0**-7  # spacing of bfloat16 between 1 and 2
     x = jnp.full(100_000, 1 + step / 4, jnp.float32)
@@ -48,6 +49,7 @@ def test_stochastic_rounding_is_unbiased_between_neighbours():
     np.testing.assert_array_equal(bits[0], bits[1])
 
 
+@pytest.mark.thorough
 def test_rounding_depends_on_the_layer_not_on_its_slot():
     layers = jax.random.normal(jax.random.key(0), (5, 7, 3))
     plain = StackLayout(num_layers=5, chunks=(((0, 5),),))

@@ -74,6 +74,7 @@ def expected_losses(corpus_overrides: tuple[str, ...]) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_iterator_continues_the_stream_at_any_step(is_streamed, corpus_overrides):
     streamed = ("data.streaming=True", "data.validation_fraction=0") if is_streamed else ()

@@ -46,6 +46,7 @@ def overrides(corpus_overrides):
     return (*TINY, *corpus_overrides, "train.num_steps=1", "model.num_layers=1")
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_obstacle_in_the_workdir_is_refused_by_name(obstacle, overrides, tmp_path, capsys):
@@ -122,6 +123,7 @@ def test_metrics_that_have_other_names_are_replaced(private, overrides, tmp_path
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) > 1
 
 
+@pytest.mark.thorough
 def test_link_to_an_absent_file_creates_no_file(private, overrides, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.lifecycle.workdir.check_links", lambda directory: None)
     private.unlink()

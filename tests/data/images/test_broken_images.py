@@ -172,6 +172,7 @@ def test_image_that_breaks_later_is_named(tmp_path):
         values(corpus.train)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_image_that_breaks_later_has_zero_weight(num_workers, tmp_path, caplog, capfd):
     write_classes(tmp_path / "i", "ab")

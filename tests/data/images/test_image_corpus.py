@@ -90,6 +90,7 @@ def test_batches_do_not_depend_on_processes_threads_or_restarts(case, tmp_path):
         assert_rows(take(resumed, 9), whole[7:], rows[:2])
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 def test_worker_processes_read_the_same_batches_and_states(case, tmp_path):
     _, config, images, corpus = case

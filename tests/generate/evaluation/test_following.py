@@ -89,12 +89,14 @@ def test_checkpoints_are_evaluated_as_they_appear(run, tmp_path, capsys):
     assert len(followed(run)) == 2  # had nothing to do
 
 
+@pytest.mark.thorough
 def test_other_settings_are_another_evaluation(run):
     for settings in (SETTINGS, {"tasks": "other"}, SETTINGS):
         lines = followed(run, settings)
     assert [line["settings"]["tasks"] for line in lines] == ["task", "task", "other", "other"]
 
 
+@pytest.mark.thorough
 def test_another_checkpoint_of_the_same_step_is_evaluated(run):
     followed(run)
     checksums = run / "checkpoints" / "4" / CHECKSUMS_FILE
@@ -103,6 +105,7 @@ def test_another_checkpoint_of_the_same_step_is_evaluated(run):
     assert [line["step"] for line in followed(run)] == [2, 4, 4]
 
 
+@pytest.mark.thorough
 def test_a_run_with_more_steps_is_followed_further(run, tmp_path):
     assert [line["step"] for line in followed(run)] == [2, 4]
     config = (run / "config.yaml").read_text()
@@ -116,6 +119,7 @@ def test_a_run_with_more_steps_is_followed_further(run, tmp_path):
         assert [line["step"] for line in followed(run)] == [2, 4, 6]
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_before_its_last_step_is_followed_to_its_end(run):
     config = run / "config.yaml"
     times = (config.stat().st_atime, config.stat().st_mtime)
@@ -124,11 +128,13 @@ def test_a_run_that_ends_before_its_last_step_is_followed_to_its_end(run):
     assert [line["step"] for line in followed(run)] == [2, 4]
 
 
+@pytest.mark.thorough
 def test_a_torn_line_does_not_spoil_the_next(run):
     (run / "mine.jsonl").write_text('{"step": 2, "chec')
     assert [line["step"] for line in followed(run)] == [2, 4]
 
 
+@pytest.mark.thorough
 def test_damaged_and_deleted_checkpoints_are_passed_over(run, capsys):
     checkpoints = run / "checkpoints"
     for name in ("1", "3", "3.orbax-checkpoint-tmp-0"):
@@ -150,6 +156,7 @@ def test_damaged_and_deleted_checkpoints_are_passed_over(run, capsys):
     assert "step 4 is skipped: checksums.sha256 " in out
 
 
+@pytest.mark.thorough
 def test_errors_of_an_evaluation_end_the_command(run):
     def scores_of(step: Path) -> dict[str, float]:
         raise ValueError("no task 'chose'")
@@ -159,6 +166,7 @@ def test_errors_of_an_evaluation_end_the_command(run):
     assert not (run / "mine.jsonl").exists()
 
 
+@pytest.mark.thorough
 def test_links_that_lead_out_of_the_run_are_refused(run, tmp_path):
     shutil.rmtree(run / "tensorboard")
     (tmp_path / "outside").mkdir()
@@ -168,6 +176,7 @@ def test_links_that_lead_out_of_the_run_are_refused(run, tmp_path):
     assert not [*(tmp_path / "outside").iterdir()]
 
 
+@pytest.mark.thorough
 def test_unsuitable_requests_end_in_one_sentence(trained, tmp_path, capsys):
     def error(*options: str) -> str:
         assert image_eval.main([*options, "--follow"]) == 2

@@ -115,6 +115,7 @@ def test_client_that_does_not_read_its_answer_is_closed():
         assert is_closed(connection, within_s=1)  # after the contents of its buffers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sent",
     [b"GET /quick", b"POST /quick" + HEAD + b"Content-Length: 9\r\n\r\n1"],

@@ -286,6 +286,7 @@ def test_other_routes_and_errors_of_the_client(address, client):
         client.chat.completions.create(model="tiny", messages=[called])
 
 
+@pytest.mark.thorough
 def test_many_clients_get_their_own_answers(address, generator):
     prompts = [f"def f{number}(" for number in range(NUM_CLIENTS)]
     expected = greedy(generator, prompts, 12)
@@ -321,6 +322,7 @@ def test_clients_that_leave_free_their_places(address, client, generator):
     assert found.choices[0].text == greedy(generator, ["a"], 8)[0]
 
 
+@pytest.mark.thorough
 def test_requests_beyond_the_limits_are_turned_away(directory):
     options = ("--batch_size=1", "--max_waiting=20", "--timeout_s=0.01")
     with serving(directory, *options) as address:

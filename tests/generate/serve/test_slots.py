@@ -48,6 +48,7 @@ def test_rows_that_begin_at_different_times_have_the_tokens_of_the_generator(mes
     assert [tokens[:13] for tokens in found] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", [{}, pytest.param({"data": 2, "model": 2}, marks=pytest.mark.thorough)]
 )

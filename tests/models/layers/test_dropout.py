@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from models.functions import functions_of
@@ -53,6 +54,7 @@ def example_keys(seed: int, examples: range) -> jax.Array:
     return fold(jax.random.key(seed), jnp.arange(examples.start, examples.stop))
 
 
+@pytest.mark.thorough
 def test_dropout_mask_depends_only_on_seed_example_layer_and_site():
     masks = draw_masks(example_keys(0, range(6)), range(4))
     # Masks do not depend on the other examples in the batch or on the other layers of a stage.

@@ -55,6 +55,7 @@ def test_adapters_start_without_an_effect_and_leave_other_parameters():
         assert words == {"a", "b", *(["magnitude"] if variant else [])}
 
 
+@pytest.mark.thorough
 def test_layers_of_a_stack_start_with_different_values():
     a = params_of(gpt2(rank=4))[("decoder", "layers", "mlp", "up", "lora", "a")]
     b = params_of(gpt2(rank=4))[("decoder", "layers", "attention", "qkv", "lora", "a")]

@@ -251,6 +251,7 @@ def test_padded_vocab_size_is_the_next_multiple(vocab, multiple, padded):
     assert padded_vocab(vocab, multiple) == padded
 
 
+@pytest.mark.thorough
 def test_initial_standard_deviations_are_gpt2s():
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.split(build(CONFIG))[1]))()
     layers = params["decoder"]["layers"]

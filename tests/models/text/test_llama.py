@@ -71,6 +71,7 @@ def test_settings_that_do_not_fit_are_refused(changes, message):
 CHUNKED = {**SIZES, "layer_types": ("chunked", "no_positions"), "attention_chunk": 5}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("has_padding", [False, True])
 def test_tokens_of_a_chunk_see_each_other_only(has_padding):
     """Output and gradient equal attention by its definition, in numpy in float64."""
@@ -102,6 +103,7 @@ def test_tokens_of_a_chunk_see_each_other_only(has_padding):
         np.testing.assert_allclose(pullback(jnp.asarray(dy))[0][:, :, 0], dv, rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_cached_chunks_continue_as_whole_rows_do():
     """Without caches, each token is predicted from a pass over the whole row."""
     model = Llama(LlamaConfig(**CHUNKED, init_stddev=0.5), rngs=nnx.Rngs(0))

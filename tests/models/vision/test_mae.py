@@ -170,6 +170,7 @@ def test_hidden_pixels_change_no_prediction():
     np.testing.assert_array_equal(patches.max(axis=-1) == 0, is_hidden)
 
 
+@pytest.mark.thorough
 def test_encoder_has_the_names_and_shapes_of_a_vit():
     mae = nnx.to_pure_dict(nnx.split(model())[1])
     vit = nnx.to_pure_dict(nnx.split(ViT(CONFIG.encoder, rngs=nnx.Rngs(0)))[1])

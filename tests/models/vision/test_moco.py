@@ -59,6 +59,7 @@ def theirs(projector, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+@pytest.mark.thorough
 def test_loss_equals_the_papers_over_weighted_images(functions):
     model, x_BVTD, batch = functions
     counts = np.asarray(batch["weights"]) > 0

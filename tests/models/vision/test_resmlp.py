@@ -64,6 +64,7 @@ def _at(tree: Any, layer: int) -> Any:
     return jax.tree.map(lambda x: x[layer], tree)
 
 
+@pytest.mark.thorough
 def test_logits_and_gradients_equal_the_papers_formulas():
     graph, params = random_params()
     directions = np.random.default_rng(2).normal(size=(4, 5))

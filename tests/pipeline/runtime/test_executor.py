@@ -224,7 +224,7 @@ def test_only_the_tables_permutes_cross_stages_in_the_loop(schedule, num_permute
     assert reduced and all(c.kind == "all-reduce" for c in reduced)
 
 
-@pytest.mark.thorough(but=["gpipe-stage"])
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("remat", ["stage", "none"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -73,6 +73,7 @@ def built(net: EncoderDecoder, schedule: str, num_stages: int, remat: str):
     return run, place(net, layouts, mesh, params, data), layouts, mesh, params, data
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("names", [ENCODER, BELOW_DECODER, ("decoder.cross", "norm")])
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def gpt2_block(remat: str, *, uses_dropout: bool, length: int = T) -> Example:
     return Example(block, params, draw(B, length, D), batch, jnp.int32(1))
 
 
-@pytest.mark.thorough(but=["none-False", "dots-False"])
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("uses_dropout", [False, True])
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])

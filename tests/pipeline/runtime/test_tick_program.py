@@ -70,12 +70,14 @@ def random_tables(draw):
 SMALL = schedules(stages=st.integers(1, 5), microbatches=st.integers(1, 9))
 
 
+@pytest.mark.thorough
 @given(SMALL, st.booleans(), st.booleans())
 @settings(properties, max_examples=200)
 def test_program_provides_the_inputs_of_every_operation(schedule, recomputes, shares_vocab):
     simulate(schedule, recomputes=recomputes, shares_vocab=shares_vocab)
 
 
+@pytest.mark.thorough
 @given(random_tables(), st.booleans(), st.booleans())
 @settings(properties, max_examples=200)
 def test_program_of_any_order_and_placement_provides_all_inputs(schedule, recomputes, shares_vocab):

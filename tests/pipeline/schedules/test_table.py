@@ -127,6 +127,7 @@ def mutants(draw):
     return fault, {op}, with_cell(schedule, to_tick, to_stage, (*cell[:at], op, *cell[at:]))
 
 
+@pytest.mark.thorough
 @given(mutants())
 @settings(properties, max_examples=400)
 def test_verify_rejects_exactly_the_unplayable_tables_and_names_the_operation(mutant):

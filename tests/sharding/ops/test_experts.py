@@ -152,6 +152,7 @@ def test_experts_on_a_mesh_equal_one_device(name, choose, is_manual):
     check_on_mesh(name, choose, is_manual)
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("choose", ["at random", "all to two"])
 def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
@@ -186,6 +187,7 @@ def check_on_mesh(name, choose, is_manual):
     check(jax.device_get(actual), jax.device_get(expected))
 
 
+@pytest.mark.thorough
 def test_some_stages_may_compute_experts_while_others_do_not():
     mesh = make_mesh(MeshConfig(pipeline=2, expert=2, model=2), jax.devices())
     rules = make_rules()

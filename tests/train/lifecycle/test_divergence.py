@@ -270,6 +270,7 @@ def names(workdir: Path) -> list[str]:
     return sorted(path.name for path in (workdir / "checkpoints").iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("max_to_keep", [1, 3])
 def test_ruined_parameters_are_set_aside_and_displace_no_good_ones(
@@ -285,6 +286,7 @@ def test_ruined_parameters_are_set_aside_and_displace_no_good_ones(
     assert restore_or_initialize(*make_run(overrides), tmp_path).step == 3
 
 
+@pytest.mark.thorough
 def test_save_follows_after_the_next_good_step(corpus_overrides, tmp_path):
     changes = ("checkpoint.every_steps=3", "train.num_steps=8", CONSTANT)
     overrides = (*TINY, *corpus_overrides, *changes)

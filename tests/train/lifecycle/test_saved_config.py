@@ -160,6 +160,7 @@ def exported_activation(run: Path, to: Path) -> str:
     return json.loads((to / "config.json").read_text())["activation_function"]
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("change", [Path.unlink, change_activation])
 def test_conversion_and_init_from_ignore_a_changed_config_of_the_workdir(

@@ -99,6 +99,7 @@ def test_signals_save_once_and_the_next_start_resumes(corpus_overrides, tmp_path
     assert entries(workdir) == entries(undisturbed)
 
 
+@pytest.mark.thorough
 def test_signal_before_the_first_step_is_a_preemption(corpus_overrides, tmp_path):
     process = start(command(tmp_path, (*SMALL, *corpus_overrides)))
     assert process.stdout

@@ -35,6 +35,7 @@ def copy(trained, tmp_path, monkeypatch):
     return run, (*trained[1], "train.num_steps=5")
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "name, code", [("config.yaml", errno.EIO), ("state", errno.EACCES), ("", errno.ESTALE)]

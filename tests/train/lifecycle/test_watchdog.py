@@ -113,6 +113,7 @@ def write_sign(directory, process, **changes):
     (directory / f"{process}.json").write_text(json.dumps(sign | changes))
 
 
+@pytest.mark.thorough
 def test_waiting_process_names_killed_and_slow_processes(tmp_path, start):
     # Long enough to be killed before it notices that it hangs.
     killed = start(tmp_path, 2, 3, "data", timeout_s=4 * LONG_S)
@@ -159,6 +160,7 @@ def test_processes_at_the_same_place_show_their_stacks(tmp_path, start):
         assert "in wait_in_vain" in report
 
 
+@pytest.mark.thorough
 def test_a_single_process_shows_its_stack(tmp_path, start):
     process = start(tmp_path, 0, 1, "save", timeout_s=1)
     report = report_of(process)

@@ -65,6 +65,7 @@ def test_planned_memory_of_an_edited_config_is_checked(memory, message, tmp_path
         planned_memory(tmp_path)
 
 
+@pytest.mark.thorough
 def test_run_starts_as_soon_as_the_lock_is_released(holder, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         holder.kill()  # its lock file stays

@@ -215,6 +215,7 @@ def test_training_adapters_of_experts_equals_one_device(mesh):
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
+@pytest.mark.thorough
 def test_metrics_of_the_router_are_those_of_its_choices():
     (first, *_), params = trained(ROUTINGS["Mixtral"])
     assert first["loss"] == pytest.approx(first["lm_loss"] + first["router_loss"], rel=1e-12)
@@ -224,6 +225,7 @@ def test_metrics_of_the_router_are_those_of_its_choices():
     assert any("router" in name for name in params)
 
 
+@pytest.mark.thorough
 def test_best_metric_can_be_what_evaluations_report():
     often = ("checkpoint.every_steps=1", "eval.every_steps=1", "data.validation_fraction=0.2")
     keys = ("checkpoint.keep_best=1", "checkpoint.best_metric=eval_expert_load", *often)

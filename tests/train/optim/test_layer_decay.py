@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from tests.runs import ROOT, TINY, make_run
 from train.optim.layer_decay import Depths, scaled_by_depth
@@ -49,6 +50,7 @@ def test_embedding_parameters_are_those_read_by_embed(corpus_overrides):
     assert (of_t5.first_layers, of_t5.num_layers) == ({"encoder": 0, "decoder": 2}, 5)
 
 
+@pytest.mark.thorough
 def test_parameters_before_a_stack_have_the_depth_of_its_first_layer(corpus_overrides):
     sizes = ("model.depths=(2,4,2)", "model.num_heads=(2,2,2)", "data.global_batch_size=16")
     found = depths(corpus_overrides[1:], "swin", sizes)
@@ -94,6 +96,7 @@ def test_update_is_scaled_by_the_power_of_its_layer():
     assert updates["decoder"].tolist() == [[-(0.5**2)] * 2]
 
 
+@pytest.mark.thorough
 def test_layers_of_a_period_have_factors_of_their_own(corpus_overrides):
     """LLaMA of 5 layers: two periods of two layers, and one layer of a second stack."""
     pattern = ("model.layer_types=('window', 'full')", "model.sliding_window=4")

@@ -81,6 +81,7 @@ def test_muon_equals_optax_for_every_tensor(scale):
             np.testing.assert_allclose(tensor, trained.theirs[name], rtol=0, atol=2e-6)
 
 
+@pytest.mark.thorough
 def test_momentum_of_muon_equals_pytorchs():
     """PyTorch's steps are in bfloat16, so ours are too."""
     rng = np.random.default_rng(0)

@@ -18,6 +18,7 @@ from train.optim.optimizer import make_optimizer
 from train.optim.schedules import make_learning_rate_schedule
 
 
+@pytest.mark.thorough
 def test_adamw_equals_pytorchs_for_every_tensor():
     """Ten steps on random gradients; vectors are not decayed, also in a stack."""
     schedule: Any = make_learning_rate_schedule(BASE, 10)

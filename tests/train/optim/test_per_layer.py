@@ -69,6 +69,7 @@ def of_this_module(function: Any) -> str:
     return f"{__name__}:{function.__name__}"
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     "make",

@@ -140,6 +140,7 @@ def stddev_of(params: Any, *path: str) -> float:
     return float(np.std(functools.reduce(lambda tree, name: tree[name], path, params)))
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("width", [64, 128])
@@ -184,6 +185,7 @@ def test_model_of_the_base_sizes_is_the_unscaled_model(name):
     assert param_scales(plain.config, params_of(plain), STACKS) is None
 
 
+@pytest.mark.thorough
 def test_outputs_equal_those_of_explicit_multipliers():
     scaled = llama(64, 4, **COMPLETEP, base_head_dim=4)
     explicit = llama(64, 4, residual_scale=1 / 2, logit_scale=1 / 2, attention_scale=2 / 16)
@@ -193,6 +195,7 @@ def test_outputs_equal_those_of_explicit_multipliers():
     assert not np.allclose(logits_of(scaled), logits_of(llama(64, 4)), rtol=0.1)
 
 
+@pytest.mark.thorough
 def test_model_with_a_rule_is_exported_with_its_factors():
     config = llama(64, 4, **COMPLETEP, base_head_dim=4).config
     assert (

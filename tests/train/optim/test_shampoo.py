@@ -134,6 +134,7 @@ def test_shampoo_equals_a_reference(name):
     np.testing.assert_allclose(params["blocks"]["kernel"], wanted, rtol=1e-9, atol=1e-11)  # float64
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_other_parameters_get_adamw(is_frozen):
     """Also if all matrices are frozen, as with adapters."""
@@ -183,6 +184,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize("num_layers", [8, 6])
 @pytest.mark.parametrize("name", SPLITS)

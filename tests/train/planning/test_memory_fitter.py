@@ -257,6 +257,7 @@ def test_invalid_budgets_are_rejected(overrides, message):
         validate_config(load(CONFIG, overrides))
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("name", "is_offered"), [("sgd", True), ("muon", True), ("lamb", False)])
 def test_host_memory_is_offered_only_to_optimizers_that_update_slices(

@@ -88,6 +88,7 @@ def wandb_files(workdir: Path) -> list[Path]:
     return sorted(workdir.glob("wandb/offline-run-*/*.wandb"))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("offline")
 def test_wandb_has_all_values_and_continues_its_record(tmp_path, caplog):
     first = start("wandb", tmp_path, 0)

@@ -75,6 +75,7 @@ def own(monkeypatch):
     return started
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_steps")
 def test_own_tracker_records_what_is_logged_and_continues_its_record(
     own, corpus_overrides, tmp_path

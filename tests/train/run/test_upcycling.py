@@ -66,6 +66,7 @@ def started(path, overrides):
     return nnx.merge(nnx.graphdef(run.model), jax.device_get(start_params(run, source)))
 
 
+@pytest.mark.thorough
 def test_first_forward_equals_the_dense_model(dense, corpus, tmp_path, caplog):
     caplog.set_level("INFO")
     model = started(dense, (*corpus, *OVERRIDES))

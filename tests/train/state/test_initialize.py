@@ -73,7 +73,7 @@ def test_given_parameters_are_moved_to_host_memory_unchanged(mesh, corpus_overri
     assert jax.tree.map(lambda x: x.sharding, state) == shardings_of(hosted.state_layout.abstract)
 
 
-@pytest.mark.thorough(but=["2x2x2, fsdp"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["data=8, ZeRO 3", "2x2x2, fsdp", "chunks"])
 def test_initialization_uses_only_the_shards_of_each_device(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *MESHES[mesh], "model.embed_dim=128"))

@@ -90,8 +90,8 @@ def as_restored(run, portable: TrainState) -> TrainState:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
-@pytest.mark.thorough(but=["even", "uneven"])
 @pytest.mark.parametrize("name", ["even", "uneven", "zbv"])
 def test_portable_round_trip_is_exact(name, corpus_overrides):
     run = run_of(corpus_overrides, name)[0]
@@ -117,6 +117,7 @@ def test_portable_round_trip_is_exact(name, corpus_overrides):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, after)))
 
 
+@pytest.mark.thorough
 def test_state_becomes_portable_without_recompilation(corpus_overrides, compilations):
     """Every save of a run converts the state."""
     # No other test has this width, so the first conversion has to be compiled.
@@ -155,6 +156,7 @@ def test_portable_initial_state_equals_one_device_to_the_bit(name, corpus_overri
             assert leaf.sharding.memory_kind != "pinned_host", path
 
 
+@pytest.mark.thorough
 def test_counters_missing_in_a_checkpoint_start_at_zero(corpus_overrides):
     state_layout = run_of(corpus_overrides, "uneven")[0].state_layout
     portable = state_layout.to_portable(state_layout.initial())

@@ -123,6 +123,7 @@ def moved(run) -> dict[str, Counter]:
     return found
 
 
+@pytest.mark.thorough
 def test_device_gets_one_layer_at_a_time(corpus_overrides):
     """No whole stack is copied to the device, except the step's own copy of the parameters."""
     base = (*TINY, *corpus_overrides)

@@ -106,6 +106,7 @@ def mean_of(spikes: Spikes) -> float:
     return float(spikes.norm_mean) / (1 - SPIKE_MEAN_DECAY ** int(spikes.num_norms))
 
 
+@pytest.mark.thorough
 def test_no_step_is_a_spike_before_the_mean_is_known():
     letters, _ = judged([*[1.0] * (MIN_NORMS - 1), 99.0])
     assert letters == "a" * MIN_NORMS

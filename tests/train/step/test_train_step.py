@@ -19,7 +19,7 @@ def microbatches(count: int) -> tuple[str, ...]:
     return (f"train.num_microbatches={count}", f"data.global_batch_size={4 * count}")
 
 
-@pytest.mark.thorough(but=["2x2x2"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [CUBE, ("mesh.data=4", "mesh.model=2")], ids=["2x2x2", "4x2"])
 def test_nothing_crosses_data_inside_the_microbatch_loop(mesh, corpus_overrides):
     run, _ = make_run((*TINY, *corpus_overrides, *mesh, "train.num_microbatches=4"))

@@ -71,6 +71,7 @@ def test_update_of_a_huge_table_needs_no_memory_before_it_runs():
         assert update.groups == []
 
 
+@pytest.mark.thorough
 def test_update_clips_by_the_global_norm_like_optax():
     """Ten steps of AdamW on random gradients; the larger half is clipped."""
     rng = np.random.default_rng(0)

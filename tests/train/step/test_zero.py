@@ -29,7 +29,7 @@ def combinations():
             yield pytest.param(mesh, stage, marks=[pytest.mark.slow] * is_slow)
 
 
-@pytest.mark.thorough(but=["data=2 fsdp=2-3"])
+@pytest.mark.thorough
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("mesh", "stage"), list(combinations()))
 def test_losses_equal_one_device(mesh, stage, corpus_overrides):

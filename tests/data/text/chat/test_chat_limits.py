@@ -75,6 +75,7 @@ def test_training_has_no_chance(text):
     assert ChatTemplate(text, "x.jinja", {}, is_repeatable=False).render(CONVERSATIONS[1])
 
 
+@pytest.mark.thorough
 def test_slow_conversation_is_named_and_others_are_not_lost():
     """A batch that exceeds the limits is rendered line by line, up to the line that does."""
     text = (

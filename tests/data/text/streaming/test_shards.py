@@ -45,6 +45,7 @@ def assert_equal_to_local(config: DataConfig, directory: Path) -> None:
         assert_rows(take(remote, 40), take(expected, 40), slice(None))
 
 
+@pytest.mark.thorough
 def test_objects_give_the_rows_of_local_files(memory_store, files, tmp_path):
     put(memory_store, files)
     config = streamed(tmp_path, "memory://texts/*.jsonl*", "memory://texts/6.csv")
@@ -70,6 +71,7 @@ def test_files_on_the_hub_give_the_rows_of_local_files(hub, files, tmp_path, cap
     assert size_of(tmp_path / "hf_home") < 100, "the cache of the hub does not grow"
 
 
+@pytest.mark.thorough
 def test_object_that_changes_or_vanishes_ends_the_run(memory_store, files, tmp_path):
     put(memory_store, files)
     name = "memory://texts/0.jsonl"
@@ -83,6 +85,7 @@ def test_object_that_changes_or_vanishes_ends_the_run(memory_store, files, tmp_p
             take(iterator, 100)
 
 
+@pytest.mark.thorough
 def test_broken_object_is_named_by_its_url(memory_store, files, tmp_path):
     put(memory_store, files | {"5.jsonl.gz": b"no gzip"})
     message = refused(streamed(tmp_path, "memory://texts"))

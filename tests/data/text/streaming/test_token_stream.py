@@ -57,6 +57,7 @@ def test_tokens_of_each_shard_are_used_exactly_once_per_epoch(directory, seed):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("window", "seed"), [(2, 0), (8, 1), (1000, 0)])
 def test_rows_are_shuffled_within_a_window_and_an_epoch(directory, window, seed):
@@ -73,6 +74,7 @@ def test_rows_are_shuffled_within_a_window_and_an_epoch(directory, window, seed)
             assert sorted(shuffled[part]) == sorted(in_order[part])
 
 
+@pytest.mark.thorough
 def test_processes_read_the_rows_of_one_global_batch(directory):
     config = config_of(directory)
     with batches(config) as whole, batches(config, [0, 3, 4]) as a, batches(config, [5, 1, 2]) as b:
@@ -82,7 +84,7 @@ def test_processes_read_the_rows_of_one_global_batch(directory):
     assert expected[39]["index"].tolist() == list(range(234, 240))
 
 
-@pytest.mark.thorough(but=["causal_lm"])
+@pytest.mark.thorough
 @pytest.mark.parametrize("objective", ["causal_lm", "masked_lm", "span_corruption"])
 def test_state_continues_with_the_same_batches_in_any_process(directory, objective):
     config = config_of(directory, objective=objective, cache_dir=str(directory / objective))
@@ -176,6 +178,7 @@ def test_shards_without_enough_text_for_a_row_are_refused(tmp_path):
     assert "there is not enough text for one row" in refused(config_of(tmp_path))
 
 
+@pytest.mark.thorough
 def test_shard_that_changes_or_vanishes_ends_the_run(tmp_path):
     write_shards(tmp_path)
     config = config_of(tmp_path)
@@ -218,6 +221,7 @@ def test_damaged_tokens_are_made_again(tmp_path):
     assert not (tmp_path / "cache" / "streams" / "ab").exists()
 
 
+@pytest.mark.thorough
 def test_processes_with_limits_tokenize(tmp_path):
     write_shards(tmp_path)
     with batches(config_of(tmp_path, num_workers=3)) as iterator:
