@@ -1,13 +1,13 @@
 # make train: trains a model; CONFIG, WORKDIR and ARGS are optional, for example
 #   make train CONFIG=configs/gpt2_3d.py WORKDIR=runs/gpt2_3d ARGS="--config.train.num_steps=50"
-# make test: runs the quick tests, at least one per feature (8 minutes on 2 cores)
+# make test: runs the quick tests, at least one per feature (6 minutes on 2 cores)
 # make test-thorough: runs only the thorough tests
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
-# make test-all: runs these three, one after another (40 minutes)
+# make test-all: runs these three, one after another (35 minutes)
 # make docs: builds the site of the documentation into .site/, and checks its links (a few seconds; installs MkDocs)
 # make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
-# make lint: runs ruff, codespell and the type checker, and prints large files and folders
+# make lint: runs ruff, codespell, the type checker and the checks of habits, and prints large files and folders
 # make setup-browser: installs Chromium (Debian's package), without which the tests of the report's page are skipped
 # make setup, setup-test, setup-compiler: only install dependencies for training, tests or GPU tests, into .venv
 #   (make setup CUDA=1: for NVIDIA GPUs, also on a machine without one, such as a login node)
@@ -23,6 +23,9 @@ $(error CUDA=$(CUDA) must be 1, for NVIDIA GPUs, or 0, for CPUs)
 endif
 REQUIREMENTS := $(if $(filter 1,$(CUDA)),requirements.txt,requirements-cpu.txt)
 PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
+
+# Python keeps the modules that it compiles. Otherwise each process of a test would compile them again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-test setup-compiler setup-browser train test test-all test-thorough test-compiler test-device reproduce docs lint
 setup: .venv/$(REQUIREMENTS).stamp .venv/bin/taibai
@@ -70,8 +73,6 @@ setup-browser:
 train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
 
-# Python keeps the modules that it compiles: without them, each process of a test would compile them again.
-unexport PYTHONDONTWRITEBYTECODE
 
 test: setup-test
 	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), tests/device (make test-device), campaigns (-m slow)"
@@ -109,3 +110,4 @@ lint: setup-test
 	.venv/bin/codespell
 	.venv/bin/basedpyright
 	.venv/bin/python -m tests.sizes
+	.venv/bin/python -m pytest -q -n 0 -m "" tests/test_habits.py

@@ -44,6 +44,7 @@ def test_violations_are_found(source, num_found):
     assert len([*violations(source)]) == num_found
 
 
+@pytest.mark.thorough
 def test_code_has_no_violations():
     found = []
     for file in prose.files_of([ROOT]):
@@ -55,6 +56,7 @@ def test_code_has_no_violations():
     assert found == []
 
 
+@pytest.mark.thorough
 def test_functions_are_small():
     assert large_functions() == []
 
@@ -76,6 +78,7 @@ def test_docstring_violations_are_found(text, num_found):
     assert len([*docstrings.violations_in(source)]) == num_found
 
 
+@pytest.mark.thorough
 def test_lines_about_arguments_follow_the_style():
     broken_rules = [
         f"{path}:{line} {rule}"
@@ -85,6 +88,7 @@ def test_lines_about_arguments_follow_the_style():
     assert broken_rules == []
 
 
+@pytest.mark.thorough
 def test_first_line_of_every_file_states_its_purpose():
     bare = [
         str(path)

@@ -46,6 +46,7 @@ def test_beams_of_every_family_equal_those_of_transformers(model):
             assert are_equal(copy.deepcopy(reference).double(), "float64")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "beams",
     [

@@ -95,6 +95,7 @@ def test_losses_are_equal_on_all_meshes(model, mesh, where):
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+@pytest.mark.thorough
 def test_tokenizer_of_another_end_of_text_is_refused(where, tmp_path, capsys):
     assert run_main(tmp_path, *where, *_SIZES, "model.eos_id=7") == 2
     assert "model.eos_id=7, but texts end with token 256" in capsys.readouterr().err

@@ -294,6 +294,7 @@ def test_save_follows_after_the_next_good_step(corpus_overrides, tmp_path):
     assert names(tmp_path) == ["5", "7", "8"]
 
 
+@pytest.mark.thorough
 def test_run_does_not_end_with_a_skipped_step(corpus_overrides, tmp_path):
     changes = ("checkpoint.every_steps=3", "train.num_steps=8", CONSTANT)
     overrides = (*TINY, *corpus_overrides, *changes)

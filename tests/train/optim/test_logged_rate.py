@@ -85,8 +85,8 @@ def rates(name, corpus_overrides) -> list[tuple[float, float | None]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("float64")
-@pytest.mark.thorough(but=["sgd"])
 @pytest.mark.parametrize("name", ["sgd", "with_given_schedule_injected", "with_injected_schedule"])
 def test_logged_rate_is_the_one_that_the_update_used(name, corpus_overrides):
     own = f"{__name__}:{name}" if name != "sgd" else name
