@@ -107,10 +107,13 @@ def _inputs(
 ) -> tuple[RunConfig, PlanDevices, set[str]]:
     """Return the config, the devices, and the keys that the command line fixes.
 
-    `train.unroll` is fixed, too: the planner unrolls only the best plan, after the search.
+    Layers are a loop, unless the command line asks for others: the planner unrolls only the best
+    plan, after the search.
     """
     overrides = Overrides.parse(others)
     config_dict = load_config(config, overrides)
+    with config_dict.ignore_type():
+        config_dict.train.unroll = bool(config_dict.train.unroll)
     fixed = overrides.keys | {"train.unroll"}
     opened = open_config(config_dict, fixed)
     return opened, devices_of(target, opened, network), fixed

@@ -18,7 +18,7 @@ def at_scale(
     config.data.global_batch_size = 512
     config.train.num_microbatches = 16
     config.train.num_steps = 100_000
-    config.train.remat = "stage,dots"
+    config.train.remat = "auto"
     config.optimizer.learning_rate = learning_rate
     config.optimizer.warmup_steps = 2000
     config.eval.every_steps = 1000
@@ -74,7 +74,7 @@ def from_published(config: ConfigDict, tuning: str, learning_rate: float) -> Non
     config.optimizer.schedule = "linear"
     config.optimizer.weight_decay = 0.0
     config.precision.compute = "bfloat16"
-    config.train.remat = "stage,dots"
+    config.train.remat = "auto"
     if tuning == "lora":
         config.lora.rank = 16
         config.precision.frozen = "bfloat16"

@@ -27,6 +27,7 @@ from sharding.mesh import num_replicas
 from train.config import config_files, deepspeed
 from train.config.inherit_config import take_init_from
 from train.config.overrides import Overrides
+from train.config.remat import AUTO_REMAT
 from train.config.repositories import (
     may_name_repositories,
     pin_repositories,
@@ -121,6 +122,8 @@ def build_run(options: RunOptions) -> BuiltRun:
     if options.is_evaluation and config.memory.placement == AUTO:
         memory = Exchange().on_all(lambda: workdir.planned_memory(options.workdir))
         config = dataclasses.replace(config, memory=memory)
+    if options.is_evaluation and config.train.remat == AUTO_REMAT:  # it has no backward pass
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="none"))
 
     # Whatever the config alone decides is refused here, before data is downloaded or tokenized.
     if not options.is_evaluation:

@@ -54,6 +54,7 @@ _WITHOUT_CHECKPOINT = {
     ),
     "opt_finetune": ("data.tokenizer=bpe", "data.sequence_length=512"),
 }
+_DOTS = "train.remat=stage,dots"
 _TEXT_AT_SCALE = ("train.remat=stage,full", "memory.zero_stage=1")
 _EIGHT = (
     "mesh.data=8",
@@ -107,6 +108,7 @@ PUBLISHED = {
         "mesh.model=8",
         "tensor.mode=2.5d",
         "tensor.depth=2",
+        _DOTS,
         "data.global_batch_size=8",
         "train.num_microbatches=1",
     ),
@@ -114,6 +116,7 @@ PUBLISHED = {
         "llama.py:2-7b",
         "mesh.model=8",
         "tensor.mode=3d",
+        _DOTS,
         "data.global_batch_size=8",
         "train.num_microbatches=1",
     ),
@@ -126,18 +129,20 @@ PUBLISHED = {
         "model.sliding_window=32768",
         "data.vocab_size=131072",
     ),
-    "CamemBERT base, data=8": ("roberta.py:base", "data.vocab_size=32005", "mesh.data=8"),
+    "CamemBERT base, data=8": ("roberta.py:base", _DOTS, "data.vocab_size=32005", "mesh.data=8"),
     "DistilBERT, data=8": (
         "bert.py:base",
+        _DOTS,
         "data.objective=masked_lm",
         "model.head=masked_lm",
         "model.num_layers=6",
         "model.num_token_types=0",
         "mesh.data=8",
     ),
-    "XLM-R base, data=8": ("roberta.py:base", "data.vocab_size=250002", "mesh.data=8"),
+    "XLM-R base, data=8": ("roberta.py:base", _DOTS, "data.vocab_size=250002", "mesh.data=8"),
     "ELECTRA small, data=8": (
         "bert.py:base",
+        _DOTS,
         "data.objective=masked_lm",
         "model.head=masked_lm",
         "model.num_heads=4",
@@ -146,7 +151,7 @@ PUBLISHED = {
         "model.token_embed_dim=128",
         "mesh.data=8",
     ),
-    "ModernBERT large, data=8": ("bert.py:modernbert-large", "mesh.data=8"),
+    "ModernBERT large, data=8": ("bert.py:modernbert-large", _DOTS, "mesh.data=8"),
     "CLIP ViT-B/32, data=8": ("clip.py:clip_base32", "mesh.data=8", "data.global_batch_size=4096"),
     "CLIP ViT-B/16, data=8": ("clip.py:clip_base16", "mesh.data=8", "data.global_batch_size=4096"),
     "SigLIP ViT-B/16, data=8": (
@@ -215,7 +220,13 @@ def _case(name: str, config: str, *overrides: str) -> Case:
         if override.startswith("mesh."):
             axes[override.partition("=")[0].removeprefix("mesh.")] = override
     other_overrides = (o for o in overrides if not o.startswith("mesh."))
-    all_overrides = (*axes.values(), *other_overrides, "precision.compute=bfloat16")
+    # A later override replaces an earlier one: layers are a loop unless the case says otherwise.
+    all_overrides = (
+        *axes.values(),
+        "train.unroll=False",
+        *other_overrides,
+        "precision.compute=bfloat16",
+    )
     return Case(name=name, config=config, overrides=all_overrides)
 
 

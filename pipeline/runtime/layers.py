@@ -353,9 +353,12 @@ class Layers:
         with jax.named_scope(LAYERS):
             for i in reversed(order) if reverse else order:
                 x, *others = carry
-                # The next layer can gather its parameters from now on, and not earlier.
-                x, next_params = jax.lax.optimization_barrier((begins_layer(x), params))
-                layer = Layer(i=i, param_slot=i, number=self._numbers[i], params=params)
+                # The next layer can gather its parameters from now on, and not earlier. With the
+                # layer's number as a constant, each layer would have kernels of its own.
+                x, number, next_params = jax.lax.optimization_barrier(
+                    (begins_layer(x), self._numbers[i], params)
+                )
+                layer = Layer(i=i, param_slot=i, number=number, params=params)
                 carry = body(layer, (x, *others))
                 params = next_params
             x, *others = carry

@@ -212,8 +212,9 @@ class Kernels:
         array_storage = None
         if place is not None and (place.num_holders, place.num_bytes) == (0, size):
             array_storage = self.memory.allocate(value, storage.label, place)
-        # Prefer a buffer with few other readers; outputs of the step may take one that has some.
-        for buffer in sorted(storage.buffers, key=lambda buffer: buffer.num_holders):
+        # Prefer its place, and then a buffer with few other readers; outputs of the step may take
+        # one that has some.
+        for buffer in sorted(storage.buffers, key=lambda b: (b is not place, b.num_holders)):
             is_same = (buffer.num_bytes, buffer.on_host) == (size, value.on_host)
             is_free = buffer.num_holders == 1 or is_output and not buffer.is_written_over
             if not self.is_cpu and not is_output and value in frame.is_reduced:

@@ -185,6 +185,9 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
         return output.axes
     first = inputs[0]
     match operation.name:
+        case "optimization_barrier":  # it has several inputs, and may have several of a shape
+            pairs = zip(inputs, operation.outputs, strict=True)
+            return next(value.axes for value, other in pairs if other is output)
         case "dot_general":
             return _of_product(params["dimension_numbers"], *inputs)
         case "broadcast_in_dim":
@@ -197,6 +200,9 @@ def passed_on(operation: Operation, output: Value, manual: frozenset[str]) -> Ax
             return tuple(first.axes[dim] for dim in params["permutation"])
         case "reshape" | "squeeze" | "expand_dims":
             return _axes_after_reshape(first, output.shape)
+        case "stack":
+            axis = params["axis"]
+            return (*first.axes[:axis], (), *first.axes[axis:])
         case "gather":
             return _by_size(inputs, output)
         case "scatter-add" | "scatter":

@@ -71,9 +71,11 @@ class Frame:
         }
         #: Values that reductions read directly.
         self.summands = {v for op in program.operations if op.name in REDUCTIONS for v in op.inputs}
-        #: Values that reductions read, directly or as part of a fusion.
+        #: Values that reductions read, directly or as part of a fusion. Barriers end fusions.
         self.is_reduced: set[Value] = set()
         for op in reversed(program.operations):
+            if op.name == "optimization_barrier":
+                continue
             if op.name in REDUCTIONS or not self.is_reduced.isdisjoint(op.outputs):
                 if op.name not in UNFUSED and not isinstance(op, Loop) and not op.bodies:
                     self.is_reduced.update(op.inputs)

@@ -4,12 +4,16 @@
                 backward pass runs, each layer keeps its matrix products
     dots        each layer keeps its matrix products as long as the microbatch is in flight
 
-`stage` alone stands for `stage,none`.
+`stage` alone stands for `stage,none`. A run with `auto` has the first of `levels` that fits.
 """
 
 import dataclasses
+from collections.abc import Collection
 
 from models.stack import REMAT_POLICIES
+
+#: A run chooses the value for itself.
+AUTO_REMAT = "auto"
 
 _STAGE = "stage"
 
@@ -21,7 +25,7 @@ class Remat:
     Attributes:
         recomputes_stages: whether the backward pass of a stage first runs its forward pass again.
         layers: activations that a layer keeps: a key of REMAT_POLICIES, or names of activations,
-            separated by commas.
+            separated by commas; AUTO_REMAT if they are not chosen yet.
     """
 
     recomputes_stages: bool
@@ -42,10 +46,12 @@ class Remat:
             problem = f"must contain {_STAGE!r} only as its first word"
         elif len({*words}) < len(words):
             problem = "contains a word twice"
+        elif AUTO_REMAT in words and len(words) > 1:
+            problem = f"must not add to {AUTO_REMAT!r}, which chooses all of it"
         if problem:
             raise ValueError(
-                f"train.remat={text!r} {problem}; choose {', '.join(REMAT_POLICIES)}, or names of "
-                f"activations separated by commas, with or without {_STAGE!r} before them"
+                f"train.remat={text!r} {problem}; choose {AUTO_REMAT}, {', '.join(REMAT_POLICIES)}, or "
+                f"names of activations separated by commas, with or without {_STAGE!r} before them"
             )
         if first != _STAGE:
             return cls(recomputes_stages=False, layers=text)
@@ -55,3 +61,15 @@ class Remat:
         if not self.recomputes_stages:
             return self.layers
         return _STAGE if self.layers == "none" else f"{_STAGE},{self.layers}"
+
+
+def levels(activation_names: Collection[str]) -> list[str]:
+    """Return what layers may keep, from all activations to only their inputs.
+
+    Each level takes less memory and more time than the one before.
+
+    Args:
+        activation_names: names of the activations of a model's blocks.
+    """
+    without_mlp = ",".join(sorted({*activation_names} - {"mlp"}))
+    return ["none", "dots", *([without_mlp] if without_mlp else []), "full"]

@@ -20,7 +20,7 @@ from sharding.memory import AUTO
 from sharding.mesh import AXES
 from train.config.schema import RunConfig
 from train.planning.explanation import plans_as_text
-from train.planning.parallel_plan import SETTINGS, with_values
+from train.planning.parallel_plan import SETTINGS, with_open_choices, with_values
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
 
@@ -49,6 +49,7 @@ def plan_config(
         ValueError: no plan divides the model and the batch, or none fits into memory.
         OSError: process 0 does not answer.
     """
+    config, fixed = with_open_choices(config, fixed)
     workdir_settings = None if saved is None or config.mesh.replan else saved_settings(saved)
     if workdir_settings is not None:
         if config.memory.placement == AUTO:  # planned again, for the mesh that is kept

@@ -14,7 +14,7 @@ from pipeline.config import BALANCED
 from pipeline.schedule import SCHEDULES
 from sharding.mesh import AXES, MeshConfig
 from sharding.tensor import TensorConfig, modes_of
-from train.config.remat import Remat
+from train.config.remat import AUTO_REMAT, Remat
 from train.config.schema import RunConfig, validate_config
 
 #: Axes that a plan divides the devices over, unless they are fixed. The other axes are `fsdp`,
@@ -41,8 +41,8 @@ UNPLANNED: Mapping[str, Any] = {
     "tensor.depth": 1,
     "train.unroll": False,
 }
-#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`, one in
-#: the mode `1d` none of the section `tensor`, and one whose layers are a loop no `train.unroll`.
+#: Keys that a plan sets. A plan without a pipeline sets no keys of the section `pipeline`, and
+#: one in the mode `1d` none of the section `tensor`.
 SETTINGS = (
     *(f"mesh.{axis}" for axis in AXES),
     "tensor.mode",
@@ -157,11 +157,10 @@ class ParallelPlan:
         values |= {
             "train.num_microbatches": self.num_microbatches,
             "train.remat": str(self.remat),
+            "train.unroll": self.unroll,
             "memory.zero_stage": self.zero_stage,
             "memory.placement": self.placement,
         }
-        if self.unroll:
-            values["train.unroll"] = True
         if self.mesh.pipeline > 1:
             values |= {
                 "pipeline.schedule": self.schedule,
@@ -192,6 +191,24 @@ class ParallelPlan:
         parts += ["unrolled"] * self.unroll
         parts += ["state in host memory"] * (self.placement == "host")
         return ", ".join(parts)
+
+
+def with_open_choices(
+    config: RunConfig, fixed: Collection[str]
+) -> tuple[RunConfig, Collection[str]]:
+    """Return a config and its fixed keys for a search, which chooses what runs would choose.
+
+    Args:
+        fixed: keys of the config that stay as they are, but for `train.remat=auto` and
+            `train.unroll=None`.
+    """
+    is_open = {
+        "train.remat": config.train.remat == AUTO_REMAT,
+        "train.unroll": config.train.unroll is None,
+    }
+    if is_open["train.remat"]:
+        config = with_values(config, {"train.remat": "stage,dots"})
+    return config, {*fixed} - {key for key, value in is_open.items() if value}
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
@@ -383,7 +400,7 @@ class PlanSpace:
                 num_microbatches=count,
                 **pipeline,
                 remat=remat,
-                unroll=config.train.unroll,
+                unroll=bool(config.train.unroll),
                 zero_stage=zero_stage,
                 placement=config.memory.placement,
             )

@@ -34,7 +34,7 @@ from train.planning.fitting import (
 )
 from train.planning.layer_times import ReplicaStep, Split
 from train.planning.memory.budget import Needs, needs_of
-from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_values
+from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_open_choices, with_values
 from train.planning.plan_cost import Costed, PlanCost, PlanCosts
 from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
@@ -47,6 +47,7 @@ from train.planning.plan_limits import (
     no_memory,
 )
 from train.planning.scaled_times import ScaledTimes
+from train.run.compatibility import MOST_UNROLLED
 from train.run.run import Run
 
 _NUM_THREADS = os.cpu_count() or 1
@@ -59,8 +60,6 @@ _LEAST_GAIN = 0.995
 #: fastest one's time: in its best mode, LLaMA-2-7B on 8 H100s takes 0.78 of its time in `1d`.
 _NUM_MODES = 4
 _MODE_MARGIN = 1.3
-#: Most layers of a plan that is compiled without a loop: XLA takes half a second for each layer.
-_MOST_UNROLLED = 48
 _MAX_PARTS = 8  # that are compiled, not counting the base parts that others are scaled from
 _NUM_KNOWN = 8  # of the most promising plans, before the search ends
 _NUM_LEAN = 4  # of the leanest plans, which are compiled if none of these fits
@@ -88,6 +87,7 @@ class PlanSearch:
         fixed: Collection[str],
         max_microbatches: int | None = None,
     ):
+        config, fixed = with_open_choices(config, fixed)
         self._max_microbatches = max_microbatches
         self._devices = devices
         self._fixed = fixed
@@ -187,7 +187,7 @@ class PlanSearch:
         """
         plan = best.plan
         base = self._layers.compiled(self._layers.base).run
-        are_few = sum(base.functions.num_layers.values()) <= _MOST_UNROLLED
+        are_few = sum(base.functions.num_layers.values()) <= MOST_UNROLLED
         may_pay = plan.remat.layers != "full" and not self._devices.machine.shares_cores
         if not (may_pay and are_few) or "train.unroll" in self._fixed:
             return []

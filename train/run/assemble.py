@@ -5,6 +5,7 @@ the model, though: see model_traces.py. The steps are traced later, by `Run`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,6 +27,7 @@ from predict.machines.targets import Target
 from sharding.hardware import hardware_of
 from sharding.mesh import AnyMesh
 from sharding.rules import make_rules
+from train.config.remat import AUTO_REMAT, levels
 from train.config.schema import RunConfig
 from train.optim.config import FOR_MATRICES
 from train.optim.ema import average_params
@@ -38,7 +40,7 @@ from train.run.compatibility import (
     check_objective,
     check_optimizer,
     check_parts,
-    check_unrolling,
+    unrolls,
 )
 from train.run.model_traces import ModelTraces
 from train.run.run import Run
@@ -46,6 +48,10 @@ from train.run.sequences import choose_sequence_split
 from train.state.amax_history import empty_history
 from train.state.initialize import StateSpec
 from train.state.state_layout import StateLayout
+
+#: With `train.remat=auto`, the estimate of a step must fit into the budget so many times: a
+#: compiled step can take a few percent more than its estimate.
+_ROOM = 1.03
 
 
 def assemble_run(
@@ -59,6 +65,9 @@ def assemble_run(
 ) -> Run:
     """Build the run of a config on a mesh.
 
+    With `train.remat=auto`, the run keeps as many activations as fit by the estimate, for which its
+    step is traced. If nothing fits, it keeps the fewest.
+
     Args:
         mesh: mesh; over the target's devices, if there is a target.
         vocab_size: number of tokens of the tokenizer; None if there is no tokenizer.
@@ -69,6 +78,41 @@ def assemble_run(
     Raises:
         ValueError: the model, the mesh, the rules and the data are not compatible.
     """
+    assemble = partial(
+        _assemble,
+        mesh=mesh,
+        vocab_size=vocab_size,
+        num_labels=num_labels,
+        target=target,
+        device_budget=device_budget,
+    )
+    if config.train.remat != AUTO_REMAT:
+        return assemble(config)
+    run = assemble(_with_remat(config, "none"))
+    others = iter(levels(run.traces.activation_names)[1:])
+    if mesh.shape["pipeline"] > 1:
+        others = itertools.chain(others, ["stage,full"])
+    while run.estimate_memory().device_bytes > device_budget / _ROOM:
+        remat = next(others, None)
+        if remat is None:
+            break
+        run = assemble(_with_remat(config, remat))
+    return run
+
+
+def _with_remat(config: RunConfig, remat: str) -> RunConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
+
+
+def _assemble(
+    config: RunConfig,
+    *,
+    mesh: jax.sharding.Mesh,
+    vocab_size: int | None,
+    num_labels: int | None,
+    target: Target | None,
+    device_budget: float,
+) -> Run:
     hardware = hardware_of(mesh.devices.flat[0])
     trace_mesh = _trace_mesh(config, mesh, target)
     shares_vocab = config.pipeline.shares_vocab(mesh.shape["pipeline"])
@@ -101,6 +145,7 @@ def assemble_run(
         optimizer=optimizer,
         learning_rate_schedule=learning_rate_schedule if config.optimizer.is_built_in else None,
         schedule=schedule,
+        unrolls=unrolls(config, schedule, functions, hardware),
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,
@@ -183,11 +228,9 @@ def _schedule(config: RunConfig, mesh: AnyMesh) -> Schedule:
             ) from error
     pipeline = config.pipeline
     num_microbatches = config.train.num_microbatches
-    schedule = make_schedule(
+    return make_schedule(
         pipeline.schedule, mesh.shape["pipeline"], num_microbatches, pipeline.chunks
     )
-    check_unrolling(config, schedule)
-    return schedule
 
 
 def _layouts(

@@ -26,6 +26,9 @@ from train.optim.config import SLICED
 from train.run.model_traces import ModelTraces
 from train.state.state_layout import StateLayout
 
+#: Most layers that are unrolled without a request: XLA takes one or two seconds for each of them.
+MOST_UNROLLED = 32
+
 
 def check_objective(config: RunConfig, model: nnx.Module | type) -> None:
     """Reject an objective that a model, or every model of a class, cannot learn."""
@@ -57,28 +60,43 @@ def _check_float8(config: RunConfig, functions: ModelFunctions, hardware: Hardwa
         )
 
 
-def check_unrolling(config: RunConfig, schedule: Schedule) -> None:
-    """Reject `train.unroll` with a pipeline schedule or memory settings that rule it out."""
-    if not config.train.unroll:
-        return
+def unrolls(
+    config: RunConfig, schedule: Schedule, functions: ModelFunctions, hardware: Hardware
+) -> bool:
+    """Return whether a step has no loop over layers, by `train.unroll`.
+
+    Raises:
+        ValueError: `train.unroll` is True, and the schedule or the memory settings rule it out.
+    """
+    problem = _why_not_unrolled(config, schedule)
+    if problem and config.train.unroll:
+        raise ValueError(f"train.unroll=True does not fit {problem}; set train.unroll=False")
+    if config.train.unroll is not None:
+        return config.train.unroll
+    num_layers = sum(functions.num_layers.values())
+    keeps_activations = config.train.parsed_remat.layers != "full"  # which a loop would copy
+    is_quick = hardware.platform == "gpu" and keeps_activations and num_layers <= MOST_UNROLLED
+    return is_quick and not problem
+
+
+def _why_not_unrolled(config: RunConfig, schedule: Schedule) -> str:
+    """Return the settings with which layers cannot be unrolled; "" if they can be."""
     memory = config.memory
     recomputes = config.train.parsed_remat.recomputes_stages
     if not make_tick_program(schedule, recomputes=recomputes).can_unroll:
-        problem = (
+        return (
             f"mesh.pipeline={schedule.num_stages}, pipeline.schedule={schedule.name} and "
             f"pipeline.chunks={config.pipeline.chunks}: it needs a single stage with one chunk, "
             "whose microbatches run one after another, as in 1f1b"
         )
-    elif memory.placement == "host":
-        problem = "memory.placement=host: layers are copied to and from host memory in a loop"
-    elif memory.offload_activations:
-        problem = (
+    if memory.placement == "host":
+        return "memory.placement=host: layers are copied to and from host memory in a loop"
+    if memory.offload_activations:
+        return (
             f"memory.offload_activations={memory.offload_activations}: activations are copied to "
             "and from host memory in a loop"
         )
-    else:
-        return
-    raise ValueError(f"train.unroll=True does not fit {problem}; set train.unroll=False")
+    return ""
 
 
 def check_parts(

@@ -91,6 +91,7 @@ class Run:
     optimizer: optax.GradientTransformation  # without clipping, which the step does
     learning_rate_schedule: optax.Schedule | None  # None: the optimizer is not a built-in one
     schedule: Schedule  # pipeline schedule
+    unrolls: bool  # whether the training step has no loops over layers
     layouts: Mapping[str, StackLayout]  # stack -> layers of every stage
     state_layout: StateLayout
     frozen: Any  # a bool per parameter; None: no parameter is frozen
@@ -328,7 +329,7 @@ class Run:
             recomputes_stages=self.config.train.parsed_remat.recomputes_stages,
             shares_vocab=self.config.pipeline.shares_vocab(self.schedule.num_stages),
             layouts=self.layouts,
-            unrolls=self.config.train.unroll,
+            unrolls=self.unrolls,
             precision=self.config.precision,
             seed=self.config.train.seed,
             skip_spikes=self.config.train.skip_spikes,

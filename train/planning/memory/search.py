@@ -30,6 +30,7 @@ from predict.machines.datasheets import datasheet_machine
 from predict.memory.memory_estimate import Needs
 from predict.time.traced_work import traced_work_s
 from sharding.memory import AUTO
+from train.config.remat import AUTO_REMAT, levels
 from train.config.schema import RunConfig
 from train.planning.memory.budget import Budget, fits, needs_of
 from train.planning.parallel_plan import with_values
@@ -61,6 +62,8 @@ class MemorySearch:
         self._start = {} if config.memory.placement == "device" else _ON_DEVICE
         if not is_open and needs_of(assemble(config), budget).host_bytes <= budget.host_bytes:
             self._start = {}
+        if is_open and config.train.remat == AUTO_REMAT:
+            self._start = {**self._start, "train.remat": "none"}
         self._config = with_values(config, self._start)
         self._assemble = assemble
         self._budget = budget
@@ -213,12 +216,10 @@ class MemorySearch:
         return [{"memory.zero_stage": stage} for stage in stages]
 
     def _remat_levels(self) -> list[Setting]:
-        run = self.base.run
-        names = sorted(run.traces.activation_names - {"mlp"})
-        levels = ["none", "dots", *([",".join(names)] if names else []), "full"]
-        now = self._config.train.parsed_remat
-        first = levels.index(now.layers) + 1 if now.layers in levels else len(levels) - 1
-        remats = [dataclasses.replace(now, layers=level) for level in levels[first:]]
+        layers = levels(self.base.run.traces.activation_names)
+        now = self.base.run.config.train.parsed_remat
+        first = layers.index(now.layers) + 1 if now.layers in layers else len(layers) - 1
+        remats = [dataclasses.replace(now, layers=level) for level in layers[first:]]
         return [{"train.remat": str(remat)} for remat in remats]
 
     def _placements(self) -> list[Setting]:
