@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
+_IN_LOOP = "train.unroll=false"
 #: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
-_ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none")
+_ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none", _IN_LOOP)
 #: The same, but whole blocks are recomputed.
 _ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=full")
 #: Jobs that are compared in bfloat16 and in float8.
@@ -55,7 +56,7 @@ class Job:
 
 def _unrolled(job: Job) -> Job:
     """Return a job whose layers are compiled one after another instead of in a loop."""
-    overrides = (*job.overrides, "train.unroll=true")
+    overrides = (*(o for o in job.overrides if o != _IN_LOOP), "train.unroll=true")
     return dataclasses.replace(job, name=f"{job.name}, unrolled", overrides=overrides)
 
 

@@ -134,6 +134,7 @@ class Row:
             f"data.global_batch_size={self.global_batch_size}",
             f"train.num_microbatches={self.num_microbatches}",
             f"train.remat={'full' if self.recomputes else 'none'}",
+            "train.unroll=false",
             "pipeline.schedule=1f1b",
             "precision.compute=float16",
             "precision.reduce=float16",

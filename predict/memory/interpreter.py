@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from predict.memory.kernels import IS_NEW_XLA, Kernels
 from predict.memory.operations import STORED, Loop, Operation, Program, Value
 from predict.memory.passes.late_products import values_sent_on, with_late_products
-from predict.memory.passes.random_masks import with_stored_masks
 from predict.memory.passes.unrolled import with_overlapped_layers
 from predict.memory.primitives import KERNELS, REDUCTIONS, UNFUSED, VIEWS
 from predict.memory.step_cost import StepCost
@@ -44,7 +43,6 @@ class Interpreter(Kernels):
         """
         if not self.is_cpu:
             program = with_late_products(with_overlapped_layers(program), is_body=not is_whole)
-            program = with_stored_masks(program)
         frame = Frame(program, is_cpu=self.is_cpu)
         if places:
             pairs = zip(program.outputs, places, strict=False)

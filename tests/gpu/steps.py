@@ -37,7 +37,7 @@ def make_run(
 
     Args:
         config: name of a file in configs/, with or without `:size`.
-        overrides: overrides of the config.
+        overrides: overrides of the config. Unless one says otherwise, layers are a loop.
         target: kind of GPU.
         has_machine_code: whether the compiled step contains machine code, which takes longer.
 
@@ -46,7 +46,7 @@ def make_run(
     """
     file, _, size = config.partition(":")
     path = f"{ROOT}/configs/{file}.py" + (f":{size}" if size else "")
-    given = validate_config(load(path, overrides))
+    given = validate_config(load(path, ("train.unroll=False", *overrides)))
     count = given.mesh.num_devices
     chosen = parse_target(f"{target}:{max(1, count // 8)}x{min(8, count)}")
     return run_for(given, dataclasses.replace(chosen, has_machine_code=has_machine_code))

@@ -24,6 +24,65 @@ def compiled(*overrides: str) -> CompiledStep:
     return compile_run(make_run("llama:2-7b", (*_LLAMA, *overrides)))
 
 
+def test_mesh_fsdp_alone_is_as_fast_as_the_best_settings():
+    """As a newcomer types it: unrolled, and without rematerialization because all fits."""
+    settings = [o for o in _LLAMA if not o.startswith(("mesh.", "memory."))]
+    run = make_run("llama:2-7b", (*settings, "mesh.fsdp=8", "train.unroll=None"))
+    assert run.unrolls and run.config.train.remat == "none"
+    best = compiled("train.remat=none", "train.unroll=True")
+    assert compile_run(run).prediction.step_s <= 1.01 * best.prediction.step_s
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        ("llama:2-7b", ()),
+        ("llama:2-7b", ("train.remat=full",)),
+        ("llama:2-7b", ("mesh.fsdp=4", "mesh.model=2")),
+        ("llama:2-7b", ("mesh.fsdp=4", "mesh.pipeline=2", "train.num_microbatches=2")),
+        ("llama:2-7b", ("memory.placement=host",)),
+        ("llama:2-13b", ("train.remat=none",)),
+        ("gpt2:medium", ("train.num_microbatches=1",)),
+    ],
+)
+def test_layers_are_unrolled_by_default_where_it_pays(config, overrides):
+    run = make_run(config, ("mesh.fsdp=8", "train.remat=none", "train.unroll=None", *overrides))
+    assert run.unrolls == (not overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # Gradients of several microbatches are added up in place.
+        (
+            "model.num_layers=16",
+            "mesh.fsdp=8",
+            "train.remat=none",
+            "data.global_batch_size=32",
+            "train.num_microbatches=2",
+        ),
+        # Several values of a barrier have the same shape, but are split differently.
+        (
+            "model.num_layers=8",
+            "mesh.data=4",
+            "mesh.model=2",
+            "memory.zero_stage=1",
+            "train.remat=dots",
+            "data.global_batch_size=8",
+            "train.num_microbatches=1",
+        ),
+    ],
+)
+@pytest.mark.drawn(1)
+def test_unrolled_steps_take_the_memory_that_is_estimated(overrides):
+    common = ("data.sequence_length=4096", "train.unroll=True")
+    run = make_run("llama:3-8b", (*common, *overrides))
+    low, high = BOUNDS
+    compiled_bytes = compile_run(run).memory.in_all
+    assert compiled_bytes is not None
+    assert low <= run.estimate_memory().device_bytes / compiled_bytes <= high
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_unrolled_layers_take_less_time_and_no_more_memory(remat):

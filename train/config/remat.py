@@ -49,9 +49,10 @@ class Remat:
         elif AUTO_REMAT in words and len(words) > 1:
             problem = f"must not add to {AUTO_REMAT!r}, which chooses all of it"
         if problem:
+            values = ", ".join([AUTO_REMAT, *REMAT_POLICIES])
             raise ValueError(
-                f"train.remat={text!r} {problem}; choose {AUTO_REMAT}, {', '.join(REMAT_POLICIES)}, or "
-                f"names of activations separated by commas, with or without {_STAGE!r} before them"
+                f"train.remat={text!r} {problem}; choose {values}, or names of activations "
+                f"separated by commas, with or without {_STAGE!r} before them"
             )
         if first != _STAGE:
             return cls(recomputes_stages=False, layers=text)

@@ -133,12 +133,13 @@ class TrainConfig(Section, section="train"):
     )
     remat: str = field(
         "stage",
-        "Rematerialization: activations that a layer keeps for its backward pass, which recomputes "
-        "all others. `auto`: as many as fit into memory by the estimate. `none`: recompute only norms and activation functions. `full`: recompute "
-        "everything. `dots`: keep only matrix products outside attention. A list of names, such as "
-        "`qkv,mlp`: keep only these activations. With `stage` before it, as in `stage,dots`: until "
-        "the backward pass of a microbatch, a pipeline stage keeps only its input; its backward "
-        "pass then runs the forward pass of its layers again. `stage` alone: `stage,none`.",
+        "Rematerialization: activations that a layer keeps for its backward pass, which "
+        "recomputes all others. `auto`: as many as fit into memory by the estimate. `none`: "
+        "recompute only norms and activation functions. `full`: recompute everything. `dots`: "
+        "keep only matrix products outside attention. A list of names, such as `qkv,mlp`: keep "
+        "only these activations. With `stage` before it, as in `stage,dots`: until the backward "
+        "pass of a microbatch, a pipeline stage keeps only its input; its backward pass then runs "
+        "the forward pass of its layers again. `stage` alone: `stage,none`.",
         required=True,
     )
 
@@ -147,7 +148,8 @@ class TrainConfig(Section, section="train"):
         "Compile the layers of a step one after another instead of as a loop. On GPUs such a step "
         "takes less time and memory, if layers keep activations, but compiles several times "
         "longer. Not with a pipeline or host memory; see docs/memory.md. None: on GPUs, for up to "
-        "32 layers that keep activations.",
+        "32 layers that keep activations and have no dropout, if `mesh.model`, `mesh.context` and "
+        "`mesh.expert` are 1.",
     )
 
     def __post_init__(self):

@@ -145,7 +145,7 @@ def _assemble(
         optimizer=optimizer,
         learning_rate_schedule=learning_rate_schedule if config.optimizer.is_built_in else None,
         schedule=schedule,
-        unrolls=unrolls(config, schedule, functions, hardware),
+        unrolls=unrolls(config, abstract.config, schedule, functions, hardware),
         layouts=layouts,
         state_layout=state_layout,
         frozen=frozen,

@@ -61,9 +61,16 @@ def _check_float8(config: RunConfig, functions: ModelFunctions, hardware: Hardwa
 
 
 def unrolls(
-    config: RunConfig, schedule: Schedule, functions: ModelFunctions, hardware: Hardware
+    config: RunConfig,
+    model_config: Any,
+    schedule: Schedule,
+    functions: ModelFunctions,
+    hardware: Hardware,
 ) -> bool:
     """Return whether a step has no loop over layers, by `train.unroll`.
+
+    Args:
+        model_config: model's dataclass.
 
     Raises:
         ValueError: `train.unroll` is True, and the schedule or the memory settings rule it out.
@@ -73,10 +80,13 @@ def unrolls(
         raise ValueError(f"train.unroll=True does not fit {problem}; set train.unroll=False")
     if config.train.unroll is not None:
         return config.train.unroll
-    num_layers = sum(functions.num_layers.values())
+    # On these meshes and without dropout, memory estimates of unrolled steps are close.
+    is_known = config.mesh.model == config.mesh.context == config.mesh.expert == 1
+    is_known &= not getattr(model_config, "dropout", 0.0)
     keeps_activations = config.train.parsed_remat.layers != "full"  # which a loop would copy
-    is_quick = hardware.platform == "gpu" and keeps_activations and num_layers <= MOST_UNROLLED
-    return is_quick and not problem
+    has_few_layers = sum(functions.num_layers.values()) <= MOST_UNROLLED
+    is_gpu = hardware.platform == "gpu"
+    return is_gpu and keeps_activations and has_few_layers and is_known and not problem
 
 
 def _why_not_unrolled(config: RunConfig, schedule: Schedule) -> str:

@@ -37,6 +37,6 @@ def test_config_has_one_spelling_of_the_default():
     ],
 )
 def test_wrong_value_is_refused(text, problem):
-    message = rf"train\.remat='{text}' {problem}; choose none, full, dots, or names"
+    message = rf"train\.remat='{text}' {problem}; choose auto, none, full, dots, or names"
     with pytest.raises(ValueError, match=message):
         run_of(f"train.remat={text}")

@@ -79,7 +79,7 @@ def edited(section: str, key: str, value: object) -> Any:
             "train",
             "remat",
             "mlp,",
-            r"train\.remat='mlp,' contains an empty name; choose none, full",
+            r"train\.remat='mlp,' contains an empty name; choose auto, none, full",
         ),
         ("train", "seed", -1, r"train\.seed=-1 must"),
         ("train", "num_steps", 2**31, r"train\.num_steps=2147483648 must be an integer from"),

@@ -8,7 +8,7 @@ import pytest
 from tests.runs import ROOT
 from train.config.config_files import load
 from train.config.schema import RunConfig
-from train.planning.parallel_plan import PlanSpace, open_config
+from train.planning.parallel_plan import PlanSpace, open_config, with_open_choices
 
 
 def config_of(*overrides: str) -> RunConfig:
@@ -240,3 +240,11 @@ def test_number_of_microbatches_can_be_limited():
     counts = {plan.num_microbatches for plan in space(max_microbatches=4)}
     assert counts == {1, 2, 4}
     assert max(plan.num_microbatches for plan in space()) == 16
+
+
+def test_a_search_chooses_what_runs_would_choose():
+    fixed = {"mesh.data", "train.remat", "train.unroll"}
+    opened, still_fixed = with_open_choices(config_of("train.remat=auto"), fixed)
+    assert still_fixed == {"mesh.data"} and opened.train.remat == "stage,dots"
+    config = config_of("train.remat=full", "train.unroll=False")
+    assert with_open_choices(config, fixed) == (config, fixed)
