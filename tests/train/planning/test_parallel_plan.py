@@ -244,7 +244,9 @@ def test_number_of_microbatches_can_be_limited():
 
 def test_a_search_chooses_what_runs_would_choose():
     fixed = {"mesh.data", "train.remat", "train.unroll"}
-    opened, still_fixed = with_open_choices(config_of("train.remat=auto"), fixed)
+    opened, still_fixed = with_open_choices(
+        config_of("train.remat=auto", "train.unroll=None"), fixed
+    )
     assert still_fixed == {"mesh.data"} and opened.train.remat == "stage,dots"
     config = config_of("train.remat=full", "train.unroll=False")
     assert with_open_choices(config, fixed) == (config, fixed)
