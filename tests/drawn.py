@@ -8,7 +8,8 @@ time; set TAIBAI_TEST_SEED to repeat a draw.
 file that have no draw of their own. `@pytest.mark.drawn(3, of="whole runs")` draws from all tests
 with this name, in all files: those that start, kill and restart whole runs.
 
-Thorough tests without a draw take turns: CI runs each on every third day (`take_turns`).
+Thorough tests take turns: CI runs each, or its draw, on every third day (`take_turns`). Those that
+are drawn from a file or from several files do not: each of these draws is new every day.
 """
 
 import collections
@@ -82,8 +83,11 @@ def turn(name: str, seed: str = SEED) -> bool:
 
 
 def take_turns(items: list[pytest.Item]) -> None:
-    """Mark the thorough tests without a draw whose turn it is not as slow."""
+    """Mark the thorough tests whose turn it is not as slow; all cases of a draw have one turn."""
     for item in items:
-        is_thorough = item.get_closest_marker("thorough") and not item.get_closest_marker("drawn")
-        if is_thorough and not turn(item.nodeid):
+        drawn = item.get_closest_marker("drawn")
+        is_from_several = drawn is not None and not {"of", "among"}.isdisjoint(drawn.kwargs)
+        if not item.get_closest_marker("thorough") or is_from_several:
+            continue
+        if not turn(item.nodeid if drawn is None else function_id(item)):
             item.add_marker(pytest.mark.slow)

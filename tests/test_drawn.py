@@ -66,3 +66,14 @@ def test_thorough_tests_run_on_one_of_three_days(pytestconfig):
     take_turns(items)
     assert ["slow" not in item.markers for item in thorough] == [turn(x.nodeid) for x in thorough]
     assert not any("slow" in item.markers for item in (*quick, *drawn))
+
+
+def test_all_cases_of_a_thorough_test_have_one_turn(pytestconfig):
+    names = [f"test_{letter}" for letter in "abcdefghij"]
+    cases = [Item(f"{name}[{i}]", pytestconfig, "thorough") for name in names for i in range(3)]
+    for item in cases:
+        item.markers["drawn"] = pytest.mark.drawn(2).mark
+    items: list[Any] = [*cases]
+    take_turns(items)
+    runs = [turn(f"test_file.py::{name}") for name in names for _ in range(3)]
+    assert ["slow" not in item.markers for item in cases] == runs

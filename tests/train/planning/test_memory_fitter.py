@@ -20,6 +20,7 @@ from train.main import main
 from train.planning.memory.budget import Budget, budget_of, compiled_bytes, host_memory_bytes
 from train.planning.memory.fitter import MemoryFitter
 from train.planning.memory.search import MemorySearch
+from train.planning.parallel_plan import with_values
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.run import Run
@@ -255,6 +256,20 @@ def test_budget_is_configured_or_nine_tenths_of_the_memory(monkeypatch):
 def test_invalid_budgets_are_rejected(overrides, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         validate_config(load(CONFIG, overrides))
+
+
+def test_search_begins_with_all_activations_if_rematerialization_is_open(corpus_overrides):
+    run, _ = make_run(base(corpus_overrides))
+    for remat, start in (("auto", "none"), ("dots", "dots")):
+        changes = {"train.remat": remat, "memory.placement": "auto"}
+        tried = []
+
+        def assemble(config, tried=tried):
+            tried.append(config.train.remat)
+            return run
+
+        search = MemorySearch(with_values(run.config, changes), assemble, of_device(math.inf))
+        assert search.base.run is run and tried == [start]
 
 
 @pytest.mark.thorough
