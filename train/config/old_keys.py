@@ -13,7 +13,7 @@ from typing import Any
 
 from fields.numbers import shown
 from train.config.colossal_ai import replace_parallel
-from train.config.remat import Remat
+from train.config.remat import AUTO_REMAT, Remat
 
 #: Old key -> the key that has its meaning now.
 NEW_KEYS = {"pipeline.remat": "train.remat"}
@@ -45,6 +45,8 @@ def replace_old_keys(config: Any) -> None:
         config["train"] = {}
     train = config["train"]
     layers = Remat.parse(str(train.get("remat", "none"))).layers
+    if layers == AUTO_REMAT:  # configs had `dots` where they have `auto` now
+        layers = "dots"
     new = str(Remat(recomputes_stages=old == "full", layers=layers))
     del pipeline["remat"]
     train["remat"] = new

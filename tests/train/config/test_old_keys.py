@@ -13,7 +13,9 @@ BOTH = [
     ("full", "none", "stage"),
     ("full", "dots", "stage,dots"),
     ("full", "stage,dots", "stage,dots"),
+    ("full", "auto", "stage,dots"),
     ("none", "none", "none"),
+    ("none", "auto", "dots"),
     ("none", "qkv,mlp", "qkv,mlp"),
     ("none", "stage", "none"),  # the present default
 ]
