@@ -4,7 +4,7 @@
 # make test-thorough: runs only the thorough tests
 # make test-compiler: runs only the tests that compile for GPUs; installs XLA's GPU compiler (3 GB), needs no GPU
 # make test-device: runs only the tests of tests/device, which need a GPU
-# make test-all: runs these three, one after another (35 minutes)
+# make test-all: runs these three, one after another (40 minutes)
 # make docs: builds the site of the documentation into .site/, and checks its links (a few seconds; installs MkDocs)
 # make reproduce: compiles all jobs of docs/published.md again, and writes its tables and plot (12 to 60 minutes, no GPU)
 # make lint: runs ruff, codespell, the type checker and the checks of habits, and prints large files and folders
@@ -72,7 +72,6 @@ setup-browser:
 
 train: setup
 	.venv/bin/python -m train.main --config=$(CONFIG) $(if $(WORKDIR),--workdir=$(WORKDIR)) $(ARGS)
-
 
 test: setup-test
 	@echo "Not run here: thorough tests (make test-thorough), tests/gpu (make test-compiler), tests/device (make test-device), campaigns (-m slow)"

@@ -46,10 +46,10 @@ def make_run(
     """
     file, _, size = config.partition(":")
     path = f"{ROOT}/configs/{file}.py" + (f":{size}" if size else "")
-    given = validate_config(load(path, ("train.unroll=False", *overrides)))
-    count = given.mesh.num_devices
+    run_config = validate_config(load(path, ("train.unroll=False", *overrides)))
+    count = run_config.mesh.num_devices
     chosen = parse_target(f"{target}:{max(1, count // 8)}x{min(8, count)}")
-    return run_for(given, dataclasses.replace(chosen, has_machine_code=has_machine_code))
+    return run_for(run_config, dataclasses.replace(chosen, has_machine_code=has_machine_code))
 
 
 def model_run(model: str, *overrides: str, has_machine_code: bool = False) -> Run:

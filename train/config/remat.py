@@ -2,9 +2,9 @@
 
     stage,dots  between the passes of a microbatch, a pipeline stage keeps only its input; while its
                 backward pass runs, each layer keeps its matrix products
-    dots        each layer keeps its matrix products as long as the microbatch is in flight
+    dots        each layer keeps its matrix products until the microbatch's backward pass
 
-`stage` alone stands for `stage,none`. A run with `auto` has the first of `levels` that fits.
+`stage` alone stands for `stage,none`. With `auto`, a run takes the first of `levels` that fits.
 """
 
 import dataclasses

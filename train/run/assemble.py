@@ -49,8 +49,8 @@ from train.state.amax_history import empty_history
 from train.state.initialize import StateSpec
 from train.state.state_layout import StateLayout
 
-#: With `train.remat=auto`, the estimate of a step must fit into the budget so many times: a
-#: compiled step can take a few percent more than its estimate.
+#: With `train.remat=auto`, the memory budget must be at least this multiple of a step's estimate,
+#: because a compiled step can take a few percent more than estimated.
 _ROOM = 1.03
 
 

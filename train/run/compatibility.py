@@ -75,18 +75,19 @@ def unrolls(
     Raises:
         ValueError: `train.unroll` is True, and the schedule or the memory settings rule it out.
     """
-    problem = _why_not_unrolled(config, schedule)
-    if problem and config.train.unroll:
-        raise ValueError(f"train.unroll=True does not fit {problem}; set train.unroll=False")
-    if config.train.unroll is not None:
-        return config.train.unroll
+    if config.train.unroll:
+        if problem := _why_not_unrolled(config, schedule):
+            raise ValueError(f"train.unroll=True does not fit {problem}; set train.unroll=False")
+        return True
+    if config.train.unroll is False or hardware.platform != "gpu":
+        return False
     # On these meshes and without dropout, memory estimates of unrolled steps are close.
     is_known = config.mesh.model == config.mesh.context == config.mesh.expert == 1
     is_known &= not getattr(model_config, "dropout", 0.0)
     keeps_activations = config.train.parsed_remat.layers != "full"  # which a loop would copy
     has_few_layers = sum(functions.num_layers.values()) <= MOST_UNROLLED
-    is_gpu = hardware.platform == "gpu"
-    return is_gpu and keeps_activations and has_few_layers and is_known and not problem
+    may_pay = keeps_activations and has_few_layers and is_known
+    return may_pay and not _why_not_unrolled(config, schedule)
 
 
 def _why_not_unrolled(config: RunConfig, schedule: Schedule) -> str:
