@@ -110,36 +110,39 @@ def partition_specs(abstract: Any, logical_axes: Any, rules: Rules, mesh: AnyMes
     return jax.tree_util.tree_map_with_path(spec_of, abstract, logical_axes)
 
 
-def split_experts_first(specs: Any, abstract: Any, logical_axes: Any, mesh: AnyMesh) -> Any:
-    """Split experts, instead of another dim, over axes that only divide state at rest.
+def split_first_dims(specs: Any, abstract: Any, layers: Any, mesh: AnyMesh) -> Any:
+    """Split the first dim, instead of a later one, over axes that only divide state at rest.
 
-    XLA would transpose an array that is gathered along a later dim, and its gradient.
+    XLA transposes an array that is gathered along a later dim, and its gradient.
 
     Args:
-        specs: PartitionSpec of every parameter, with those axes.
+        specs: PartitionSpec of every parameter.
         abstract: the same tree of arrays or ShapeDtypeStructs.
-        logical_axes: the same tree with a tuple of logical names per leaf.
+        layers: the same tree of bools: whether the first dim counts a stack's layers. Then the next
+            one is split.
         mesh: mesh that the specs are for.
 
     Returns:
-        The new tree of PartitionSpecs. A dim stays as it is if the axes do not divide the experts.
+        The new tree of PartitionSpecs. A parameter stays as it is if its first dim is split over
+        automatic axes, such as `model`, or if the axes do not divide it.
     """
 
-    def spec_with_experts_first(spec: PartitionSpec, leaf: Any, axes: tuple) -> PartitionSpec:
-        if "experts" not in axes:
+    def split_first(spec: PartitionSpec, leaf: Any, is_layers: bool) -> PartitionSpec:
+        first = int(is_layers)
+        parts = axes_by_dim(spec, len(leaf.shape))
+        later = parts[first + 1 :]
+        moved = tuple(a for part in later for a in part if a in REPLICA_AXES and mesh.shape[a] > 1)
+        if not moved:
             return spec
-        parts = axes_by_dim(spec, len(axes))
-        dim = axes.index("experts")
-        others = without(parts, REPLICA_AXES)
-        moved = tuple(
-            a for i, part in enumerate(parts) for a in part if i != dim and a in REPLICA_AXES
-        )
-        of_experts = (*parts[dim], *moved)
-        if leaf.shape[dim] % math.prod(mesh.shape[axis] for axis in of_experts):
+        manual = tuple(a for a in parts[first] if a in REPLICA_AXES)
+        automatic = tuple(a for a in parts[first] if a not in REPLICA_AXES)
+        axes = (*manual, *moved, *automatic)
+        is_automatic = any(mesh.shape[a] > 1 for a in automatic)
+        if is_automatic or leaf.shape[first] % math.prod(mesh.shape[a] for a in axes):
             return spec
-        return spec_of(of_experts if i == dim else part for i, part in enumerate(others))
+        return spec_of((*parts[:first], axes, *without(later, moved)))
 
-    return jax.tree.map(spec_with_experts_first, specs, abstract, logical_axes, is_leaf=is_spec)
+    return jax.tree.map(split_first, specs, abstract, layers, is_leaf=is_spec)
 
 
 def shardings(mesh: AnyMesh, specs: Any) -> Any:

@@ -41,7 +41,8 @@ def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) 
 
     The dim to split is the one that `fsdp` or `row` already splits, or else the largest dim that is
     not split; for stacks, never the first dim, which counts layers. A parameter without such a dim
-    stays replicated: biases of dims that are split over `model`, and norms of odd sizes.
+    stays replicated: biases of dims that are split over `model`, and norms of odd sizes. Afterwards
+    `split_first_dims` (rules.py) moves the axes to the first dim where that is possible.
 
     Args:
         specs: PartitionSpec of every parameter.

@@ -13,6 +13,7 @@ from sharding.rules import (
     make_rules,
     partition_specs,
     shardings,
+    split_first_dims,
     to_spec,
     unused_axes,
 )
@@ -124,3 +125,25 @@ def test_unused_axes_are_those_that_only_repeat_work():
     specs = {"kernel": PartitionSpec(None, ("fsdp", "model")), "bias": PartitionSpec()}
     assert unused_axes(specs, DEFAULT_RULES, mesh) == []
     assert unused_axes({"bias": PartitionSpec()}, DEFAULT_RULES, mesh) == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "is_layers", "expected"),
+    [
+        ((8, 6), (None, "fsdp"), False, ("fsdp", None)),
+        ((8, 6), ("data", "fsdp"), False, (("data", "fsdp"), None)),
+        ((3, 8, 6), ("pipeline", None, ("fsdp", "data")), True, ("pipeline", ("fsdp", "data"), None)),
+        ((8, 6), ("model", "fsdp"), False, ("model", "fsdp")),  # XLA splits the first dim itself
+        ((7, 6), (None, "fsdp"), False, (None, "fsdp")),  # the axes do not divide it
+        ((3, 6), ("pipeline", "fsdp"), True, ("pipeline", "fsdp")),
+        ((8,), ("fsdp",), False, ("fsdp",)),
+        ((), (), False, ()),
+    ],
+    ids=str,
+)
+def test_axes_that_divide_state_at_rest_split_the_first_dim(sizes, spec, is_layers, expected):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2), jax.devices())
+    specs = split_first_dims(
+        {"w": PartitionSpec(*spec)}, {"w": tensor(*sizes)}, {"w": is_layers}, mesh
+    )
+    assert specs == {"w": PartitionSpec(*expected)}

@@ -64,6 +64,11 @@ class Remat:
         return _STAGE if self.layers == "none" else f"{_STAGE},{self.layers}"
 
 
+#: Activations that a layer stops keeping, one more at each level: first those of the MLP, which take
+#: the most memory. Attention takes the longest to recompute, so its output is the last.
+_DROPPED = ("mlp", "attention_out", "qkv")
+
+
 def levels(activation_names: Collection[str]) -> list[str]:
     """Return what layers may keep, from all activations to only their inputs.
 
@@ -72,5 +77,9 @@ def levels(activation_names: Collection[str]) -> list[str]:
     Args:
         activation_names: names of the activations of a model's blocks.
     """
-    without_mlp = ",".join(sorted({*activation_names} - {"mlp"}))
-    return ["none", "dots", *([without_mlp] if without_mlp else []), "full"]
+    names = {*activation_names}
+    values = ["none", "dots"]
+    for name in _DROPPED:
+        names.discard(name)
+        values.append(",".join(sorted(names)))
+    return [*dict.fromkeys(filter(None, values)), "full"]

@@ -26,7 +26,7 @@ from sharding.gather_modes import GatherMode, all_once, kept_axes, stack_gather_
 from sharding.logical import Rules
 from sharding.memory import HOST_KIND, MemoryConfig, in_device_memory, largest
 from sharding.mesh import AnyMesh
-from sharding.rules import partition_specs, split_experts_first
+from sharding.rules import partition_specs, split_first_dims
 from sharding.spec import axes_by_dim, spec_of
 from sharding.zero import spec_of_state, split_over_replicas
 from train.optim.per_layer import map_state
@@ -82,12 +82,12 @@ class StateLayout:
         slots = jax.eval_shape(self._to_slots, layers)
         axes = logical_axes(state_spec.model)
         param_specs = partition_specs(slots.params, axes, rules, mesh)
+        is_layers = jax.tree_util.tree_map_with_path(
+            lambda path, _: path[0].key in layouts, slots.params
+        )
         if memory.zero_stage:
-            is_layers = jax.tree_util.tree_map_with_path(
-                lambda path, _: path[0].key in layouts, slots.params
-            )
             param_specs = split_over_replicas(param_specs, slots.params, is_layers, mesh)
-        param_specs = split_experts_first(param_specs, slots.params, axes, mesh)
+        param_specs = split_first_dims(param_specs, slots.params, is_layers, mesh)
         self.param_specs = param_specs
         self.kept_axes = kept_axes(axes, rules)
         self.gather_modes = self._gather_modes(slots.params, param_specs, memory)

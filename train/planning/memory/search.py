@@ -9,10 +9,11 @@ lever:
     level 0    8              0            none                        device    (as configured)
     level 1    16             2            dots                        host, 0.5
     level 2    32             3            attention,...,qkv (names)   host, 1.0
-    level 3                                full                        host, 1.0 and 0.5
-    level 4                                                            host, 1.0 and 1.0
+    level 3                                attention,qkv               host, 1.0 and 0.5
+    level 4                                attention                   host, 1.0 and 1.0
+    level 5                                full
 
-Here the candidate (1, 0, 3, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the
+Here the candidate (1, 0, 5, 0) is 16 microbatches, ZeRO stage 0, remat=full, everything on the
 device. If the configured `train.remat` begins with `stage`, so do all of its levels.
 
 Memory and step time of a candidate are estimated from a trace of the step. Only chosen candidates
