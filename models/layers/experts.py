@@ -37,7 +37,7 @@ from models.layers.transformer import MLP
 from models.metrics import Extremes
 from sharding.logical import gather_tokens, scatter_tokens, sum_over_batch
 from sharding.ops import sequence
-from sharding.ops.experts import apply_experts
+from sharding.ops.experts import Sends, apply_experts
 
 #: Values of `model.router_scores`.
 _ROUTER_SCORES = ("softmax", "sigmoid")
@@ -412,7 +412,8 @@ class Experts(nnx.Module):
         flops = choices_BTC.size * sum(dense_flops(*sizes) for sizes in products)
         inputs = weights, whole_BTD, routing.factors_BTC, choices_BTC
         expert = dataclasses.replace(self.expert, in_float8=self.in_float8)
-        y_BTD = declare_flops(flops, partial(apply_experts, expert, **of_mesh), *inputs)
+        apply = partial(apply_experts, expert, **of_mesh, sends=_sends_of(weights))
+        y_BTD = declare_flops(flops, apply, *inputs)
         y_BTD = scatter_tokens(y_BTD)
         if self.shared is not None:
             shared_BTD = self.shared(x_BTD)
@@ -537,8 +538,7 @@ class _Expert:
         """Return x · W, plus x · A · B if W has an adapter, plus factors · bias if it has one."""
         kernel = weights[name]
         if self.in_float8:
-            rows = weights.get(f"{name}_scaling")
-            scaling = None if rows is None else (rows[0], rows[1:])
+            scaling = _scaling(weights, name)
             y = float8.product(x, kernel, 1, scaling, num_batch=kernel.ndim - 2)
         else:
             y = x @ kernel
@@ -550,6 +550,43 @@ class _Expert:
         if factors_b1 is not None:
             bias = (bias.astype(factors_b1.dtype) * factors_b1).astype(x.dtype)
         return y + bias
+
+
+def _scaling(weights: Mapping[str, jax.Array], name: str) -> float8.Scaling | None:
+    """Return the scales of delayed scaling of the product `name`; None without any."""
+    rows = weights.get(f"{name}_scaling")
+    return None if rows is None else (rows[0], rows[1:])
+
+
+def _sends_of(weights: Mapping[str, jax.Array]) -> Sends | None:
+    """Return how tokens are sent in float8; None: in their own dtype.
+
+    A device sends the codes that products would round tokens to after they were received. So this
+    changes no result. It is possible with delayed scaling, if nothing but products reads tokens and
+    gradients: no adapters, and no bias of the last product.
+    """
+    has_scales = "up_scaling" in weights and "down_scaling" in weights
+    is_read = any(name.endswith("_lora_a") for name in weights) or "down_bias" in weights
+    return _SENDS_FLOAT8 if has_scales and not is_read else None
+
+
+def _narrow_tokens(weights: Mapping[str, jax.Array], x: jax.Array, name: str) -> jax.Array:
+    scaling = _scaling(weights, _READ_BY[name])
+    assert scaling is not None
+    return float8.narrow(x, scaling, name)
+
+
+def _widen_tokens(
+    weights: Mapping[str, jax.Array], codes: jax.Array, name: str, dtype: Any
+) -> jax.Array:
+    scaling = _scaling(weights, _READ_BY[name])
+    assert scaling is not None
+    return float8.widen(codes, scaling, name, dtype)
+
+
+#: Tensors that are sent -> a product that reads them. `gate` reads the input with the same scale.
+_READ_BY = {"input": "up", "gradient": "down"}
+_SENDS_FLOAT8 = Sends(narrow=_narrow_tokens, widen=_widen_tokens)
 
 
 def _wide_product(x: jax.Array, kernel: jax.Array) -> jax.Array:

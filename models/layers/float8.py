@@ -141,6 +141,23 @@ def _backward(num_inputs, num_batch, residuals, dy):
 _product.defvjp(_forward, _backward)
 
 
+def narrow(x: jax.Array, scaling: Scaling, name: str) -> jax.Array:
+    """Return x in the codes that `product` would round it to, uint8.
+
+    Args:
+        x: float[...], an input, or a gradient of an output, of a product.
+        scaling: scales of this product.
+        name: key of WITH_HISTORY.
+    """
+    return jax.lax.bitcast_convert_type(_narrow(x, _given_scales(scaling), name), jnp.uint8)
+
+
+def widen(codes: jax.Array, scaling: Scaling, name: str, dtype: Any) -> jax.Array:
+    """Return the values of codes from `narrow`, which `product` rounds to the same codes."""
+    values = jax.lax.bitcast_convert_type(codes, FORMATS[name])
+    return _dequantize(values, _given_scales(scaling), name, dtype)
+
+
 def scaling_of(history: jax.Array, of_kernel: jax.Array) -> jax.Array:
     """Return the scales of delayed scaling, in the form that `product` takes.
 

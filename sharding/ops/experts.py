@@ -58,6 +58,26 @@ Tree = Any
 #: "mlp" split may be summed over one device's part only.
 Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sends:
+    """How tokens are sent in fewer bytes than they are computed with.
+
+    The names are "input" for the tokens [.., D], and "gradient" for the gradients of the outputs.
+
+    Attributes:
+        narrow: (all weights, tokens, name) -> what is sent for them.
+        widen: (all weights, what was sent, name, dtype of the tokens) -> tokens, which `Expert`
+            treats in the same way as those that were narrowed.
+    """
+
+    narrow: Callable[[Mapping[str, jax.Array], jax.Array, str], jax.Array]
+    widen: Callable[[Mapping[str, jax.Array], jax.Array, str, Any], jax.Array]
+
+
+#: Names of the tensors that are sent.
+_SENT = ("input", "gradient")
 #: Rows of an expert in all rounds, as a multiple of the mean number of its tokens.
 _ROOM = 1.125
 #: Most parts of a device's tokens that are gathered one after another, and fewest tokens of an
@@ -140,6 +160,7 @@ def apply_experts(
     axes: Mapping[str, tuple[str | None, ...]],
     added: Collection[str] = (),
     num_experts: int,
+    sends: Sends | None = None,
 ) -> jax.Array:
     """Return for each token the sum of the outputs of the experts that it chose, `[B, T, D]`.
 
@@ -158,9 +179,12 @@ def apply_experts(
         added: names of weights, without the axis "mlp", that are added to the output: each device
             of that axis adds its share.
         num_experts: number of experts on all devices.
+        sends: how tokens are sent to other devices; None: as they are.
     """
     placement = _place(axes, frozenset(added), x_BTD, num_experts)
-    return _apply(expert, placement, dict(weights), x_BTD, factors_BTC, choices_BTC)
+    if not placement.token_axes:
+        sends = None
+    return _apply(expert, placement, sends, dict(weights), x_BTD, factors_BTC, choices_BTC)
 
 
 def _place(
@@ -199,29 +223,31 @@ def _place(
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _apply(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _apply(
+    expert, placement: _Placement, sends: Sends | None, weights, x_BTD, factors_BTC, choices_BTC
+):
     forward = placement.over_mesh(
-        partial(_forward, expert, placement), (weights, None, None, None), None
+        partial(_forward, expert, placement, sends), (weights, None, None, None), None
     )
     return forward(weights, x_BTD, factors_BTC, choices_BTC)
 
 
-def _apply_forward(expert, placement, weights, *tokens):
+def _apply_forward(expert, placement, sends, weights, *tokens):
     """Return the output, and the inputs; weights in two groups, with and without gradients."""
     values = {name: weight.value for name, weight in weights.items()}
     trained = {name: values[name] for name, weight in weights.items() if weight.perturbed}
     frozen = {name: value for name, value in values.items() if name not in trained}
     tokens = [x.value for x in tokens]
-    return _apply(expert, placement, values, *tokens), (trained, frozen, *tokens)
+    return _apply(expert, placement, sends, values, *tokens), (trained, frozen, *tokens)
 
 
-def _apply_backward(expert, placement: _Placement, inputs, dy_BTD):
+def _apply_backward(expert, placement: _Placement, sends, inputs, dy_BTD):
     trained, frozen, x_BTD, *_, choices_BTC = inputs
     if isinstance(dy_BTD, SymbolicZero):
         dy_BTD = jnp.zeros_like(x_BTD)
     backward = placement.over_mesh(
-        partial(_backward, expert, placement),
+        partial(_backward, expert, placement, sends),
         (trained, frozen, None, None, None, None),
         (trained, None, None),
     )
@@ -234,18 +260,23 @@ def _apply_backward(expert, placement: _Placement, inputs, dy_BTD):
 _apply.defvjp(_apply_forward, _apply_backward, symbolic_zeros=True)
 
 
-def _forward(expert, placement: _Placement, weights, x_BTD, factors_BTC, choices_BTC):
+def _forward(
+    expert, placement: _Placement, sends: Sends | None, weights, x_BTD, factors_BTC, choices_BTC
+):
     split = _split_shared(_shares(weights, placement), placement)
-    compute = partial(_forward_part, expert, *split)
-    parts = _split_tokens(placement, factors_BTC, choices_BTC, x_BTD)
+    transfer = _Transfer(sends, weights, x_BTD.dtype)
+    compute = partial(_forward_part, expert, *split, transfer)
+    parts = _split_tokens(placement, factors_BTC, choices_BTC, *transfer.narrow(x_BTD))
     outputs, _ = _send_and_compute(placement, parts, compute, ())
     return jnp.concatenate(outputs).reshape(x_BTD.shape)
 
 
-def _forward_part(expert, shared, stacked, part: "_Part", state: Tree) -> tuple[jax.Array, Tree]:
+def _forward_part(
+    expert, shared, stacked, transfer: "_Transfer", part: "_Part", state: Tree
+) -> tuple[jax.Array, Tree]:
     """Return (sums of the outputs of this device's experts [A, D], state)."""
     order = part.order
-    (x_AD,) = part.tokens
+    (x_AD,) = transfer.widen(*part.tokens)
 
     def output_of(weights, rows: _Rows) -> jax.Array:
         inputs = _tokens_at(x_AD, rows), _factors_at(part.factors, rows)
@@ -265,14 +296,23 @@ def _forward_part(expert, shared, stacked, part: "_Part", state: Tree) -> tuple[
 
 
 def _backward(
-    expert, placement: _Placement, trained, frozen, x_BTD, factors_BTC, choices_BTC, dy_BTD
+    expert,
+    placement: _Placement,
+    sends: Sends | None,
+    trained,
+    frozen,
+    x_BTD,
+    factors_BTC,
+    choices_BTC,
+    dy_BTD,
 ):
     weights = _Weights(
         *_split_shared(_shares(trained, placement), placement),
         *_split_shared(_shares(frozen, placement), placement),
     )
-    compute = partial(_backward_part, expert, weights)
-    parts = _split_tokens(placement, factors_BTC, choices_BTC, x_BTD, dy_BTD)
+    transfer = _Transfer(sends, {**trained, **frozen}, x_BTD.dtype)
+    compute = partial(_backward_part, expert, weights, transfer)
+    parts = _split_tokens(placement, factors_BTC, choices_BTC, *transfer.narrow(x_BTD, dy_BTD))
     dx, gradients = _send_and_compute(placement, parts, compute, _Gradients())
     totals = reduce(_add, gradients.of_rounds, gradients.of_blocks)
     dweights = jax.tree.map(lambda w, total: total.astype(w.dtype), trained, totals)
@@ -283,6 +323,39 @@ def _backward(
         jnp.concatenate(dx).reshape(x_BTD.shape),
         _scatter(dfactors_PAC, placement, dim=1).reshape(factors_BTC.shape),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Transfer:
+    """Converts tokens for other devices, and those of other devices: inputs, then gradients.
+
+    Attributes:
+        sends: how they are sent; None: as they are.
+        weights: all weights.
+        dtype: dtype of the tokens.
+    """
+
+    sends: Sends | None
+    weights: Mapping[str, jax.Array]
+    dtype: Any
+
+    def narrow(self, *tokens: jax.Array) -> tuple[jax.Array, ...]:
+        """Return what is sent for arrays of tokens."""
+        if (sends := self.sends) is None:
+            return tokens
+        return tuple(
+            sends.narrow(self.weights, x, name)
+            for name, x in zip(_SENT, tokens, strict=False)  # no gradients in a forward pass
+        )
+
+    def widen(self, *sent: jax.Array) -> tuple[jax.Array, ...]:
+        """Return the tokens for which arrays were sent."""
+        if (sends := self.sends) is None:
+            return sent
+        return tuple(
+            sends.widen(self.weights, x, name, self.dtype)
+            for name, x in zip(_SENT, sent, strict=False)
+        )
 
 
 class _Weights(NamedTuple):
@@ -330,11 +403,11 @@ class _Gradients(NamedTuple):
 
 
 def _backward_part(
-    expert, weights: _Weights, part: "_Part", before: _Gradients
+    expert, weights: _Weights, transfer: "_Transfer", part: "_Part", before: _Gradients
 ) -> tuple[jax.Array, _Gradients]:
     """Return (gradient of x [A, D], gradients including those of this part)."""
     order = part.order
-    x_AD, dy_AD = part.tokens
+    x_AD, dy_AD = transfer.widen(*part.tokens)
     once = {"mode": "drop", "unique_indices": True}
 
     def gradients_of(weights: _Weights, rows: _Rows) -> tuple:

@@ -62,6 +62,20 @@ def test_weights_are_gathered_in_float8():
     assert gathered() == pytest.approx(gathered("precision.compute=bfloat16") / 2, rel=0.01)
 
 
+def test_tokens_are_sent_to_experts_in_float8():
+    def sent(*overrides: str) -> int:
+        experts = ("model.num_experts=4", "model.num_kv_heads=4", "mesh.expert=2")
+        run = steps.make_run("llama", (*_SIZES, *experts, *overrides))
+        found = collectives(run.compile_train_step(), run.mesh)
+        # Where tokens go is the same in both: int32 and float32 per choice.
+        return sum(each.bytes for each in found if each.kind == "all-gather" and each.loop)
+
+    in_bfloat16 = sent("precision.compute=bfloat16")
+    assert sent() == pytest.approx(in_bfloat16 / 2, rel=0.05)
+    # With current scaling, the scale depends on the tokens that a device receives.
+    assert sent("precision.float8_scaling=current") == in_bfloat16
+
+
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("mesh", ["one device", "2×2×2"])
 def test_estimate_of_memory(mesh):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkpoint.lazy import stored_arrays
-from models.layers import float8
+from models.layers import experts, float8
 from tests.runs import ROOT, TINY, arguments, losses, make_run, placed_batch, write_corpus
 from tests.train.refusals import refusal
 from train.main import main
@@ -121,6 +121,17 @@ def test_experts_have_the_same_losses_and_scales_on_every_mesh(mesh, corpus):
     assert np.abs(found_exponents - exponents).max() <= 1
     first = [float8.FIRST_EXPONENTS[name] for name in float8.WITH_HISTORY]
     assert not (exponents == first).all(axis=(0, 1)).any()
+
+
+@pytest.mark.thorough
+def test_sending_tokens_in_float8_changes_nothing(corpus, monkeypatch):
+    """Products round the tokens of other devices to the codes that these have sent."""
+    sizes = (*EXPERTS, *corpus, "mesh.expert=2")
+    found, exponents = trained(*make_run(sizes, LLAMA), 3)
+    monkeypatch.setattr(experts, "_sends_of", lambda weights: None)
+    expected, expected_exponents = trained(*make_run(sizes, LLAMA), 3)
+    assert found == expected
+    np.testing.assert_array_equal(exponents, expected_exponents)
 
 
 @pytest.mark.thorough

@@ -187,6 +187,45 @@ def check_on_mesh(name, choose, is_manual):
     check(jax.device_get(actual), jax.device_get(expected))
 
 
+def test_tokens_may_be_sent_in_fewer_bytes():
+    """Tokens and gradients that float32 represents are the same after they were sent in it."""
+    weights, x, factors, choices = inputs_of(at_random)
+    x = x.astype(jnp.float32).astype(jnp.float64)
+    dy = jnp.sin(jnp.arange(x.size, dtype=jnp.float32)).astype(jnp.float64).reshape(x.shape)
+    names = []
+
+    def narrow(weights, x, name):
+        assert weights.keys() == AXES.keys()
+        names.append(name)
+        return x.astype(jnp.float32)
+
+    def widen(_, sent, name, dtype):
+        names.append(name)
+        return sent.astype(dtype)
+
+    def gradients(sends):
+        def outputs(weights, x, factors):
+            return apply(weights, x, factors, choices, sends=sends)
+
+        y, vjp = jax.vjp(outputs, weights, x, factors)
+        return y, vjp(dy)
+
+    def gathered(sends):
+        jaxpr = jax.make_jaxpr(lambda: gradients(sends))().jaxpr
+        eqns = (eqn for eqn, _ in walk(jaxpr.eqns) if eqn.primitive.name == "all_gather")
+        shapes = [eqn.invars[0].aval for eqn in eqns]
+        return {str(aval.dtype) for aval in shapes if aval.shape[-1:] == (DIM,)}
+
+    sends = experts.Sends(narrow=narrow, widen=widen)
+    with jax.set_mesh(make_mesh(MeshConfig(expert=2), jax.devices())), axis_rules(make_rules()):
+        check(jax.jit(lambda: gradients(sends))(), jax.jit(lambda: gradients(None))())
+        assert {*names} == {"input", "gradient"}
+        assert (gathered(None), gathered(sends)) == ({"float64"}, {"float32"})
+    names.clear()
+    gradients(sends)
+    assert not names  # one device sends nothing
+
+
 @pytest.mark.thorough
 def test_some_stages_may_compute_experts_while_others_do_not():
     mesh = make_mesh(MeshConfig(pipeline=2, expert=2, model=2), jax.devices())
