@@ -3,16 +3,12 @@
 import dataclasses
 from typing import Any
 
-_IN_LOOP = "train.unroll=false"
-#: By-layer gathers over all replicas, one microbatch, and nothing recomputed but norms.
-_ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=none", _IN_LOOP)
-#: The same, but whole blocks are recomputed.
-_ZERO3_RECOMPUTED = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=full")
-#: Jobs that are compared in bfloat16 and in float8.
-_LLAMA_8B = ("mesh.data=8", "data.global_batch_size=8", *_ZERO3)
-_LLAMA_70B = ("mesh.data=64", "data.global_batch_size=64", *_ZERO3_RECOMPUTED)
+#: Gradients are added up in float32, and rounded once before they are sent.
+_SENT_IN_BFLOAT16 = "precision.reduce=bfloat16"
+#: By-layer gathers over all replicas, and one microbatch. Activations are kept as far as they fit.
+_ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1")
 #: Sequences over `context`, of which each device keeps what attention reads and writes.
-_LONG_8B = ("memory.zero_stage=3", "train.num_microbatches=1", "train.remat=qkv,attention")
+_LONG_8B = (*_ZERO3, "train.remat=qkv,attention")
 #: Four chunks per stage make the bubble short. Each job chooses the activations that a block saves
 #: for the backward pass, depending on the memory that is left.
 _PIPELINE = (
@@ -54,14 +50,14 @@ class Job:
         return [*self.overrides, f"precision.compute={self.compute}"]
 
 
-def _unrolled(job: Job) -> Job:
-    """Return a job whose layers are compiled one after another instead of in a loop."""
-    overrides = (*(o for o in job.overrides if o != _IN_LOOP), "train.unroll=true")
-    return dataclasses.replace(job, name=f"{job.name}, unrolled", overrides=overrides)
+def _sent_in_bfloat16(job: Job) -> Job:
+    """Return a job whose gradients are sent in bfloat16 instead of float32."""
+    name = f"{job.name}, gradients sent in bfloat16"
+    return dataclasses.replace(job, name=name, overrides=(*job.overrides, _SENT_IN_BFLOAT16))
 
 
-#: Jobs that are compared with layers in a loop and one after another.
-_IN_A_LOOP = (
+#: Jobs of which the gradients are sent in float32 and in bfloat16.
+_IN_BOTH = (
     Job(
         name="LLaMA-2-7B, 8 H100s",
         config="llama.py:2-7b",
@@ -79,7 +75,7 @@ _IN_A_LOOP = (
         name="LLaMA-3-8B, 8 H100s",
         config="llama.py:3-8b",
         target="h100:1x8",
-        overrides=_LLAMA_8B,
+        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
         published=6667,
         source="torchtitan",
     ),
@@ -87,14 +83,31 @@ _IN_A_LOOP = (
         name="LLaMA-3-8B, 8 H100s, float8",
         config="llama.py:3-8b",
         target="h100:1x8",
-        overrides=_LLAMA_8B,
+        overrides=("mesh.data=8", "data.global_batch_size=8", *_ZERO3),
         compute="float8",
         published=14451,
         source="Megatron-Bridge, batch of 128",
     ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, ZeRO 3",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=("mesh.data=64", "data.global_batch_size=64", *_ZERO3),
+        published=867,
+        source="NeMo Automodel",
+    ),
+    Job(
+        name="LLaMA-3-70B, 64 H100s, ZeRO 3, float8",
+        config="llama.py:3-70b",
+        target="h100:8x8",
+        overrides=("mesh.data=64", "data.global_batch_size=64", *_ZERO3),
+        compute="float8",
+        published=1664,
+        source="Megatron-Bridge, batch of 256",
+    ),
 )
 JOBS = (
-    *(each for job in _IN_A_LOOP for each in (job, _unrolled(job))),
+    *(each for job in _IN_BOTH for each in (job, _sent_in_bfloat16(job))),
     Job(
         name="LLaMA-3-8B, 8 H100s, 131,072 tokens, float8",
         config="llama.py:3-8b",
@@ -141,23 +154,6 @@ JOBS = (
         ),
     ),
     Job(
-        name="LLaMA-3-70B, 64 H100s, ZeRO 3",
-        config="llama.py:3-70b",
-        target="h100:8x8",
-        overrides=_LLAMA_70B,
-        published=867,
-        source="NeMo Automodel",
-    ),
-    Job(
-        name="LLaMA-3-70B, 64 H100s, ZeRO 3, float8",
-        config="llama.py:3-70b",
-        target="h100:8x8",
-        overrides=_LLAMA_70B,
-        compute="float8",
-        published=1664,
-        source="Megatron-Bridge, batch of 256",
-    ),
-    Job(
         name="LLaMA-3-70B, 64 H100s, pipeline",
         config="llama.py:3-70b",
         target="h100:8x8",
@@ -176,7 +172,7 @@ JOBS = (
         overrides=(
             "mesh.data=256",
             "data.global_batch_size=256",
-            *_ZERO3_RECOMPUTED,
+            *_ZERO3,
         ),
         published=1056,
         source="MaxText",
@@ -244,6 +240,7 @@ EXPERTS = (
         "data.global_batch_size=256",
         "train.num_microbatches=16",
         "train.remat=attention,attention_out",
+        _SENT_IN_BFLOAT16,
         published=12040,
         source="NeMo Automodel",
     ),
@@ -292,15 +289,18 @@ EXPERTS = (
         "mesh.pipeline=16",
         "mesh.expert=16",
         "memory.zero_stage=3",
+        "memory.shard_parameters_fraction=0.99",
         "data.global_batch_size=4096",
         "train.num_microbatches=256",
         "train.remat=full",
+        "pipeline.layers_per_stage=auto",
         "pipeline.share_vocab=true",
+        _SENT_IN_BFLOAT16,
         published=1002,
         source="NeMo Automodel",
     ),
     _experts(
-        "DeepSeek-V3, 1,024 H100s",
+        "DeepSeek-V3, 1,024 H100s, float8",
         "deepseek-v3",
         "h100:128x8",
         "mesh.pipeline=16",
@@ -310,9 +310,11 @@ EXPERTS = (
         "data.global_batch_size=8192",
         "train.num_microbatches=128",
         "train.remat=full",
-        "pipeline.share_vocab=true",
+        "pipeline.layers_per_stage=auto",
+        _SENT_IN_BFLOAT16,
+        compute="float8",
         published=1297,
-        source="Megatron-Bridge, in float8",
+        source="Megatron-Bridge",
     ),
 )
 

@@ -51,6 +51,7 @@ def compiled_run(num_experts: int, num_rows: int, *overrides: str):
         ("mesh.expert=4", "mesh.data=2"),
         ("mesh.expert=4", "mesh.model=2"),
         ("mesh.expert=4", "mesh.pipeline=2", "train.num_microbatches=2"),
+        ("mesh.expert=8", "train.num_microbatches=2", "train.unroll=True"),
     ],
     ids=" × ".join,
 )

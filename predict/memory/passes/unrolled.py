@@ -43,18 +43,25 @@ def with_overlapped_layers(program: Program) -> Program:
 def _with_next_gathers(
     part: list[Operation], following: list[Operation]
 ) -> tuple[list[Operation], list[Operation]]:
-    """Move the gathers of the following part, with all that they need, behind a part's barrier."""
-    wanted: set[Value] = set()
-    moved: list[Operation] = []
-    for op in reversed(following):
-        if op.name == "all_gather" or wanted.intersection(op.outputs):
-            if op.name == "optimization_barrier":  # they depend on the layer itself
-                return part, following
-            moved.insert(0, op)
-            wanted.update(op.inputs)
+    """Move the gathers of the following part, with all that they need, behind a part's barrier.
+
+    Gathers that depend on the part or on a barrier of their layer stay: those of tokens that are
+    sent to experts, for example.
+    """
     barrier = next((i for i, op in enumerate(part) if op.name == "optimization_barrier"), None)
     if barrier is None:  # the head, between the last layer and its backward
         return part, following
+    waiting = {value for op in part[barrier + 1 :] for value in op.outputs}
+    for op in following:
+        if op.name == "optimization_barrier" or waiting.intersection(op.inputs):
+            waiting.update(op.outputs)
+    wanted: set[Value] = set()
+    moved: list[Operation] = []
+    for op in reversed(following):
+        is_gather = op.name == "all_gather" and waiting.isdisjoint(op.outputs)
+        if is_gather or wanted.intersection(op.outputs):
+            moved.insert(0, op)
+            wanted.update(op.inputs)
     left = [op for op in following if op not in moved]
     return [*part[: barrier + 1], *moved, *part[barrier + 1 :]], left
 
@@ -62,23 +69,31 @@ def _with_next_gathers(
 def _delay_scatters(parts: list[list[Operation]], number: int) -> None:
     """Move the reduce-scatters of a part, and the operations that read them, by two parts.
 
-    Their inputs are stored in the part between.
+    Their inputs are stored in the part between. Reduce-scatters that operations before depend on stay.
     """
+    target = min(number + 2, len(parts) - 1)
+    between = [*(op for part in parts[number + 1 : target] for op in part), parts[target][0]]
+    needed = {value for op in between for value in op.inputs}
+    is_awaited: set[Value] = set()  # values that operations before their new place depend on
+    for op in reversed(parts[number]):
+        if not needed.isdisjoint(op.outputs) or not is_awaited.isdisjoint(op.outputs):
+            is_awaited.update(op.inputs, op.outputs)
     scattered: set[Value] = set()
     moved = []
     left = []
     sent: dict[Value, Value] = {}  # input of a reduce-scatter -> the same array, when it is stored
     for op in parts[number]:
-        if op.name == "reduce_scatter":
+        is_delayed = op.name == "reduce_scatter" and is_awaited.isdisjoint(op.outputs)
+        if is_delayed:
             (value,) = op.inputs
             sent[value] = dataclasses.replace(value)
             op = dataclasses.replace(op, inputs=[sent[value]])
-        if op.name == "reduce_scatter" or scattered.intersection(op.inputs):
+        if is_delayed or scattered.intersection(op.inputs):
             moved.append(op)
             scattered.update(op.outputs)
         else:
             left.append(op)
     parts[number] = left
     stored = Operation("optimization_barrier", [*sent], [*sent.values()], {})
-    parts[min(number + 2, len(parts) - 1)][1:1] = moved
+    parts[target][1:1] = moved
     parts[number + 1].insert(1, stored)
