@@ -59,7 +59,6 @@ Tree = Any
 Expert = Callable[[Mapping[str, jax.Array], jax.Array, jax.Array], jax.Array]
 
 
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sends:
     """How tokens are sent in fewer bytes than they are computed with.

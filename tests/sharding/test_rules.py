@@ -132,7 +132,12 @@ def test_unused_axes_are_those_that_only_repeat_work():
     [
         ((8, 6), (None, "fsdp"), False, ("fsdp", None)),
         ((8, 6), ("data", "fsdp"), False, (("data", "fsdp"), None)),
-        ((3, 8, 6), ("pipeline", None, ("fsdp", "data")), True, ("pipeline", ("fsdp", "data"), None)),
+        (
+            (3, 8, 6),
+            ("pipeline", None, ("fsdp", "data")),
+            True,
+            ("pipeline", ("fsdp", "data"), None),
+        ),
         ((8, 6), ("model", "fsdp"), False, ("model", "fsdp")),  # XLA splits the first dim itself
         ((7, 6), (None, "fsdp"), False, (None, "fsdp")),  # the axes do not divide it
         ((3, 6), ("pipeline", "fsdp"), True, ("pipeline", "fsdp")),

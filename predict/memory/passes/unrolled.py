@@ -69,7 +69,8 @@ def _with_next_gathers(
 def _delay_scatters(parts: list[list[Operation]], number: int) -> None:
     """Move the reduce-scatters of a part, and the operations that read them, by two parts.
 
-    Their inputs are stored in the part between. Reduce-scatters that operations before depend on stay.
+    Their inputs are stored in the part between. A reduce-scatter that earlier operations depend on
+    stays: that of tokens from experts, for example.
     """
     target = min(number + 2, len(parts) - 1)
     between = [*(op for part in parts[number + 1 : target] for op in part), parts[target][0]]
