@@ -123,7 +123,7 @@ def build_run(options: RunOptions) -> BuiltRun:
         memory = Exchange().on_all(lambda: workdir.planned_memory(options.workdir))
         config = dataclasses.replace(config, memory=memory)
     if options.is_evaluation and config.train.remat == AUTO_REMAT:  # it has no backward pass
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="none"))
+        config = config.with_values({"train.remat": "none"})
 
     # Whatever the config alone decides is refused here, before data is downloaded or tokenized.
     if not options.is_evaluation:
@@ -349,16 +349,15 @@ def _complete_config(loaded: _LoadedConfig, mesh: jax.sharding.Mesh) -> RunConfi
     planned: all devices are replicas, except along axes that the command line fixes.
     """
     config = loaded.config
-    sections: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if not config.mesh.auto:
-        sections["mesh"] = config.mesh.filled_in(mesh.size)
+        sizes = config.mesh.filled_in(mesh.size).sizes
+        values = {f"mesh.{axis}": size for axis, size in sizes.items()}
     if loaded.open_batch is not None:
         completed = loaded.open_batch.completed(num_replicas(mesh), config.train.num_microbatches)
-        for key in completed.keys() - loaded.overrides.command_line_keys:
-            section, _, name = key.partition(".")
-            changed = dataclasses.replace(getattr(config, section), **{name: completed[key]})
-            sections[section] = changed
-    return dataclasses.replace(config, **sections)
+        fixed = loaded.overrides.command_line_keys
+        values |= {key: value for key, value in completed.items() if key not in fixed}
+    return config.with_values(values)
 
 
 def _load_data(config: RunConfig, source: Source | None, options: RunOptions) -> Corpus:

@@ -4,7 +4,6 @@ The number of steps of an epoch is known when the data has been read. Until then
 `num_epochs` has the default number of steps.
 """
 
-import dataclasses
 import math
 from collections.abc import Collection
 from fractions import Fraction
@@ -73,4 +72,4 @@ def with_num_steps(config: RunConfig, epoch_elements: Fraction) -> RunConfig:
         )
     config.optimizer.check_length(num_steps)
     config.log.check_length(num_steps)
-    return dataclasses.replace(config, train=dataclasses.replace(train, num_steps=num_steps))
+    return config.with_values({"train.num_steps": num_steps})

@@ -189,12 +189,29 @@ class RunConfig:
                 f"INCREMENT that are multiples of {unit}, or another train.num_microbatches"
             )
 
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Return the config with values replaced: `section.key` -> value.
+
+        Raises:
+            ValueError: the values do not fit together.
+        """
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        changed = {k: dataclasses.replace(getattr(self, k), **v) for k, v in sections.items()}
+        return dataclasses.replace(self, **changed)
+
     def with_batch_size(self, size: int) -> Self:
         """Return the config of the steps of a ramp-up that have this global batch size."""
-        data = dataclasses.replace(self.data, global_batch_size=size, rampup_batch_size=())
         count = self.data.batch_sizes.num_microbatches(size, self.train.num_microbatches)
-        train = dataclasses.replace(self.train, num_microbatches=count)
-        return dataclasses.replace(self, data=data, train=train)
+        return self.with_values(
+            {
+                "data.global_batch_size": size,
+                "data.rampup_batch_size": (),
+                "train.num_microbatches": count,
+            }
+        )
 
     def _check_best(self) -> None:
         checkpoint = self.checkpoint

@@ -20,7 +20,7 @@ from sharding.memory import AUTO
 from sharding.mesh import AXES
 from train.config.schema import RunConfig
 from train.planning.explanation import plans_as_text
-from train.planning.parallel_plan import SETTINGS, with_open_choices, with_values
+from train.planning.parallel_plan import SETTINGS, with_open_choices
 from train.planning.plan_devices import PlanDevices
 from train.planning.plan_search import PlanSearch
 
@@ -109,5 +109,5 @@ def _search(config: RunConfig, fixed: Collection[str], devices: PlanDevices) -> 
 
 
 def _with_plan(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    changed = with_values(config, settings)
+    changed = config.with_values(settings)
     return dataclasses.replace(changed, mesh=dataclasses.replace(changed.mesh, replan=False))

@@ -20,7 +20,6 @@ from predict.time.execution import loops_s
 from predict.time.prediction import predict
 from sharding.labels import GAPS, TEMPORARIES
 from train.config.schema import RunConfig
-from train.planning.parallel_plan import with_values
 from train.planning.plan_devices import PlanDevices
 from train.run.run import Run
 
@@ -131,7 +130,7 @@ class CompiledReplica:
             "pipeline.chunks": 1,
             "pipeline.layers_per_stage": (),
         }
-        run = self._devices.assemble_part(with_values(self._config, values), part.num_devices)
+        run = self._devices.assemble_part(self._config.with_values(values), part.num_devices)
         return dataclasses.replace(run, device_budget=math.inf)
 
     @property

@@ -172,7 +172,7 @@ class ParallelPlan:
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Return a config with the values of this plan."""
-        return with_values(config, self.settings())
+        return config.with_values(self.settings())
 
     def __str__(self) -> str:
         parts = [str(self.mesh)]
@@ -207,22 +207,8 @@ def with_open_choices(
         "train.unroll": config.train.unroll is None,
     }
     if is_open["train.remat"]:
-        config = with_values(config, {"train.remat": "stage,dots"})
+        config = config.with_values({"train.remat": "stage,dots"})
     return config, {*fixed} - {key for key, value in is_open.items() if value}
-
-
-def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Return the config with values replaced: `section.key` -> value.
-
-    Raises:
-        ValueError: the values do not fit together.
-    """
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    changed = {k: dataclasses.replace(getattr(config, k), **v) for k, v in sections.items()}
-    return dataclasses.replace(config, **changed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

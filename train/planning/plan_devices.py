@@ -21,7 +21,6 @@ from train.config.schema import RunConfig
 from train.planning.calibration import use_calibration
 from train.planning.compiled_step import CompiledStep, compile_and_predict
 from train.planning.memory.budget import Budget
-from train.planning.parallel_plan import with_values
 from train.run.run import Run
 
 #: Memory of the GPUs that layers are compiled for: more than any step needs, because the memory of
@@ -154,4 +153,4 @@ def _on_device_if_auto(config: RunConfig) -> RunConfig:
     """
     if config.memory.placement != AUTO:
         return config
-    return with_values(config, {"memory.placement": "device"})
+    return config.with_values({"memory.placement": "device"})

@@ -21,7 +21,6 @@ from train.planning.parallel_plan import (
     TRIED_SCHEDULES,
     ParallelPlan,
     PlanSpace,
-    with_values,
 )
 from train.planning.plan_cost import Costed, PlanCost
 
@@ -151,7 +150,7 @@ def no_division(request: Request) -> str:
     multiples = [number * (batch // number + step) for number in round_numbers for step in (0, 1)]
     for other in _by_distance(batch, _NEAR_EXAMPLES, multiples):
         try:
-            changed = with_values(config, {"data.global_batch_size": other})
+            changed = config.with_values({"data.global_batch_size": other})
         except ValueError:  # the fixed number of microbatches does not divide it
             continue
         if _has_plan(space_of(changed, num_devices)):

@@ -34,7 +34,7 @@ from train.planning.fitting import (
 )
 from train.planning.layer_times import ReplicaStep, Split
 from train.planning.memory.budget import Needs, needs_of
-from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_open_choices, with_values
+from train.planning.parallel_plan import ParallelPlan, PlanSpace, with_open_choices
 from train.planning.plan_cost import Costed, PlanCost, PlanCosts
 from train.planning.plan_devices import Compilations, PlanDevices
 from train.planning.plan_limits import (
@@ -202,7 +202,7 @@ class PlanSearch:
     def _place_in_host_memory(self) -> None:
         """Continue with the same plans, but with optimizer state in host memory."""
         self._say("no plan fits into device memory; places optimizer state in host memory")
-        self._use(with_values(self._config, {"memory.placement": "host"}))
+        self._use(self._config.with_values({"memory.placement": "host"}))
         self.plans = [dataclasses.replace(plan, placement="host") for plan in self.plans]
 
     def _use(self, config: RunConfig) -> None:
@@ -345,7 +345,7 @@ class PlanSearch:
         """
         if num_devices > self._devices.count and not self._devices.are_described:
             return None
-        config = with_values(plan.applied(self._config), values)
+        config = plan.applied(self._config).with_values(values)
         return needs_of(self._devices.assemble_part(config, num_devices), self._budget)
 
     def _submit(self, part: ReplicaStep) -> concurrent.futures.Future:

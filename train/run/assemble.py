@@ -88,7 +88,7 @@ def assemble_run(
     )
     if config.train.remat != AUTO_REMAT:
         return assemble(config)
-    run = assemble(_with_remat(config, "none"))
+    run = assemble(config.with_values({"train.remat": "none"}))
     others = iter(levels(run.traces.activation_names)[1:])
     if mesh.shape["pipeline"] > 1:
         others = itertools.chain(others, ["stage,full"])
@@ -96,12 +96,8 @@ def assemble_run(
         remat = next(others, None)
         if remat is None:
             break
-        run = assemble(_with_remat(config, remat))
+        run = assemble(config.with_values({"train.remat": remat}))
     return run
-
-
-def _with_remat(config: RunConfig, remat: str) -> RunConfig:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, remat=remat))
 
 
 def _assemble(

@@ -20,7 +20,6 @@ from train.main import main
 from train.planning.memory.budget import Budget, budget_of, compiled_bytes, host_memory_bytes
 from train.planning.memory.fitter import MemoryFitter
 from train.planning.memory.search import MemorySearch
-from train.planning.parallel_plan import with_values
 from train.reporting.metrics import read_metrics
 from train.run.assemble import assemble_run
 from train.run.run import Run
@@ -268,7 +267,7 @@ def test_search_begins_with_all_activations_if_rematerialization_is_open(corpus_
             tried.append(config.train.remat)
             return run
 
-        search = MemorySearch(with_values(run.config, changes), assemble, of_device(math.inf))
+        search = MemorySearch(run.config.with_values(changes), assemble, of_device(math.inf))
         assert search.base.run is run and tried == [start]
 
 

@@ -34,7 +34,6 @@ from sharding.memory import AUTO
 from train.config.remat import AUTO_REMAT, levels
 from train.config.schema import RunConfig
 from train.planning.memory.budget import Budget, fits, needs_of
-from train.planning.parallel_plan import with_values
 from train.run.run import Run
 
 _ON_DEVICE = {"memory.placement": "device", "memory.offload_parameters_fraction": 0.0}
@@ -65,7 +64,7 @@ class MemorySearch:
             self._start = {}
         if is_open and config.train.remat == AUTO_REMAT:
             self._start = {**self._start, "train.remat": "none"}
-        self._config = with_values(config, self._start)
+        self._config = config.with_values(self._start)
         self._assemble = assemble
         self._budget = budget
         self.machine = datasheet_machine(
@@ -176,7 +175,7 @@ class MemorySearch:
             chosen = [lever[level - 1] for lever, level in pairs if level]
             setting = {key: value for part in (self._start, *chosen) for key, value in part.items()}
             try:
-                run = self._assemble(with_values(self._config, setting))
+                run = self._assemble(self._config.with_values(setting))
                 self._known[levels] = self._candidate(setting, run)
             except (ValueError, TypeError):  # e.g. replicated parameters cannot be on the host
                 self._known[levels] = None
@@ -202,7 +201,7 @@ class MemorySearch:
         while config.data.global_batch_size % (count * replicas) == 0:
             setting = {"train.num_microbatches": count}
             try:
-                self._assemble(with_values(config, setting))
+                self._assemble(config.with_values(setting))
             except (ValueError, TypeError):  # e.g. a .csv schedule is for a fixed number
                 break
             settings.append(setting)
