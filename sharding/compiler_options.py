@@ -14,9 +14,10 @@ Left out on purpose:
   long as the communication that they hid.
 - Double buffering of loops, which removes such copies, doubles the program and its compile time,
   for 0.5 % of the predicted step at most.
-- Thresholds for combining collectives. A combined reduce-scatter starts only when the last gradient
-  of a layer is known, so that nothing is left to hide it behind: thresholds of 128 MiB added 52 ms
-  of exposed communication to a step of 650 ms (LLaMA-2-7B on 8 H100s with fsdp=8, predicted).
+- Higher thresholds for combining collectives. A combined reduce-scatter starts only when the last
+  gradient of a layer is known, so that nothing is left to hide it behind: thresholds of 128 MiB
+  added 52 ms of exposed communication to a step of 650 ms (LLaMA-2-7B on 8 H100s with fsdp=8,
+  predicted).
 - Fusions with dynamic slices let cuBLAS read a layer's weights where they are stored. They are a
   default of jax 0.12; jax 0.10 fails to compile them ("BufferAllocation::Slice not assigned").
 - Splitting collective permutes into send and receive. Their order relative to the collectives in
@@ -143,6 +144,20 @@ SEPARATE_PRODUCTS = CompilerOption(
 )
 
 
+#: Bytes of results up to which XLA combines reduce-scatters by default.
+_COMBINED_BYTES = 30 * 2**20
+
+
+def _separate_layers(bytes_of_layer: int) -> CompilerOption:
+    """Return the option that keeps the gradients of unrolled layers apart."""
+    return CompilerOption(
+        name="xla_gpu_reduce_scatter_combine_threshold_bytes",
+        value=str(bytes_of_layer),
+        reason="gradients of an unrolled layer are sent while the layers before it run; on many "
+        "devices XLA would combine those of several layers, which then wait for the last one",
+    )
+
+
 def options_for(
     hardware: Hardware,
     *,
@@ -150,6 +165,7 @@ def options_for(
     saves_memory: bool,
     has_stages: bool = False,
     in_float8: bool = False,
+    bytes_of_layer: int = 0,
 ) -> list[CompilerOption]:
     """Return the options for a step, except those that the user sets in XLA_FLAGS.
 
@@ -160,6 +176,8 @@ def options_for(
             otherwise.
         has_stages: whether the step has several pipeline stages.
         in_float8: whether the step multiplies in float8.
+        bytes_of_layer: bytes of the gradients that a device receives from the reduce-scatters of an
+            unrolled layer; 0 if there are none, or no unrolled layers.
     """
     if hardware.platform != "gpu":
         return []
@@ -171,6 +189,8 @@ def options_for(
         options.append(SENDS_IN_FLIGHT)
     if in_float8:
         options.append(SEPARATE_PRODUCTS)
+    if 0 < bytes_of_layer < _COMBINED_BYTES:
+        options.append(_separate_layers(bytes_of_layer))
     return [
         option
         for option in options

@@ -82,6 +82,13 @@ def test_sends_between_stages_overlap_with_other_collectives(monkeypatch):
     assert names_for(H100, has_stages=True) - names_for(H100) == {SENDS_IN_FLIGHT.name}
 
 
+@pytest.mark.parametrize(("bytes_of_layer", "is_set"), [(0, False), (2**20, True), (2**27, False)])
+def test_gradients_of_small_unrolled_layers_stay_apart(monkeypatch, bytes_of_layer, is_set):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    names = names_for(H100, bytes_of_layer=bytes_of_layer) - names_for(H100)
+    assert names == ({"xla_gpu_reduce_scatter_combine_threshold_bytes"} if is_set else set())
+
+
 def test_flags_of_the_user_take_precedence(monkeypatch, tmp_path):
     flags = "--xla_gpu_enable_triton_gemm --xla_disable_hlo_passes=fusion"
     monkeypatch.setenv("XLA_FLAGS", flags)

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -204,6 +205,7 @@ class Run:
             saves_memory=saves_memory,
             has_stages=self.mesh.shape["pipeline"] > 1,
             in_float8=self.config.precision.in_float8,
+            bytes_of_layer=self._bytes_of_layer() if self.unrolls else 0,
         )
         with use_mesh(self.trace_mesh):
             if self.target is not None:
@@ -211,6 +213,14 @@ class Run:
             else:
                 compiled = traced.lower().compile(compiler_options=as_dict(options))
         return _Executable(compiled=compiled, options=options)
+
+    def _bytes_of_layer(self) -> int:
+        """Return the bytes that a device receives when gradients of a layer are reduce-scattered.
+
+        0 if the gradients of all layers are reduced together.
+        """
+        dtype = jnp.dtype(self.config.precision.reduce or jnp.float32)
+        return self.state_layout.elements_of_layer() * dtype.itemsize
 
     @_once
     def estimate_memory(self) -> Estimate:

@@ -129,6 +129,20 @@ class StateLayout:
             portable=self.portable,
         )
 
+    def elements_of_layer(self) -> int:
+        """Return how many elements a device keeps of a layer that is gathered by itself.
+
+        Of several stacks, the smallest number; 0 if no layer is.
+        """
+
+        def elements(stack: str) -> int:
+            leaves = jax.tree.leaves(self.abstract.params[stack])
+            modes = jax.tree.leaves(self.gather_modes[stack])
+            by_layer = [leaf for leaf, m in zip(leaves, modes, strict=True) if m != GatherMode.ONCE]
+            return sum(math.prod(x.sharding.shard_shape(x.shape)[1:]) for x in by_layer)
+
+        return min(filter(None, map(elements, self._layouts)), default=0)
+
     def to_portable(self, state: TrainState) -> TrainState:
         """Convert a state to the form of a checkpoint.
 

@@ -37,6 +37,8 @@ def with_overlapped_layers(program: Program) -> Program:
         parts[i], parts[i + 1] = _with_next_gathers(parts[i], parts[i + 1])
     for i in reversed(range(1, len(parts) - 1)):
         _delay_scatters(parts, i)
+    if len(parts) > 1:
+        _add_early(parts)
     return Program(program.inputs, [op for part in parts for op in part], program.outputs)
 
 
@@ -64,6 +66,26 @@ def _with_next_gathers(
             wanted.update(op.inputs)
     left = [op for op in following if op not in moved]
     return [*part[: barrier + 1], *moved, *part[barrier + 1 :]], left
+
+
+def _add_early(parts: list[list[Operation]]) -> None:
+    """Move sums of the last part to the part that computes their terms, and then needs them no more.
+
+    These are sums of gradients over microbatches, of the head for example.
+    """
+    made_in = {v: i for i, part in enumerate(parts) for op in part for v in op.outputs}
+    last = parts.pop()
+    left = []
+    for op in last:
+        number = max(made_in.get(value, 0) for value in op.inputs) if op.inputs else len(parts)
+        if op.name in ("add", "add_any") and op.outputs[0].shape and number < len(parts):
+            (total,) = op.outputs
+            stored = dataclasses.replace(total)
+            parts[number].append(dataclasses.replace(op, outputs=[stored]))
+            parts[number].append(Operation("optimization_barrier", [stored], [total], {}))
+        else:
+            left.append(op)
+    parts.append(left)
 
 
 def _delay_scatters(parts: list[list[Operation]], number: int) -> None:
