@@ -66,9 +66,9 @@ class Sends:
     The names are "input" for the tokens [.., D], and "gradient" for the gradients of the outputs.
 
     Attributes:
-        narrow: (all weights, tokens, name) -> what is sent for them.
-        widen: (all weights, what was sent, name, dtype of the tokens) -> tokens, which `Expert`
-            treats in the same way as those that were narrowed.
+        narrow: (all weights, tokens, name) -> the array that is sent.
+        widen: (all weights, received array, name, dtype of the tokens) -> tokens, for which
+            `Expert` returns the same results as for the original ones.
     """
 
     narrow: Callable[[Mapping[str, jax.Array], jax.Array, str], jax.Array]
@@ -326,7 +326,9 @@ def _backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Transfer:
-    """Converts tokens for other devices, and those of other devices: inputs, then gradients.
+    """Converts tokens before they are sent and after they are received.
+
+    Methods take and return the inputs first, and then the gradients, if there are any.
 
     Attributes:
         sends: how they are sent; None: as they are.
@@ -339,7 +341,7 @@ class _Transfer:
     dtype: Any
 
     def narrow(self, *tokens: jax.Array) -> tuple[jax.Array, ...]:
-        """Return what is sent for arrays of tokens."""
+        """Return the arrays that are sent."""
         if (sends := self.sends) is None:
             return tokens
         return tuple(
@@ -348,7 +350,7 @@ class _Transfer:
         )
 
     def widen(self, *sent: jax.Array) -> tuple[jax.Array, ...]:
-        """Return the tokens for which arrays were sent."""
+        """Return the tokens of received arrays."""
         if (sends := self.sends) is None:
             return sent
         return tuple(

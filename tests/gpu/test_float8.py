@@ -67,7 +67,7 @@ def test_tokens_are_sent_to_experts_in_float8():
         experts = ("model.num_experts=4", "model.num_kv_heads=4", "mesh.expert=2")
         run = steps.make_run("llama", (*_SIZES, *experts, *overrides))
         found = collectives(run.compile_train_step(), run.mesh)
-        # Where tokens go is the same in both: int32 and float32 per choice.
+        # Choices and factors, int32 and float32, are sent too, in both programs.
         return sum(each.bytes for each in found if each.kind == "all-gather" and each.loop)
 
     in_bfloat16 = sent("precision.compute=bfloat16")

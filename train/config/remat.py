@@ -64,8 +64,8 @@ class Remat:
         return _STAGE if self.layers == "none" else f"{_STAGE},{self.layers}"
 
 
-#: Activations that a layer stops keeping, one more at each level: first those of the MLP, which
-#: take the most memory. Attention takes the longest to recompute, so its output is the last.
+#: Activations that a layer stops keeping, one more at each level. The MLP's take the most memory,
+#: so they are the first. Attention takes the longest to recompute, so its output is kept longest.
 _DROPPED = ("mlp", "attention_out", "qkv")
 
 

@@ -132,7 +132,7 @@ class StateLayout:
     def elements_of_layer(self) -> int:
         """Return how many elements a device keeps of a layer that is gathered by itself.
 
-        Of several stacks, the smallest number; 0 if no layer is.
+        If there are several stacks, this is the smallest number; 0 if no layer is gathered.
         """
 
         def elements(stack: str) -> int:

@@ -47,8 +47,8 @@ def _with_next_gathers(
 ) -> tuple[list[Operation], list[Operation]]:
     """Move the gathers of the following part, with all that they need, behind a part's barrier.
 
-    Gathers that depend on the part or on a barrier of their layer stay: those of tokens that are
-    sent to experts, for example.
+    Gathers that depend on the part or on a barrier of their layer stay: experts gather tokens, for
+    example.
     """
     barrier = next((i for i, op in enumerate(part) if op.name == "optimization_barrier"), None)
     if barrier is None:  # the head, between the last layer and its backward
@@ -69,7 +69,7 @@ def _with_next_gathers(
 
 
 def _add_early(parts: list[list[Operation]]) -> None:
-    """Move sums of the last part to the part that computes their terms, and then needs them no more.
+    """Move sums of the last part to the part that computes their terms, which are freed then.
 
     These are sums of gradients over microbatches, of the head for example.
     """
@@ -92,7 +92,7 @@ def _delay_scatters(parts: list[list[Operation]], number: int) -> None:
     """Move the reduce-scatters of a part, and the operations that read them, by two parts.
 
     Their inputs are stored in the part between. A reduce-scatter that earlier operations depend on
-    stays: that of tokens from experts, for example.
+    stays: experts scatter their outputs, for example.
     """
     target = min(number + 2, len(parts) - 1)
     between = [*(op for part in parts[number + 1 : target] for op in part), parts[target][0]]
