@@ -8,7 +8,7 @@ starts are in launch/environment.py.
 
 Left out on purpose:
 
-- The latency-hiding scheduler is XLA's default for GPUs since Hopper.
+- The latency-hiding scheduler, for GPUs since Hopper: there it is XLA's default.
 - XLA pipelines reduce-scatters and all-reduces by default: one that nothing else in its iteration
   reads ends in the next. Pipelined all-gathers need copies of the gathered weights, which took as
   long as the communication that they hid.
@@ -18,8 +18,9 @@ Left out on purpose:
   gradient of a layer is known, so that nothing is left to hide it behind: thresholds of 128 MiB
   added 52 ms of exposed communication to a step of 650 ms (LLaMA-2-7B on 8 H100s with fsdp=8,
   predicted).
-- Fusions with dynamic slices let cuBLAS read a layer's weights where they are stored. They are a
-  default of jax 0.12; jax 0.10 fails to compile them ("BufferAllocation::Slice not assigned").
+- Fusions with dynamic slices, for jax 0.10 and 0.12: they let cuBLAS read a layer's weights where
+  they are stored. They are a default of jax 0.12; jax 0.10 fails to compile them
+  ("BufferAllocation::Slice not assigned").
 - Splitting collective permutes into send and receive. Their order relative to the collectives in
   a pipeline's branches is untested.
 """

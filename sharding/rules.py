@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding.logical import Rules, to_spec
 from sharding.mesh import AXES, BATCH_AXES, MESH_AXES, REPLICA_AXES, SHARD_AXES, AnyMesh
 from sharding.spec import axes_by_dim, axes_of, is_spec, spec_of, without
+from sharding.tensor import FACTORS
 
 #: Logical axis -> mesh axes over which the dimension is split, major first.
 #: An `act_` name exists only if activations can be sharded differently from other arrays.
@@ -162,7 +163,10 @@ def _check_divides(mesh, axes, size: int, logical: str | None, where: str) -> No
     count = math.prod(mesh.shape[axis] for axis in axes)
     if size % count:
         shown = {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
-        keys = {axis: f"mesh.{axis}" if axis in AXES else f"tensor.mode's {axis}" for axis in shown}
+        # With a mode of the section `tensor`, the axis `model` is only a part of mesh.model.
+        has_mode = any(mesh.shape.get(axis, 1) > 1 for axis in FACTORS if axis not in AXES)
+        of_mesh = {axis for axis in AXES if not (has_mode and axis in FACTORS)}
+        keys = {a: f"mesh.{a}" if a in of_mesh else f"tensor.mode's {a}" for a in shown}
         factors = " × ".join(f"{keys[axis]}={size}" for axis, size in shown.items())
         choices = ", ".join(str(n) for n in range(1, min(size, 128) + 1) if size % n == 0)
         raise ValueError(f"{factors} must divide {logical}={size} ({where}); choose from {choices}")

@@ -39,10 +39,11 @@ ZERO_AXES = ("data", "context", "expert", "depth")
 def split_over_replicas(specs: Tree, params: Tree, layers: Tree, mesh: AnyMesh) -> Tree:
     """Add ZERO_AXES to the spec of all parameters that they divide evenly.
 
-    The dim to split is the one that `fsdp` or `row` already splits, or else the largest dim that is
-    not split; for stacks, never the first dim, which counts layers. A parameter without such a dim
-    stays replicated: biases of dims that are split over `model`, and norms of odd sizes. Afterwards
-    `split_first_dims` (rules.py) moves the axes to the first dim where that is possible.
+    The dim to split is the one that the rules split over `fsdp` or `row`, even if these have one
+    device, or else the largest dim that is not split; for stacks, never the first dim, which counts
+    layers. A parameter without such a dim stays replicated: biases of dims that are split over
+    `model`, and norms of odd sizes. Afterwards `split_first_dims` (rules.py) moves the axes to the
+    first dim where that is possible.
 
     Args:
         specs: PartitionSpec of every parameter.

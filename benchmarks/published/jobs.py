@@ -5,7 +5,8 @@ from typing import Any
 
 #: Gradients are added up in float32, and rounded once before they are sent.
 _SENT_IN_BFLOAT16 = "precision.reduce=bfloat16"
-#: By-layer gathers over all replicas, and one microbatch. Activations are kept as far as they fit.
+#: By-layer gathers over all replicas, and one microbatch. Configs with a published size have
+#: train.remat=auto: activations are kept as far as they fit.
 _ZERO3 = ("memory.zero_stage=3", "train.num_microbatches=1")
 #: Sequences over `context`, of which each device keeps what attention reads and writes.
 _LONG_8B = (*_ZERO3, "train.remat=qkv,attention")

@@ -349,7 +349,7 @@ class Experts(nnx.Module):
         self.config = config
         self.num_experts = config.num_experts
         normal, normal_down = (jax.nn.initializers.normal(stddev) for stddev in stddevs)
-        # The router is whole on every device.
+        # Every device has the scores of all experts.
         router = (embed_dim, config.num_experts), ("embed", None)
         self.router = param(normal, rngs, *router)
         zeros = jax.nn.initializers.zeros

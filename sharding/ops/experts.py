@@ -99,9 +99,9 @@ class _Placement:
 
     Attributes:
         num_experts: number of experts on all devices.
-        num_parts: number of parts into which the experts are divided.
+        num_shards: number of parts into which the experts are divided.
         expert_axes: axes of more than one device that divide the experts, major first.
-        token_axes: the same, or none if all devices of `expert_axes` have the same tokens.
+        token_axes: those of them whose devices have different tokens.
         sum_axes: axes of more than one device that divide the inner dim of the experts.
         same_axes: automatic axes whose devices have the same experts and different tokens.
         weight_specs: names of weights, and their PartitionSpecs over the automatic axes.
@@ -112,7 +112,7 @@ class _Placement:
     """
 
     num_experts: int
-    num_parts: int
+    num_shards: int
     expert_axes: tuple[str, ...]
     token_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
@@ -201,7 +201,9 @@ def _place(
         of_batch = ()
     manual = manual_mesh_axes(rules.get("experts", ()))
     of_experts = (*manual, *automatic["experts"])
-    are_split = bool(manual) or {*of_experts} <= {*of_batch}
+    # Devices along manual axes have different tokens, and so do those along automatic ones over
+    # which the batch is split. Along others, such as `model`, they have the same tokens.
+    of_tokens = (*manual, *(axis for axis in automatic["experts"] if axis in of_batch))
 
     def spec(names: tuple[str | None, ...]) -> PartitionSpec:
         # Other dims, which fsdp or ZeRO may split, are whole within a step.
@@ -209,9 +211,9 @@ def _place(
 
     return _Placement(
         num_experts=num_experts,
-        num_parts=math.prod(mesh.shape[axis] for axis in of_experts),
+        num_shards=math.prod(mesh.shape[axis] for axis in of_experts),
         expert_axes=of_experts,
-        token_axes=of_experts if are_split else (),
+        token_axes=of_tokens,
         sum_axes=automatic["mlp"],
         same_axes=tuple(axis for axis in of_batch if axis not in of_experts),
         weight_specs=tuple((name, spec(names)) for name, names in axes.items()),
@@ -482,8 +484,10 @@ def _split_tokens(
     placement: _Placement, factors_BTC: jax.Array, choices_BTC: jax.Array, *tokens_BTD: jax.Array
 ) -> list[_Part]:
     """Return the parts of this device's tokens; each has enough rows for efficient products."""
+    mesh = jax.sharding.get_abstract_mesh()
     num_tokens = math.prod(choices_BTC.shape[:2])
-    rows_of_expert = choices_BTC.size * placement.num_parts // placement.num_experts
+    num_choices = choices_BTC.size * math.prod(mesh.shape[axis] for axis in placement.token_axes)
+    rows_of_expert = num_choices // placement.num_experts
     max_count = min(_MAX_PARTS, rows_of_expert // _MIN_PART_ROWS) if placement.token_axes else 1
     count = max(n for n in range(1, max(1, max_count) + 1) if num_tokens % n == 0)
 
@@ -594,8 +598,8 @@ def _scatter(x: jax.Array, placement: _Placement, dim: int = 0) -> jax.Array:
         is_narrow = hardware.current().runs_on_cpu and x.dtype.itemsize < 4
         wide = x.astype(jnp.float32) if is_narrow else x
         x = jax.lax.psum_scatter(wide, axes, scatter_dimension=dim, tiled=True).astype(x.dtype)
-        return psum(x, placement.sum_axes)
-    return psum(x, (*placement.expert_axes, *placement.sum_axes))
+    others = (axis for axis in placement.expert_axes if axis not in placement.token_axes)
+    return psum(x, (*others, *placement.sum_axes))
 
 
 class _Rows(NamedTuple):
@@ -624,7 +628,7 @@ class _Order:
         num_rounds: number of rounds.
         round_size: rows of an expert in a round.
         tokens_per_expert: mean number of tokens of an expert.
-        num_parts: number of parts into which the experts are divided.
+        num_shards: number of parts into which the experts are divided.
     """
 
     entries: jax.Array
@@ -633,7 +637,7 @@ class _Order:
     num_rounds: int = dataclasses.field(metadata={"static": True})
     round_size: int = dataclasses.field(metadata={"static": True})
     tokens_per_expert: float = dataclasses.field(metadata={"static": True})
-    num_parts: int = dataclasses.field(metadata={"static": True})
+    num_shards: int = dataclasses.field(metadata={"static": True})
 
     @property
     def block_size(self) -> int:
@@ -668,7 +672,7 @@ class _Order:
             mean=math.ceil(self.tokens_per_expert),
             first=self.num_rounds * self.round_size,
             size=self.block_size,
-            parts=self.num_parts,
+            parts=self.num_shards,
         )
         with blocks:
             return jax.lax.fori_loop(0, jnp.sum(self.num_blocks_E), body, state)
@@ -689,7 +693,7 @@ def _sort_by_expert(placement: _Placement, choices_AC: jax.Array) -> _Order:
 
     XLA's sort on GPUs takes a pass per power of two of their number; this takes a running sum.
     """
-    per_device = placement.num_experts // placement.num_parts
+    per_device = placement.num_experts // placement.num_shards
     axes = placement.expert_axes
     first = jax.lax.axis_index(axes) * per_device if axes else 0
     choices = choices_AC.reshape(-1) - first
@@ -710,7 +714,7 @@ def _sort_by_expert(placement: _Placement, choices_AC: jax.Array) -> _Order:
         num_rounds=num_rounds,
         round_size=round_size,
         tokens_per_expert=tokens_per_expert,
-        num_parts=placement.num_parts,
+        num_shards=placement.num_shards,
     )
 
 

@@ -17,6 +17,7 @@ from sharding.rules import (
     to_spec,
     unused_axes,
 )
+from sharding.tensor import TensorConfig
 
 #: Axes that split the dim of a parameter that is called "embed".
 EMBED = ("fsdp", "row", "hidden")
@@ -77,14 +78,14 @@ def test_partition_specs_keeps_the_tree():
     }
 
 
-def refusal(shape, axes, rules=DEFAULT_RULES, **mesh: Any) -> str:
+def refusal(shape, axes, rules=DEFAULT_RULES, mode="1d", **mesh: Any) -> str:
     """Return the error message for a single parameter, `block.kernel`, that must be rejected."""
     with pytest.raises(ValueError) as caught:
         partition_specs(
             {"block": {"kernel": tensor(*shape)}},
             {"block": {"kernel": axes}},
             rules,
-            make_mesh(MeshConfig(**mesh), jax.devices()),
+            make_mesh(MeshConfig(**mesh), jax.devices(), TensorConfig(mode=mode)),
         )
     return str(caught.value)
 
@@ -94,6 +95,12 @@ def test_indivisible_dimension_names_values_rule_place_and_choices():
     assert message.startswith("mesh.model=8 must divide heads=12")
     assert "dimension 1 of block.kernel" in message and "(5, 12)" in message
     assert message.endswith("choose from 1, 2, 3, 4, 6, 12")
+
+
+def test_indivisible_dimension_names_the_axes_of_a_tensor_mode():
+    """In `2d`, the four devices of mesh.model are two rows of two."""
+    message = refusal((4, 5), ("embed", "heads"), mode="2d", model=4)
+    assert message.startswith("tensor.mode's model=2 must divide heads=5")
 
 
 def test_indivisible_dimension_over_two_mesh_axes_names_both():

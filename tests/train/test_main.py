@@ -317,6 +317,10 @@ BAD = {
     ),
     "layers not split": (("rules.layers=none", "mesh.pipeline=2"), "rules.layers=pipeline"),
     "two dims on one axis": (("rules.seq=model", "mesh.model=2"), "both split over mesh axis"),
+    "batch over model": (
+        ("rules.batch=model", "mesh.model=2"),
+        "rules.batch='model': a batch is al",
+    ),
     "loss that is none": (("model.loss=json:__name__",), "model.loss='json:__name__' is not a f"),
     "schedule": (("pipeline.schedule=2f2b",), "choose from gpipe, 1f1b"),
     "wrong type": (("train.num_steps=many",), "train.num_steps='many'"),

@@ -94,6 +94,11 @@ class RunConfig:
                 "the section preference is only for data.objective='preference', but it is "
                 f"{self.data.objective!r}; remove the section"
             )
+        if "batch" in self.rules:
+            raise ValueError(
+                f"rules.batch={self.rules['batch']!r}: a batch is always split over mesh.data, "
+                "mesh.fsdp and mesh.expert; remove it, and set the sizes of these axes"
+            )
         if self.train.init_labels != "by_name" and not self.init_from:
             raise ValueError(
                 f"train.init_labels={self.train.init_labels!r} needs config.init_from, the "

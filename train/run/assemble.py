@@ -1,7 +1,8 @@
 """Assembles a run from its config and a mesh, and checks that its parts are compatible.
 
 All parts use abstract arrays, so this computes nothing and needs no device memory. It does trace
-the model, though: see model_traces.py. The steps are traced later, by `Run`.
+the model, though: see model_traces.py. The steps are traced later, by `Run`, except that
+`train.remat=auto` estimates the memory of a step for each level that it tries.
 """
 
 import dataclasses

@@ -8,7 +8,8 @@ two layers after it run. In a backward, which begins with the last layer:
     run       gather 3, gather 2, compute 3, gather 1, compute 2, compute 1, scatter 3, ...
 
 So the parameters of two layers are in memory together, and the gradients of three, of which those
-that are sent have been converted to the dtype of the reduction.
+that are sent have been converted to the dtype of the reduction. Gradients of the head are added to
+those of earlier microbatches before the layers run backward.
 """
 
 import dataclasses
@@ -109,7 +110,7 @@ def _delay_scatters(parts: list[list[Operation]], number: int) -> None:
         is_delayed = op.name == "reduce_scatter" and is_awaited.isdisjoint(op.outputs)
         if is_delayed:
             (value,) = op.inputs
-            sent[value] = dataclasses.replace(value)
+            sent.setdefault(value, dataclasses.replace(value))
             op = dataclasses.replace(op, inputs=[sent[value]])
         if is_delayed or scattered.intersection(op.inputs):
             moved.append(op)

@@ -138,6 +138,9 @@ MESHES = {
     "expert=2, data=2, model=2": ({"expert": 2, "data": 2, "model": 2}, None),
     "expert=4, model=2": ({"expert": 4, "model": 2}, None),
     "data, expert": ({"data": 2, "expert": 4}, ["data", "expert"]),
+    # Devices along `model` have the same tokens, and along `context` if all axes are automatic.
+    "expert, model": ({"expert": 2, "model": 2}, ["expert", "model"]),
+    "context, expert": ({"context": 2, "expert": 2}, ["context", "expert"]),
 }
 
 
@@ -163,7 +166,8 @@ def test_tokens_that_are_sent_in_parts_equal_one_device(monkeypatch, choose):
 def check_on_mesh(name, choose, is_manual):
     sizes, over = MESHES[name]
     mesh = make_mesh(MeshConfig(**sizes), jax.devices())
-    rules = make_rules({"experts": over} if over else None)
+    divided = {"experts": over} | ({"mlp": None} if "model" in over else {}) if over else None
+    rules = make_rules(divided)
     weights, x, factors, choices = inputs = inputs_of(CHOICES[choose])
     expected = value_and_grads(reference, *inputs)
     manual = ("pipeline", "data", "fsdp", "context", "expert")
@@ -172,7 +176,7 @@ def check_on_mesh(name, choose, is_manual):
         if not is_manual:
             return apply(weights, x, factors, choices)
         tokens = PartitionSpec(("data", "fsdp", "expert"))
-        of_experts = PartitionSpec(rules["experts"])
+        of_experts = PartitionSpec(tuple(axis for axis in rules["experts"] if axis in manual))
         of_weights = {n: of_experts if axes else PartitionSpec() for n, axes in AXES.items()}
         return jax.shard_map(
             apply,
