@@ -101,7 +101,7 @@ class _Placement:
         num_experts: number of experts on all devices.
         num_shards: number of parts into which the experts are divided.
         expert_axes: axes of more than one device that divide the experts, major first.
-        token_axes: those of them whose devices have different tokens.
+        token_axes: axes among them along which devices have different tokens.
         sum_axes: axes of more than one device that divide the inner dim of the experts.
         same_axes: automatic axes whose devices have the same experts and different tokens.
         weight_specs: names of weights, and their PartitionSpecs over the automatic axes.

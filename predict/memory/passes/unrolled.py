@@ -8,8 +8,8 @@ two layers after it run. In a backward, which begins with the last layer:
     run       gather 3, gather 2, compute 3, gather 1, compute 2, compute 1, scatter 3, ...
 
 So the parameters of two layers are in memory together, and the gradients of three, of which those
-that are sent have been converted to the dtype of the reduction. Gradients of the head are added to
-those of earlier microbatches before the layers run backward.
+that are sent have been converted to the dtype of the reduction. The head's gradients are added to
+the sums over microbatches before the layers run backward.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ def program_of(text: str) -> tuple[Program, dict[Value, str]]:
     """Return a program, and the names of its values.
 
     Args:
-        text: a line for each operation, `output = operation input input`. The operation `layer`
+        text: one line per operation, `output = operation input input`. The operation `layer`
             begins an unrolled layer.
     """
     lines = [line.replace("=", " ").split() for line in text.strip().splitlines()]
@@ -95,7 +95,7 @@ def test_scatters_that_the_next_layer_needs_stay():
 
 
 def test_sums_of_gradients_follow_their_terms():
-    """The head's gradient is added to those of other microbatches, and then freed."""
+    """The head's gradient is added to the sum over microbatches, and then freed."""
     with_sum = _BACKWARD.replace("z = mul d0 s2", "z = mul d0 s2\ntotal = add before g2")
     order = order_after(with_sum)
     assert order.index("total") < order.index("l2")
